@@ -1,0 +1,47 @@
+"""Check an installed package from inside its own environment: no undeclared sibling, every module imports.
+
+    python installed_alone.py PACKAGE SIBLING [SIBLING ...]
+
+Runs before any test requirement is installed, so whatever is there was declared.
+"""
+
+import importlib
+import pkgutil
+import re
+import sys
+from importlib import metadata
+
+
+def declared(package: str) -> set[str]:
+    """The names of all distributions that `package` needs without extras, itself included."""
+    found, waiting = set(), [package]
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requirements = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # left out by a marker: another platform's
+            continue
+        waiting += [re.match(r"[\w.-]+", line)[0] for line in requirements if "extra ==" not in line]
+    return found
+
+
+def main(package: str, siblings: list[str]) -> None:
+    """Exit with a message where the environment or an import is not as declared."""
+    present = {re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower() for found in metadata.distributions()}
+    if strangers := sorted((present & set(siblings)) - declared(package)):
+        sys.exit(f"{package} is installed alone, yet {', '.join(strangers)} came along undeclared")
+    root = importlib.import_module(package.replace("-", "_"))
+    names = [found.name for found in pkgutil.walk_packages(root.__path__, root.__name__ + ".")]
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    if "site-packages" not in root.__file__:
+        sys.exit(f"{package} was imported from {root.__file__}, not from its wheel")
+    print(f"{package} {metadata.version(package)}: alone, and its {len(names) + 1} modules import")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
