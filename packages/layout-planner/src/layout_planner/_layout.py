@@ -1,0 +1,248 @@
+"""The result of planning: where every tensor of a group lies.
+
+    segment 0, shard size S0                      segment 1, shard size S1
+    rank 0      rank 1      rank 2                rank 0   rank 1   rank 2
+    |--- S0 ---|--- S0 ---|--- S0 ---|            |-- S1 --|-- S1 --|-- S1 --|
+    [  tensor a   ][ b ][    c     ]/// padding   [     d     ][ e ]///// padding
+
+Each segment is one 1-D buffer of `world_size` equal shards. A tensor is a contiguous run of one segment.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from layout_planner._blocks import parse_block
+from layout_planner._bound import Bound, lower_bound
+from layout_planner._spec import TensorSpec
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One buffer of `world_size` shards.
+
+    Attributes:
+        shard_size: elements each rank holds.
+        names: the tensors in it, in buffer order.
+        offsets: where each starts, in elements from the start of the buffer; beside `names`.
+    """
+
+    shard_size: int
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a group lies. Validates itself, so one that exists is sound.
+
+    Args:
+        tensors: the group, in the order it was given.
+        world_size: shards per segment.
+        align: elements that every shard size and offset is a multiple of.
+        segments: the buffers; every tensor is in exactly one.
+
+    Raises:
+        ValueError: a tensor missing, doubled, overlapping, unaligned, out of its segment, or cut inside a block.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    world_size: int
+    align: int
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        placed = [name for segment in self.segments for name in segment.names]
+        if sorted(placed) != sorted(spec.name for spec in self.tensors) or len(set(placed)) != len(placed):
+            raise ValueError(
+                f"the segments hold {sorted(placed)}, the group {sorted(s.name for s in self.tensors)}"
+            )
+        for index, segment in enumerate(self.segments):
+            self._check_segment(index, segment)
+
+    def _check_segment(self, index: int, segment: Segment) -> None:
+        size = segment.shard_size
+        if size < 1 or size % self.align or len(segment.names) != len(segment.offsets) or not segment.names:
+            raise ValueError(
+                f"segment {index}: shard size {size} is no positive multiple of {self.align}, or no tensor"
+            )
+        end, last = 0, "the segment's start"
+        for name, start in zip(segment.names, segment.offsets, strict=True):
+            spec = self._by_name[name]
+            if start < end or start % self.align:
+                raise ValueError(
+                    f"{name}: offset {start} is unaligned to {self.align} or overlaps {last}, which ends at {end}"
+                )
+            end, last = start + spec.numel, name
+            first = start // size + 1
+            for rank in range(first, min(self.world_size, (end - 1) // size) + 1):
+                if not spec.grid.is_cut(rank * size - start):
+                    raise ValueError(
+                        f"{name}: rank {rank}'s shard starts inside a block, at element {rank * size - start}"
+                    )
+        if end > self.world_size * size:
+            raise ValueError(
+                f"segment {index}: {last} ends at {end}, past {self.world_size} shards of {size}"
+            )
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.tensors}
+
+    @cached_property
+    def _place(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (index, offset)
+            for index, segment in enumerate(self.segments)
+            for name, offset in zip(segment.names, segment.offsets, strict=True)
+        }
+
+    def spec(self, tensor: str) -> TensorSpec:
+        """The tensor of that name. Raises KeyError, naming it, where the group has none."""
+        try:
+            return self._by_name[tensor]
+        except KeyError:
+            raise KeyError(f"{tensor!r} is not in this layout, which holds {sorted(self._by_name)}") from None
+
+    def segment_of(self, tensor: str) -> int:
+        """The index of the segment that holds the tensor."""
+        return self._place[self.spec(tensor).name][0]
+
+    def offset(self, tensor: str) -> int:
+        """Elements from the start of its segment's buffer to the tensor's first element."""
+        return self._place[self.spec(tensor).name][1]
+
+    def local_range(self, tensor: str, rank: int) -> tuple[int, int]:
+        """The elements `[start, stop)` of the tensor, counted in the tensor itself, that `rank` holds.
+
+        Over all ranks in order the ranges partition the tensor; a rank that holds none gets an empty range
+        at the point where its elements would be.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not among the {self.world_size} ranks of this layout")
+        numel = self.spec(tensor).numel
+        index, offset = self._place[tensor]
+        size = self.segments[index].shard_size
+        start, stop = rank * size - offset, (rank + 1) * size - offset
+        return min(max(start, 0), numel), min(max(stop, 0), numel)
+
+    def local_units(self, tensor: str) -> tuple[int, ...]:
+        """Each rank's share of the tensor in lowest terms: the `local_units` of a `RaggedShard`."""
+        return self._shares[tensor] if tensor in self._shares else self._share(tensor)
+
+    def local_dims(self, tensor: str) -> tuple[int, ...]:
+        """The shortest prefix of dimensions on whose grid all cut points lie: the `dims` of a `RaggedShard`.
+
+        Follows from block and shape alone, so a tensor's local shape has the same rank at every world size.
+        """
+        spec = self.spec(tensor)
+        step = math.gcd(spec.grid.block, spec.grid.period)
+        for length in range(min(1, len(spec.shape)), len(spec.shape)):
+            if step % math.prod(spec.shape[length:]) == 0:
+                return tuple(range(length))
+        return tuple(range(len(spec.shape)))
+
+    @cached_property
+    def _shares(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def _share(self, tensor: str) -> tuple[int, ...]:
+        ranges = (self.local_range(tensor, rank) for rank in range(self.world_size))
+        lengths = [stop - start for start, stop in ranges]
+        unit = math.gcd(*lengths)
+        return self._shares.setdefault(tensor, tuple(length // unit for length in lengths))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that the tensors occupy."""
+        return sum(spec.numel for spec in self.tensors)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of all segments' buffers: what a gather moves and holds."""
+        return self.world_size * sum(segment.shard_size for segment in self.segments)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffers that hold nothing."""
+        return self.padded_numel - self.numel
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding as a share of the elements that the tensors occupy; 0.01 is one per cent."""
+        return self.padding / self.numel
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The proven least size of all segments together, and which argument proves it."""
+        return lower_bound(self.tensors, self.world_size, self.align)
+
+    @property
+    def lower_bound(self) -> int:
+        """Elements below which `padded_numel` cannot go, in any order and any split into segments."""
+        return self.bound.numel
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound this layout is: 0 is proven optimal, 0.01 one per cent above."""
+        return self.padded_numel / self.lower_bound - 1
+
+    def to_json(self) -> str:
+        """The layout as canonical JSON: the same layout gives the same text in every process."""
+        content = {
+            "format": _FORMAT,
+            "world_size": self.world_size,
+            "align": self.align,
+            "tensors": [
+                {"name": spec.name, "shape": spec.shape, "block": str(spec.block), "period": spec.period}
+                for spec in self.tensors
+            ],
+            "segments": [
+                {"shard_size": segment.shard_size, "names": segment.names, "offsets": segment.offsets}
+                for segment in self.segments
+            ],
+        }
+        return json.dumps(content, separators=(",", ":"), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Layout":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: not such a text, of another format, or not a sound layout.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
+            tensors = tuple(
+                TensorSpec(spec["name"], tuple(spec["shape"]), parse_block(spec["block"]), spec["period"])
+                for spec in content["tensors"]
+            )
+            segments = tuple(
+                Segment(segment["shard_size"], tuple(segment["names"]), tuple(segment["offsets"]))
+                for segment in content["segments"]
+            )
+            return cls(tensors, content["world_size"], content["align"], segments)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"this is no layout: {type(error).__name__}: {error}") from error
+
+    def fingerprint(self) -> str:
+        """SHA-256 of `to_json`, in hex. Equal on all ranks exactly where their layouts are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_svg(self, *, title: str = "", ranks: range | None = None) -> str:
+        """A picture of the layout to scale: one row a rank, tensors in colours, padding hatched.
+
+        Args:
+            title: a line above the picture.
+            ranks: the ranks to draw. None: the first 16.
+        """
+        from layout_planner._svg import draw
+
+        return draw(self, title=title, ranks=ranks)

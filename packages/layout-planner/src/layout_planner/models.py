@@ -1,0 +1,252 @@
+"""Shapes of whole models: which tensors a layer gathers together, and how many layers are alike.
+
+    ModelShape  ->  Group (one collective's worth, `count` layers of this shape)  ->  ShapeEntry (one tensor)
+
+`load_model` knows the models of `model_configs.json`, whose numbers are those of the models' public
+config.json files. Names and shapes are those that transformers (version 5: experts stacked in one tensor)
+holds in memory, with these choices:
+
+* Embeddings are a group, and the head with the final norm is one: all that is gathered outside the layers.
+* GPT-OSS's stacked experts are `[experts, out, in]`, the row-major order of its published checkpoint.
+  (transformers keeps them transposed, `[experts, in, out]`.)
+* DeepSeek-V3 and Kimi-K2 come without their multi-token-prediction layer, and with the router's
+  `e_score_correction_bias`, which checkpoints hold beside the weights.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from layout_planner._blocks import Block, Rows, Tile
+from layout_planner._spec import TensorSpec
+
+Period = Literal["tensor", "expert"]
+Config = dict[str, int]
+
+
+@dataclass(frozen=True)
+class ShapeEntry:
+    """One tensor of a group.
+
+    Attributes:
+        name: unique in its group, and without the layer's prefix.
+        shape: dimensions in elements.
+        experts: matrices (or vectors) stacked along dimension 0; 1 for a tensor that is no stack.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    experts: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements in the tensor."""
+        return math.prod(self.shape)
+
+    def spec(self, block: Block, period: Period = "tensor") -> TensorSpec:
+        """This tensor with that block.
+
+        Args:
+            block: a `Tile` becomes `Rows(tile.rows)` on a tensor without rows and columns, such as a norm.
+            period: "expert" starts blocks anew in each stacked expert, "tensor" lets them run across.
+
+        Raises:
+            ValueError: a period of another name, or a shape or block that `TensorSpec` refuses.
+        """
+        if period not in ("tensor", "expert"):
+            raise ValueError(f"{self.name}: period {period!r} is neither 'tensor' nor 'expert'")
+        if isinstance(block, Tile) and len(self.shape) < 2 + (self.experts > 1):
+            block = Rows(block.rows)
+        stacked = period == "expert" and self.experts > 1
+        return TensorSpec(self.name, self.shape, block, self.numel // self.experts if stacked else None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one collective gathers: the tensors of one transformer layer, the embeddings, or the head.
+
+    Attributes:
+        name: unique in its model; "layers.3-60" are layers 3 to 60.
+        count: how many layers have exactly these tensors. They are planned once.
+        tensors: of one layer.
+    """
+
+    name: str
+    count: int
+    tensors: tuple[ShapeEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in one layer."""
+        return sum(entry.numel for entry in self.tensors)
+
+    def specs(self, block: Block, period: Period = "tensor") -> list[TensorSpec]:
+        """The tensors of one layer with one block for all, ready for `plan`; see `ShapeEntry.spec`."""
+        return [entry.spec(block, period) for entry in self.tensors]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All groups of a model, in the order in which it runs them."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        return sum(group.count * group.numel for group in self.groups)
+
+    def group(self, name: str) -> Group:
+        """The group of that name. Raises ValueError, listing the names, where there is none."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        names = ", ".join(group.name for group in self.groups)
+        raise ValueError(f"{self.name} has no group {name!r}; it has {names}")
+
+
+def model_names() -> list[str]:
+    """The names that `load_model` knows."""
+    return list(_configs())
+
+
+def load_model(name: str) -> ModelShape:
+    """The shape of a well-known model, from its public config.
+
+    Raises:
+        ValueError: the name is not one of `model_names()`; the message lists them.
+    """
+    if name not in _configs():
+        raise ValueError(f"model {name!r} is not known; known are {', '.join(model_names())}")
+    fields = dict(_configs()[name])
+    architecture = str(fields.pop("architecture"))
+    config = {key: int(value) for key, value in fields.items()}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    return ModelShape(
+        name,
+        (
+            Group("embed", 1, (ShapeEntry("embed_tokens.weight", (vocab, hidden)),)),
+            *_ARCHITECTURES[architecture](config),
+            Group("head", 1, (_norm("norm", hidden), ShapeEntry("lm_head.weight", (vocab, hidden)))),
+        ),
+    )
+
+
+@cache
+def _configs() -> dict[str, dict[str, int | str]]:
+    text = files("layout_planner").joinpath("model_configs.json").read_text(encoding="utf-8")
+    configs: dict[str, dict[str, int | str]] = json.loads(text)
+    return configs
+
+
+def _layers(first: int, stop: int, *parts: Iterator[ShapeEntry]) -> Group:
+    name = f"layers.{first}-{stop - 1}" if stop - first > 1 else f"layers.{first}"
+    return Group(name, stop - first, tuple(entry for part in parts for entry in part))
+
+
+def _llama(config: Config) -> Iterator[Group]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    mlp = _gated_mlp("mlp", hidden, inner)
+    yield _layers(0, config["num_hidden_layers"], _attention(config), _norms(config), mlp)
+
+
+def _qwen3_moe(config: Config) -> Iterator[Group]:
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    attention = [*_attention(config), *(_norm(f"self_attn.{x}_norm", config["head_dim"]) for x in "qk")]
+    router = ShapeEntry("mlp.gate.weight", (experts, hidden))
+    stack = _expert_stack(experts, hidden, config["moe_intermediate_size"])
+    yield _layers(0, config["num_hidden_layers"], iter(attention), _norms(config), iter([router]), stack)
+
+
+def _gpt_oss(config: Config) -> Iterator[Group]:
+    hidden, inner, experts = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
+    )
+    sinks = ShapeEntry("self_attn.sinks", (config["num_attention_heads"],))
+    moe = [
+        ShapeEntry("mlp.router.weight", (experts, hidden)),
+        ShapeEntry("mlp.router.bias", (experts,)),
+        ShapeEntry("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), experts),
+        ShapeEntry("mlp.experts.gate_up_proj_bias", (experts, 2 * inner), experts),
+        ShapeEntry("mlp.experts.down_proj", (experts, hidden, inner), experts),
+        ShapeEntry("mlp.experts.down_proj_bias", (experts, hidden), experts),
+    ]
+    attention = [*_attention(config, bias=True), sinks]
+    yield _layers(0, config["num_hidden_layers"], iter(attention), _norms(config), iter(moe))
+
+
+def _deepseek_v3(config: Config) -> Iterator[Group]:
+    dense, layers, hidden = (
+        config[key] for key in ("first_k_dense_replace", "num_hidden_layers", "hidden_size")
+    )
+    experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    mlp = _gated_mlp("mlp", hidden, config["intermediate_size"])
+    yield _layers(0, dense, _latent_attention(config), _norms(config), mlp)
+    router = [
+        ShapeEntry("mlp.gate.weight", (experts, hidden)),
+        ShapeEntry("mlp.gate.e_score_correction_bias", (experts,)),
+    ]
+    shared = _gated_mlp("mlp.shared_experts", hidden, config["n_shared_experts"] * inner)
+    stack = _expert_stack(experts, hidden, inner)
+    yield _layers(dense, layers, _latent_attention(config), _norms(config), iter(router), stack, shared)
+
+
+_ARCHITECTURES: dict[str, Callable[[Config], Iterator[Group]]] = {
+    "llama": _llama,
+    "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def _norm(name: str, size: int) -> ShapeEntry:
+    return ShapeEntry(f"{name}.weight", (size,))
+
+
+def _norms(config: Config) -> Iterator[ShapeEntry]:
+    yield _norm("input_layernorm", config["hidden_size"])
+    yield _norm("post_attention_layernorm", config["hidden_size"])
+
+
+def _attention(config: Config, *, bias: bool = False) -> Iterator[ShapeEntry]:
+    hidden = config["hidden_size"]
+    queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    for name, rows, columns in (
+        ("q_proj", queries, hidden),
+        ("k_proj", keys, hidden),
+        ("v_proj", keys, hidden),
+        ("o_proj", hidden, queries),
+    ):
+        yield ShapeEntry(f"self_attn.{name}.weight", (rows, columns))
+        if bias:
+            yield ShapeEntry(f"self_attn.{name}.bias", (rows,))
+
+
+def _latent_attention(config: Config) -> Iterator[ShapeEntry]:
+    """Multi-head latent attention: queries, and keys with values, pass through low-rank bottlenecks."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    query_rank, rank = config["q_lora_rank"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    yield ShapeEntry("self_attn.q_a_proj.weight", (query_rank, hidden))
+    yield _norm("self_attn.q_a_layernorm", query_rank)
+    yield ShapeEntry("self_attn.q_b_proj.weight", (heads * (nope + rope), query_rank))
+    yield ShapeEntry("self_attn.kv_a_proj_with_mqa.weight", (rank + rope, hidden))
+    yield _norm("self_attn.kv_a_layernorm", rank)
+    yield ShapeEntry("self_attn.kv_b_proj.weight", (heads * (nope + value), rank))
+    yield ShapeEntry("self_attn.o_proj.weight", (hidden, heads * value))
+
+
+def _gated_mlp(prefix: str, hidden: int, inner: int) -> Iterator[ShapeEntry]:
+    yield ShapeEntry(f"{prefix}.gate_proj.weight", (inner, hidden))
+    yield ShapeEntry(f"{prefix}.up_proj.weight", (inner, hidden))
+    yield ShapeEntry(f"{prefix}.down_proj.weight", (hidden, inner))
+
+
+def _expert_stack(experts: int, hidden: int, inner: int) -> Iterator[ShapeEntry]:
+    yield ShapeEntry("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), experts)
+    yield ShapeEntry("mlp.experts.down_proj", (experts, hidden, inner), experts)
