@@ -66,6 +66,7 @@ def test_a_package_has_all_that_a_release_needs(package):
     for path in (folder / "README.md", folder / "CHANGELOG.md", folder / "LICENSE", module / "py.typed"):
         assert path.is_file(), path
     assert project(package)["project"]["license"] == "Apache-2.0"
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     version = re.search(r'^__version__ = "(.+)"$', (module / "__init__.py").read_text(), re.MULTILINE)[1]
     newest = re.search(r"^## (.+)$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert newest.split(" ")[0] in (version, "Unreleased")

@@ -87,14 +87,11 @@ def _improve(items: Sequence[Item], world_size: int, best: Packing, failed: list
     kinds = Counter(item.kind for item in items)
     states = math.prod(count + 1 for count in kinds.values())
     cost = states * len(kinds) if states <= _MAX_STATES else len(items) ** 2
+    search = _exact if states <= _MAX_STATES else _local
     for shard in sorted(failed)[: max(1, _MAX_PLACEMENTS // cost)]:
         if shard >= best.shard:
             break
-        if states <= _MAX_STATES:
-            found = _exact(items, shard, world_size)
-        else:
-            found = _local(items, shard, world_size)
-        if found:
+        if found := search(items, shard, world_size):
             return found
     return best
 
