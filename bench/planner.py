@@ -1,0 +1,72 @@
+"""layout-planner: how long planning a whole model takes, and how much its layouts pad.
+
+    python bench/planner.py        the same figures as a table, medians of 5 rounds
+"""
+
+import statistics
+import time
+
+from layout_planner import Layout, parse_block, plan
+from layout_planner.models import load_model
+
+MODELS = ["deepseek-v3", "gpt-oss-120b", "llama-3-70b"]
+BLOCKS = ["rows:1", "rows:16", "rows:32", "rows:128"]
+WORLD_SIZE = 1024
+
+
+def plan_model(name: str, block: str) -> list[tuple[int, Layout]]:
+    """Every group of the model, groups of the same shape once, with how often each occurs."""
+    chosen = parse_block(block)
+    return [(group.count, plan(group.specs(chosen), WORLD_SIZE)) for group in load_model(name).groups]
+
+
+class Plan:
+    """All layers of a model at 1024 ranks. To stay under 0.3 s for each block size."""
+
+    params = (MODELS, BLOCKS)
+    param_names = ("model", "block")
+
+    def time_plan(self, name: str, block: str) -> None:
+        plan_model(name, block)
+
+    def track_padding_percent(self, name: str, block: str) -> float:
+        layouts = plan_model(name, block)
+        padding = sum(count * layout.padding for count, layout in layouts)
+        return 100 * padding / sum(count * layout.numel for count, layout in layouts)
+
+    track_padding_percent.unit = "%"
+
+    def track_gap_percent(self, name: str, block: str) -> float:
+        layouts = plan_model(name, block)
+        padded = sum(count * layout.padded_numel for count, layout in layouts)
+        return 100 * (padded / sum(count * layout.lower_bound for count, layout in layouts) - 1)
+
+    track_gap_percent.unit = "% above the proven bound"
+
+
+class Fingerprint:
+    """What every rank pays once to check that all agree."""
+
+    def setup(self) -> None:
+        self.layouts = [layout for _, layout in plan_model("deepseek-v3", "rows:16")]
+
+    def time_fingerprint(self) -> None:
+        for layout in self.layouts:
+            layout.fingerprint()
+
+
+def main() -> None:
+    print(f"| model | block | plan all layers, {WORLD_SIZE} ranks | padding |\n| --- | --- | --- | --- |")
+    for name in MODELS:
+        for block in BLOCKS:
+            rounds = []
+            for _ in range(5):
+                start = time.perf_counter()
+                plan_model(name, block)
+                rounds.append(time.perf_counter() - start)
+            padding = Plan().track_padding_percent(name, block)
+            print(f"| {name} | {block} | {1000 * statistics.median(rounds):.0f} ms | {padding:.2f} % |")
+
+
+if __name__ == "__main__":
+    main()
