@@ -133,7 +133,12 @@ class Layout:
 
     def local_units(self, tensor: str) -> tuple[int, ...]:
         """Each rank's share of the tensor in lowest terms: the `local_units` of a `RaggedShard`."""
-        return self._shares[tensor] if tensor in self._shares else self._share(tensor)
+        if tensor not in self._units:
+            ranges = (self.local_range(tensor, rank) for rank in range(self.world_size))
+            lengths = [stop - start for start, stop in ranges]
+            unit = math.gcd(*lengths)
+            self._units[tensor] = tuple(length // unit for length in lengths)
+        return self._units[tensor]
 
     def local_dims(self, tensor: str) -> tuple[int, ...]:
         """The shortest prefix of dimensions on whose grid all cut points lie: the `dims` of a `RaggedShard`.
@@ -148,14 +153,8 @@ class Layout:
         return tuple(range(len(spec.shape)))
 
     @cached_property
-    def _shares(self) -> dict[str, tuple[int, ...]]:
+    def _units(self) -> dict[str, tuple[int, ...]]:
         return {}
-
-    def _share(self, tensor: str) -> tuple[int, ...]:
-        ranges = (self.local_range(tensor, rank) for rank in range(self.world_size))
-        lengths = [stop - start for start, stop in ranges]
-        unit = math.gcd(*lengths)
-        return self._shares.setdefault(tensor, tuple(length // unit for length in lengths))
 
     @cached_property
     def numel(self) -> int:
