@@ -15,7 +15,7 @@ holds in memory, with these choices:
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -59,7 +59,7 @@ class ShapeEntry:
         """
         if period not in ("tensor", "expert"):
             raise ValueError(f"{self.name}: period {period!r} is neither 'tensor' nor 'expert'")
-        if isinstance(block, Tile) and len(self.shape) < 2 + (self.experts > 1):
+        if isinstance(block, Tile) and len(self.shape) < 2:
             block = Rows(block.rows)
         stacked = period == "expert" and self.experts > 1
         return TensorSpec(self.name, self.shape, block, self.numel // self.experts if stacked else None)
@@ -144,7 +144,7 @@ def _configs() -> dict[str, dict[str, int | str]]:
     return configs
 
 
-def _layers(first: int, stop: int, *parts: Iterator[ShapeEntry]) -> Group:
+def _layers(first: int, stop: int, *parts: Iterable[ShapeEntry]) -> Group:
     name = f"layers.{first}-{stop - 1}" if stop - first > 1 else f"layers.{first}"
     return Group(name, stop - first, tuple(entry for part in parts for entry in part))
 
@@ -160,7 +160,7 @@ def _qwen3_moe(config: Config) -> Iterator[Group]:
     attention = [*_attention(config), *(_norm(f"self_attn.{x}_norm", config["head_dim"]) for x in "qk")]
     router = ShapeEntry("mlp.gate.weight", (experts, hidden))
     stack = _expert_stack(experts, hidden, config["moe_intermediate_size"])
-    yield _layers(0, config["num_hidden_layers"], iter(attention), _norms(config), iter([router]), stack)
+    yield _layers(0, config["num_hidden_layers"], attention, _norms(config), [router], stack)
 
 
 def _gpt_oss(config: Config) -> Iterator[Group]:
@@ -177,7 +177,7 @@ def _gpt_oss(config: Config) -> Iterator[Group]:
         ShapeEntry("mlp.experts.down_proj_bias", (experts, hidden), experts),
     ]
     attention = [*_attention(config, bias=True), sinks]
-    yield _layers(0, config["num_hidden_layers"], iter(attention), _norms(config), iter(moe))
+    yield _layers(0, config["num_hidden_layers"], attention, _norms(config), moe)
 
 
 def _deepseek_v3(config: Config) -> Iterator[Group]:
@@ -193,7 +193,7 @@ def _deepseek_v3(config: Config) -> Iterator[Group]:
     ]
     shared = _gated_mlp("mlp.shared_experts", hidden, config["n_shared_experts"] * inner)
     stack = _expert_stack(experts, hidden, inner)
-    yield _layers(dense, layers, _latent_attention(config), _norms(config), iter(router), stack, shared)
+    yield _layers(dense, layers, _latent_attention(config), _norms(config), router, stack, shared)
 
 
 _ARCHITECTURES: dict[str, Callable[[Config], Iterator[Group]]] = {
