@@ -4,6 +4,7 @@ uv builds the environments where it is installed (seconds), virtualenv and pip e
 `constraints.txt` pins torch for all of them.
 """
 
+import json
 import os
 import re
 import shutil
@@ -149,9 +150,15 @@ def bench(session: nox.Session) -> None:
     """One quick pass of every benchmark on the working tree; `asv run` keeps the history."""
     _prepare(session)
     _install_workspace(session, *BENCH)
-    session.run("asv", "machine", "--yes", silent=True)
-    session.run("asv", "check", "--python=same")
-    session.run("asv", "run", "--quick", "--python=same", "--show-stderr", *session.posargs)
+    # A quick pass keeps nothing: its figures are no history, so its results go to the session's own folder.
+    folder = Path(session.create_tmp()).resolve()
+    config = json.loads((ROOT / "asv.conf.json").read_text())
+    config.update(repo=str(ROOT), benchmark_dir=str(ROOT / "bench"), results_dir=str(folder / "results"))
+    (folder / "asv.conf.json").write_text(json.dumps(config))
+    settings = ["--config", str(folder / "asv.conf.json")]
+    session.run("asv", *settings, "machine", "--yes", silent=True)
+    session.run("asv", *settings, "check", "--python=same")
+    session.run("asv", *settings, "run", "--quick", "--python=same", "--show-stderr", *session.posargs)
 
 
 @nox.session
