@@ -22,12 +22,12 @@ from layout_planner._svg_text import (
     colours,
     fitting,
     number,
-    percent,
     rect,
     shortened,
     text,
     text_width,
 )
+from layout_planner._table import percent
 
 _WIDTH, _MARGIN, _GUTTER = 1280, 28, 64
 _ROW, _ROW_GAP = 24, 6

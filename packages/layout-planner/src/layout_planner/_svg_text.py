@@ -1,4 +1,4 @@
-"""The smallest parts of a drawing: rectangles, text that fits its place, colours, numbers as people write them."""
+"""The smallest parts of a drawing: rectangles, text that fits its place, colours."""
 
 from collections.abc import Iterator
 from html import escape
@@ -64,16 +64,6 @@ def shortened(name: str) -> Iterator[str]:
 def number(value: int) -> str:
     """With thousands separated."""
     return f"{value:,}"
-
-
-def percent(ratio: float) -> str:
-    """As a percentage with the digits that tell: two places below ten, none from a thousand up."""
-    value = 100 * ratio
-    if value == 0:
-        return "0 %"
-    if abs(value) < 0.01:
-        return "< 0.01 %"
-    return f"{value:.2f} %" if value < 10 else f"{value:,.1f} %" if value < 1000 else f"{value:,.0f} %"
 
 
 def rect(

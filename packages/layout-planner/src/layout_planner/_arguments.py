@@ -1,0 +1,172 @@
+"""What the command line takes: ranges, blocks and models out of text, and the parser itself."""
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from layout_planner._blocks import Block, Rows, parse_block
+from layout_planner._sweep import Options
+from layout_planner.checkpoints import read_checkpoint
+from layout_planner.models import ModelShape, load_model, model_names
+
+T = TypeVar("T")
+_MOST = 1 << 20  # ranks; more is a slip of the finger
+
+TABLE_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
+TABLE_WORLD_SIZES = "8..4096"
+TABLE_BLOCKS = "rows:1,rows:16,rows:32,rows:128"
+_EPILOG = f"models: {', '.join(model_names())}. Blocks: rows:N, tile:RxC, elements:N, whole."
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is said in one line on stderr, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"layout-planner: error: {one_line(message)}\n")
+
+
+def one_line(message: object) -> str:
+    """The message without line breaks."""
+    return " ".join(str(message).split())
+
+
+def number(text: str) -> int:
+    """A positive integer."""
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise ValueError(f"{text!r} is not an integer from 1 to {_MOST}")
+    return int(text)
+
+
+def world_sizes(text: str) -> tuple[int, ...]:
+    """`64`, `8,24`, `8..1024` (doubling) and `8..64:8` (every 8), in any mixture with commas; ascending."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, rest = part.partition("..")
+        if not dots:
+            found.add(number(part))
+            continue
+        last, colon, step = rest.partition(":")
+        start, stop = number(first), number(last)
+        if start > stop:
+            raise ValueError(f"{part!r} runs from {start} down to {stop}; write the smaller one first")
+        if colon:
+            found.update(range(start, stop + 1, number(step)))
+        while not colon and start <= stop:
+            found.add(start)
+            start *= 2
+    return tuple(sorted(found))
+
+
+def blocks(text: str) -> tuple[Block, ...]:
+    """Blocks separated by commas, each once."""
+    return tuple(dict.fromkeys(parse_block(part) for part in text.split(",")))
+
+
+def ranks(text: str) -> range:
+    """`3` or `0..15`, both ends included."""
+    first, dots, last = text.partition("..")
+    if not first.isdecimal() or (dots and not last.isdecimal()):
+        raise ValueError(f"{text!r} are no ranks; write one rank or a range such as 0..15")
+    start, stop = int(first), int(last if dots else first)
+    if start > stop:
+        raise ValueError(f"{text!r} runs from {start} down to {stop}; write the smaller one first")
+    return range(start, stop + 1)
+
+
+def model(found: argparse.Namespace) -> ModelShape:
+    """The model that `--model` or `--checkpoint` names."""
+    return load_model(found.model) if found.checkpoint is None else read_checkpoint(found.checkpoint)
+
+
+def options(found: argparse.Namespace) -> Options:
+    """How to plan."""
+    return Options(found.align, found.period, found.segments)
+
+
+def parser() -> Parser:
+    """The command line."""
+    top = Parser(
+        prog="layout-planner", description="Plan how sharded training lays out parameters.", epilog=_EPILOG
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="plan|sweep|draw|table")
+    one = commands.add_parser("plan", help="plan each group of a model at one world size", epilog=_EPILOG)
+    _source(one)
+    _add(one, "--world-size", number, required=True, help="ranks that share each parameter")
+    _planning(one)
+    many = commands.add_parser(
+        "sweep", help="padding over world sizes and blocks, with advice", epilog=_EPILOG
+    )
+    _source(many)
+    _add(
+        many, "--world-size", world_sizes, required=True, help="8..1024 (doubling), 8..64:8 (every 8) or 8,12"
+    )
+    _planning(many, many=True)
+    picture = commands.add_parser("draw", help="draw one group's layout as SVG", epilog=_EPILOG)
+    _source(picture)
+    _add(picture, "--world-size", number, required=True, help="ranks that share each parameter")
+    _planning(picture, json=False)
+    picture.add_argument("-o", "--output", required=True, help="the SVG file to write; - is standard output")
+    picture.add_argument("--group", help="default: the one with the most parameters in the model")
+    _add(picture, "--ranks", ranks, help="which to draw, such as 0..15 (default: the first 16)")
+    everything = commands.add_parser("table", help="the padding of well-known models, as Markdown")
+    everything.add_argument("--model", action="append", help="default: " + ", ".join(TABLE_MODELS))
+    _add(
+        everything,
+        "--world-size",
+        world_sizes,
+        default=world_sizes(TABLE_WORLD_SIZES),
+        help="default: 8..4096",
+    )
+    _planning(everything, many=True, default=blocks(TABLE_BLOCKS))
+    return top
+
+
+def _source(command: argparse.ArgumentParser) -> None:
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="a well-known model, see below")
+    which.add_argument(
+        "--checkpoint", metavar="PATH", help="a safetensors file, index or folder (headers are read)"
+    )
+
+
+def _planning(
+    command: argparse.ArgumentParser,
+    *,
+    many: bool = False,
+    json: bool = True,
+    default: tuple[Block, ...] = (Rows(1),),
+) -> None:
+    shown = ",".join(map(str, default))
+    if many:
+        _add(command, "--block", blocks, default=default, help=f"one or more, with commas (default: {shown})")
+    else:
+        _add(
+            command,
+            "--block",
+            parse_block,
+            default=default[0],
+            help=f"what stays on one rank (default: {shown})",
+        )
+    _add(command, "--align", number, default=8, help="elements that offsets are multiples of (default: 8)")
+    _add(command, "--segments", number, default=4, help="the most a group is split into (default: 4)")
+    command.add_argument(
+        "--period",
+        choices=("tensor", "expert"),
+        default="tensor",
+        help="blocks run across the stacked experts of a tensor, or start anew in each (default: tensor)",
+    )
+    if json:
+        command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _add(command: argparse.ArgumentParser, flag: str, read: Callable[[str], T], **more: object) -> None:
+    """An argument whose ValueError is shown as it is, behind the flag."""
+
+    def checked(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    command.add_argument(flag, type=checked, **more)  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""The command line: `plan`, `sweep`, `draw` and `table`. Results on stdout, what is wrong in one line on stderr."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from layout_planner import _arguments as arguments
+from layout_planner._advice import advise
+from layout_planner._layout import Layout
+from layout_planner._sweep import BF16, padding_table, plan_group, sweep, sweep_row, sweep_table
+from layout_planner._table import markdown, percent, size
+from layout_planner.models import Group, ModelShape, load_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, 2 for bad input, 1 when the reader of stdout went away."""
+    found = arguments.parser().parse_args(argv)
+    try:
+        for line in _COMMANDS[found.command](found):
+            print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
+        return 1
+    except (ValueError, ImportError, OSError) as error:
+        print(f"layout-planner: error: {arguments.one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(found: argparse.Namespace) -> Iterator[str]:
+    model, options = arguments.model(found), arguments.options(found)
+    planned = [(group, plan_group(group, found.world_size, found.block, options)) for group in model.groups]
+    if found.json:
+        yield json.dumps(_plan_to_dict(model, found, planned), indent=2)
+        return
+    yield f"{model.name}: {model.numel:,} parameters, {found.world_size} ranks, block {found.block}"
+    yield ""
+    headers = ("<group", "layers", "tensors", "parameters", "<shard size", "padding", "<bounded by", "gap")
+    rows = [_plan_row(group, layout) for group, layout in planned]
+    padded = sum(group.count * layout.padded_numel for group, layout in planned)
+    bound = sum(group.count * layout.lower_bound for group, layout in planned)
+    number_of = sum(group.count * len(group.tensors) for group in model.groups)
+    layers = sum(group.count for group in model.groups)
+    total = [percent(padded / model.numel - 1), "", percent(padded / bound - 1)]
+    rows.append(["total", f"{layers:,}", f"{number_of:,}", f"{model.numel:,}", "", *total])
+    yield markdown(headers, rows)
+    yield ""
+    most = max(layout.padded_numel for _, layout in planned)
+    held, waste = BF16 * padded / found.world_size, BF16 * (padded - model.numel) / found.world_size
+    yield f"bf16: {size(held)} a rank, {size(waste)} of it padding; at most {size(BF16 * most)} gathered by one group."
+    yield "Tensors, parameters and shard sizes (elements a rank, one per segment) are those of one layer."
+
+
+def _plan_row(group: Group, layout: Layout) -> list[str]:
+    return [
+        group.name,
+        f"{group.count:,}",
+        f"{len(group.tensors):,}",
+        f"{group.numel:,}",
+        " + ".join(f"{segment.shard_size:,}" for segment in layout.segments),
+        percent(layout.padding_ratio),
+        layout.bound.reason,
+        percent(layout.gap),
+    ]
+
+
+def _plan_to_dict(
+    model: ModelShape, found: argparse.Namespace, planned: Sequence[tuple[Group, Layout]]
+) -> dict[str, object]:
+    groups = [
+        {
+            "name": group.name,
+            "layers": group.count,
+            "numel": layout.numel,
+            "padded_numel": layout.padded_numel,
+            "padding_ratio": layout.padding_ratio,
+            "lower_bound": layout.lower_bound,
+            "lower_bound_reason": layout.bound.reason,
+            "gap": layout.gap,
+            "fingerprint": layout.fingerprint(),
+            "layout": json.loads(layout.to_json()),
+        }
+        for group, layout in planned
+    ]
+    padded = sum(group.count * layout.padded_numel for group, layout in planned)
+    bound = sum(group.count * layout.lower_bound for group, layout in planned)
+    return {
+        "model": model.name,
+        "world_size": found.world_size,
+        "block": str(found.block),
+        "period": found.period,
+        "align": found.align,
+        "groups": groups,
+        "numel": model.numel,
+        "padded_numel": padded,
+        "padding_ratio": padded / model.numel - 1,
+        "lower_bound": bound,
+        "gap": padded / bound - 1,
+        "bf16_bytes_per_rank": BF16 * padded / found.world_size,
+    }
+
+
+def _sweep(found: argparse.Namespace) -> Iterator[str]:
+    model, options = arguments.model(found), arguments.options(found)
+    rows = sweep(model, found.world_size, found.block, options)
+    if found.json:
+        measures = list(rows)
+        advised = [advice.to_dict() for advice in advise(model, measures, options)]
+        content = {"model": model.name, "numel": model.numel, "period": found.period, "align": found.align}
+        measured = [row.to_dict() for row in measures]
+        yield json.dumps({**content, "measures": measured, "advice": advised}, indent=2)
+        return
+    yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
+    yield ""
+    table, measures = sweep_table(found.block), []
+    yield table.head()
+    for row in rows:
+        measures.append(row)
+        yield table.row(sweep_row(row))
+    yield ""
+    yield "Advice"
+    for advice in advise(model, measures, options):
+        yield f"- {advice.text}"
+
+
+def _draw(found: argparse.Namespace) -> Iterator[str]:
+    model = arguments.model(found)
+    group = model.group(found.group) if found.group else max(model.groups, key=lambda g: g.count * g.numel)
+    layout = plan_group(group, found.world_size, found.block, arguments.options(found))
+    one = f"one of {group.count} layers alike, " if group.count > 1 else ""
+    title = f"{model.name} {group.name}: {one}{found.world_size} ranks, {found.block}"
+    picture = layout.to_svg(title=title, ranks=found.ranks)
+    if found.output == "-":
+        yield picture.rstrip("\n")
+        return
+    Path(found.output).write_text(picture, encoding="utf-8")
+    yield f"{found.output}: {title}, padding {percent(layout.padding_ratio)}"
+
+
+def _table(found: argparse.Namespace) -> Iterator[str]:
+    models = [load_model(name) for name in found.model or arguments.TABLE_MODELS]
+    options = arguments.options(found)
+    if found.json:
+        content = {
+            model.name: [row.to_dict() for row in sweep(model, found.world_size, found.block, options)]
+            for model in models
+        }
+        yield json.dumps(content, indent=2)
+        return
+    for place, model in enumerate(models):
+        yield ("\n" if place else "") + f"{model.name}: {model.numel:,} parameters; padding in % of them\n"
+        yield padding_table(model, found.world_size, found.block, options)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
+    "plan": _plan,
+    "sweep": _sweep,
+    "draw": _draw,
+    "table": _table,
+}

@@ -1,0 +1,140 @@
+"""The padding of whole models over world sizes and blocks, beside the rules of other systems and the bound."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from layout_planner._blocks import Block
+from layout_planner._layout import Layout
+from layout_planner._plan import plan
+from layout_planner._rules import even_rows, lcm_rule
+from layout_planner._table import Table, percent, size
+from layout_planner.models import Group, ModelShape, Period
+
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """How groups are planned: the arguments of `plan`, and where a stacked expert's blocks start."""
+
+    align: int = 8
+    period: Period = "tensor"
+    max_segments: int = 4
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a whole model takes at one world size with one block, in elements, all layers counted.
+
+    Attributes:
+        numel: without padding.
+        planned: as planned here.
+        even_rows: under even row chunks (FSDP2).
+        lcm: under the lcm rule (Megatron-FSDP).
+        lower_bound: what no plan of these groups can go below.
+    """
+
+    world_size: int
+    block: Block
+    numel: int
+    planned: int
+    even_rows: int
+    lcm: int
+    lower_bound: int
+
+    def padding(self, padded: int | None = None) -> float:
+        """Padding as a share of the elements: of the plan, or of another of the sizes given."""
+        return (self.planned if padded is None else padded) / self.numel - 1
+
+    @property
+    def gap(self) -> float:
+        """How far the plan is above the lower bound."""
+        return self.planned / self.lower_bound - 1
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """What a rank holds in bf16, padding included."""
+        return BF16 * self.planned / self.world_size
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "world_size": self.world_size,
+            "block": str(self.block),
+            "numel": self.numel,
+            "planned_numel": self.planned,
+            "even_rows_numel": self.even_rows,
+            "lcm_numel": self.lcm,
+            "lower_bound": self.lower_bound,
+            "padding_ratio": self.padding(),
+            "even_rows_padding_ratio": self.padding(self.even_rows),
+            "lcm_padding_ratio": self.padding(self.lcm),
+            "gap": self.gap,
+            "bf16_bytes_per_rank": self.bytes_per_rank,
+        }
+
+
+def plan_group(group: Group, world_size: int, block: Block, options: Options) -> Layout:
+    """The layout of one layer of the group.
+
+    Raises:
+        ValueError: as `plan` and `Group.specs`; the message names the tensor or the argument.
+    """
+    specs = group.specs(block, options.period)
+    return plan(specs, world_size, align=options.align, max_segments=options.max_segments)
+
+
+@lru_cache(maxsize=4096)
+def measure(model: ModelShape, world_size: int, block: Block, options: Options) -> Measure:
+    """Plan each group of the model once and add them up, each as often as it has layers."""
+    totals = [0] * 5
+    for group in model.groups:
+        layout = plan_group(group, world_size, block, options)
+        parts = (
+            layout.numel,
+            layout.padded_numel,
+            even_rows(layout.tensors, world_size),
+            lcm_rule(layout.tensors, world_size),
+            layout.lower_bound,
+        )
+        totals = [total + group.count * part for total, part in zip(totals, parts, strict=True)]
+    return Measure(world_size, block, *totals)
+
+
+def sweep(
+    model: ModelShape, world_sizes: Iterable[int], blocks: Sequence[Block], options: Options
+) -> Iterator[Measure]:
+    """One measure per block and world size, blocks outermost, each as soon as it is ready."""
+    for block in blocks:
+        for world_size in sorted(set(world_sizes)):
+            yield measure(model, world_size, block, options)
+
+
+def sweep_table(blocks: Sequence[Block]) -> Table:
+    """The table that `sweep_row` makes the rows of."""
+    headers = ("<block", "ranks", "ours", "even rows", "lcm", "lower bound", "gap", "per rank, bf16")
+    return Table(headers, (max(len(str(block)) for block in blocks), 5, 7, 9, 9, 11, 7, 14))
+
+
+def sweep_row(found: Measure) -> list[str]:
+    """Padding in per cent of the elements, ours and theirs; gap; bytes."""
+    return [
+        str(found.block),
+        str(found.world_size),
+        percent(found.padding()),
+        percent(found.padding(found.even_rows)),
+        percent(found.padding(found.lcm)),
+        percent(found.padding(found.lower_bound)),
+        percent(found.gap),
+        size(found.bytes_per_rank),
+    ]
+
+
+def padding_table(
+    model: ModelShape, world_sizes: Sequence[int], blocks: Sequence[Block], options: Options
+) -> str:
+    """The sweep of one model as a Markdown table."""
+    table = sweep_table(blocks)
+    rows = (table.row(sweep_row(found)) for found in sweep(model, world_sizes, blocks, options))
+    return "\n".join([table.head(), *rows])

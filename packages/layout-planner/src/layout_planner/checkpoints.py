@@ -1,0 +1,155 @@
+"""Shapes of a model from its checkpoint: safetensors headers only, never the weights.
+
+    model.safetensors  |  model.safetensors.index.json and its files  |  a folder with either
+        ->  every tensor's name and shape  ->  groups by layer number  ->  ModelShape
+
+Dtypes are not looked at: a plan is for the dtype one trains in, so every tensor counts as a parameter of it.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from layout_planner.models import Group, ModelShape, ShapeEntry
+
+Shape = tuple[int, ...]
+_ALLOWED = "a .safetensors file, a .safetensors.index.json, or a folder with one of these"
+
+
+def read_checkpoint(path: str | Path) -> ModelShape:
+    """The shape of the model in a checkpoint, its layers grouped by the number in their tensors' names.
+
+    Tensors whose name has a number (`model.layers.12.mlp.up_proj.weight`) are a layer's, those that have
+    "embed" or the like in it the embeddings, and the rest (final norm, head) one more group. Layers of
+    equal names and shapes are one group with a count. Where there is an index, it says what belongs.
+
+    Args:
+        path: a `.safetensors` file, a `.safetensors.index.json`, or a folder with one of these.
+
+    Raises:
+        ValueError: nothing there, or it cannot be read; the message names the file and what was found.
+        ImportError: safetensors is not installed; the message says how.
+    """
+    path = Path(path)
+    source = _in_folder(path) if path.is_dir() else path
+    if not source.is_file():
+        raise ValueError(f"{path}: no such file or folder; give {_ALLOWED}")
+    if source.suffix == ".json":
+        shapes = _read_index(source)
+    elif source.suffix == ".safetensors":
+        shapes = _read_file(source)
+    else:
+        raise ValueError(f"{path}: of an unknown kind; give {_ALLOWED}")
+    if not shapes:
+        raise ValueError(f"{source}: holds no tensors; nothing can be planned")
+    name = path.resolve().name if path.is_dir() else path.name
+    return ModelShape(name, tuple(_groups(source, shapes)))
+
+
+def _in_folder(folder: Path) -> Path:
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(file.name for file in found[:3]) + (", ..." if len(found) > 3 else "")
+            raise ValueError(
+                f"{folder}: holds {len(found)} of {pattern} ({names}) and no one index; name the file to read"
+            )
+    raise ValueError(f"{folder}: holds no .safetensors and no .safetensors.index.json; give {_ALLOWED}")
+
+
+def _read_index(index: Path) -> dict[str, Shape]:
+    """Shapes of all tensors that the index lists, from the files it names."""
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{index}: not JSON ({error}); a safetensors index is JSON with a weight_map"
+        ) from None
+    entries = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
+        raise ValueError(
+            f"{index}: has no weight_map from tensor names to file names; a safetensors index has one"
+        )
+    shapes: dict[str, Shape] = {}
+    for name in sorted(set(entries.values())):
+        file = index.parent / name
+        listed = sorted(tensor for tensor, place in entries.items() if place == name)
+        if not file.is_file():
+            raise ValueError(
+                f"{file}: missing, but {index.name} says it holds {listed[0]} and "
+                f"{len(listed) - 1} more; download it again or fix the index"
+            )
+        found = _read_file(file)
+        lost = [tensor for tensor in listed if tensor not in found]
+        if lost:
+            raise ValueError(
+                f"{file}: does not hold {lost[0]}, which {index.name} lists there "
+                f"({len(lost)} such of {len(listed)}); index and files are of different checkpoints"
+            )
+        shapes.update((tensor, found[tensor]) for tensor in listed)
+    return shapes
+
+
+def _read_file(file: Path) -> dict[str, Shape]:
+    try:
+        safetensors = importlib.import_module("safetensors")
+    except ImportError:
+        raise ImportError(
+            "reading a checkpoint needs safetensors: pip install layout-planner[checkpoint]"
+        ) from None
+    try:
+        with safetensors.safe_open(str(file), framework="numpy") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{file}: {file.stat().st_size} bytes that are no whole safetensors file ({error}); "
+            "a header length, a JSON header and all data it lists are expected: download it again"
+        ) from None
+
+
+def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[Group]:
+    """Embeddings, then layers in the order of their numbers with like ones together, then the rest."""
+    layers: dict[tuple[str, int], list[ShapeEntry]] = {}
+    outside: dict[str, list[ShapeEntry]] = {"embed": [], "head": []}
+    for name in sorted(shapes):
+        shape = shapes[name]
+        if 0 in shape:
+            raise ValueError(f"{source}: tensor {name} has shape {shape}, no elements; sizes are from 1 up")
+        parts = name.split(".")
+        at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+        if at is not None:
+            entry = ShapeEntry(".".join(parts[at + 1 :]), shape, _experts(name, shape))
+            layers.setdefault((".".join(parts[:at]), int(parts[at])), []).append(entry)
+        else:
+            place = "embed" if re.search(r"embed|wte|wpe", name) else "head"
+            outside[place].append(ShapeEntry(name, shape, _experts(name, shape)))
+    alike: dict[tuple[str, tuple[ShapeEntry, ...]], list[int]] = {}
+    for (prefix, number), entries in sorted(layers.items(), key=lambda item: item[0]):
+        alike.setdefault((prefix, tuple(entries)), []).append(number)
+    if outside["embed"]:
+        yield Group("embed", 1, tuple(outside["embed"]))
+    for (prefix, tensors), numbers in alike.items():
+        yield Group(f"{prefix}.{_ranges(numbers)}".lstrip("."), len(numbers), tensors)
+    if outside["head"]:
+        yield Group("head", 1, tuple(outside["head"]))
+
+
+def _experts(name: str, shape: Shape) -> int:
+    """How many experts a tensor stacks: those of `experts.down_proj` and the like, along dimension 0."""
+    return shape[0] if re.search(r"\bexperts\.[a-z_]+$", name) and len(shape) >= 2 else 1
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
