@@ -31,7 +31,7 @@ def read_checkpoint(path: str | Path) -> ModelShape:
 
     Raises:
         ValueError: nothing there, or it cannot be read; the message names the file and what was found.
-        ImportError: safetensors is not installed; the message says how.
+        ImportError: safetensors or numpy is not installed; the message says how.
     """
     path = Path(path)
     source = _in_folder(path) if path.is_dir() else path
@@ -98,9 +98,10 @@ def _read_index(index: Path) -> dict[str, Shape]:
 def _read_file(file: Path) -> dict[str, Shape]:
     try:
         safetensors = importlib.import_module("safetensors")
-    except ImportError:
+        importlib.import_module("numpy")  # what safetensors opens files through
+    except ImportError as error:
         raise ImportError(
-            "reading a checkpoint needs safetensors: pip install layout-planner[checkpoint]"
+            f"reading a checkpoint needs safetensors and numpy ({error}): pip install layout-planner[checkpoint]"
         ) from None
     try:
         with safetensors.safe_open(str(file), framework="numpy") as opened:

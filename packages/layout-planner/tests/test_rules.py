@@ -1,0 +1,91 @@
+"""The rules of other systems give the sizes that those systems have."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
+from layout_planner._rules import even_rows, lcm_rule
+from layout_planner.models import load_model
+
+BLOCKS = st.one_of(
+    st.integers(1, 9).map(Rows),
+    st.integers(1, 50).map(Elements),
+    st.just(Whole()),
+    st.builds(Tile, st.just(2), st.just(3)),
+)
+
+
+@st.composite
+def tensors(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 8), min_size=2, max_size=3)))
+    period = math.prod(shape[1:]) if len(shape) == 3 and draw(st.booleans()) else None
+    return TensorSpec("w", shape, draw(BLOCKS), period)
+
+
+def least_unit(spec):
+    """The least number of dimension-0 slices whose every multiple inside the tensor is a cut point, by trying."""
+    rows = spec.numel // spec.shape[0]
+    return next(
+        rows * count
+        for count in range(1, spec.shape[0] + 1)
+        if all(spec.grid.is_cut(cut) for cut in range(0, spec.numel, rows * count))
+    )
+
+
+@given(tensors(), st.integers(1, 20))
+def test_even_rows_is_the_least_equal_chunk_of_whole_units(spec, world_size):
+    unit = least_unit(spec)
+    chunk = next(size for size in range(unit, spec.numel + unit + 1, unit) if size * world_size >= spec.numel)
+    assert even_rows([spec], world_size) == world_size * chunk
+
+
+@given(st.lists(tensors(), min_size=1, max_size=3), st.integers(1, 20))
+def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_units(specs, world_size):
+    chunk, total = math.lcm(*map(least_unit, specs)), sum(spec.numel for spec in specs)
+    padded = lcm_rule(specs, world_size)
+    assert padded % (world_size * chunk) == 0
+    assert padded - world_size * chunk < total <= padded
+
+
+def test_at_one_row_even_rows_is_what_fsdp2_pads_each_tensor_to():
+    specs = [TensorSpec("a", (10, 3)), TensorSpec("b", (7,)), TensorSpec("c", (3, 2, 2))]
+    assert even_rows(specs, 4) == 4 * (3 * 3 + 2 + 1 * 4)
+
+
+def test_a_scalar_is_one_row():
+    assert even_rows([TensorSpec("a", ())], 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "times"),
+    [
+        ("llama-3-8b", 1024, 1.00),
+        ("llama-3-8b", 4096, 1.17),
+        ("deepseek-v3", 1024, 3.92),
+        ("deepseek-v3", 4096, 15.63),
+        ("gpt-oss-120b", 1024, 7.87),
+        ("gpt-oss-120b", 4096, 31.45),
+    ],
+)
+def test_even_rows_of_whole_models_are_as_known(model, world_size, times):
+    shape = load_model(model)
+    padded = sum(group.count * even_rows(group.specs(Rows(1)), world_size) for group in shape.groups)
+    assert padded / shape.numel == pytest.approx(times, abs=0.005)
+
+
+@pytest.mark.parametrize(("world_size", "padding"), [(64, 0.31), (1024, 6.01)])
+def test_lcm_rule_on_gpt_oss_attention_and_router_is_as_known(world_size, padding):
+    layer = load_model("gpt-oss-120b").groups[1].specs(Rows(1))
+    specs = [spec for spec in layer if "self_attn" in spec.name or "router" in spec.name]
+    ratio = lcm_rule(specs, world_size) / sum(spec.numel for spec in specs) - 1
+    assert ratio == pytest.approx(padding, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", [even_rows, lcm_rule])
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
+def test_a_world_size_that_is_none_is_refused(rule, world_size):
+    with pytest.raises(ValueError, match="it is an integer from 1 up"):
+        rule([TensorSpec("a", (3,))], world_size)
