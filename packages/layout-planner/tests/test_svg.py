@@ -1,0 +1,202 @@
+"""A drawing is well-formed, to scale, complete, and its text stays where it belongs."""
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from layout_planner import Layout, Rows, Segment, TensorSpec, Whole, plan
+from layout_planner._svg_text import colours, fitting, text_width
+from layout_planner.models import load_model
+
+SVG = "{http://www.w3.org/2000/svg}"
+SMALL = Layout(
+    (TensorSpec("a", (6, 8), Rows(2)), TensorSpec("b", (5, 8)), TensorSpec("c", (16,), Whole())),
+    2,
+    8,
+    (Segment(48, ("a", "b"), (0, 48)), Segment(16, ("c",), (16,))),
+)
+
+
+def parse(picture):
+    return ElementTree.fromstring(picture)
+
+
+def texts(picture):
+    return [element.text for element in parse(picture).iter(f"{SVG}text")]
+
+
+def rects(picture, fill=None):
+    found = (dict(e.attrib.items()) for e in parse(picture).iter(f"{SVG}rect"))
+    return [rect for rect in found if fill is None or rect["fill"] == fill]
+
+
+def bars(picture):
+    """(hover text, rectangle, path of ticks or None) of every tensor on every rank."""
+    return [
+        (group.find(f"{SVG}title").text, group.find(f"{SVG}rect").attrib, group.find(f"{SVG}path"))
+        for group in parse(picture).iter(f"{SVG}g")
+    ]
+
+
+def test_every_drawn_rank_has_a_row_with_its_label():
+    picture = SMALL.to_svg()
+    assert {"rank 0", "rank 1"} <= set(texts(picture))
+    assert "2 of 2" in texts(picture)
+
+
+def test_a_bar_is_drawn_for_each_tensor_on_each_rank_that_holds_some_of_it():
+    assert [hover for hover, _, _ in bars(SMALL.to_svg())] == [
+        "a, rank 0: elements 0 to 48",
+        "b, rank 1: elements 0 to 40",
+        "c, rank 1: elements 0 to 16",
+    ]
+
+
+def test_bars_are_to_scale():
+    widths = {hover[0]: float(rect["width"]) for hover, rect, _ in bars(SMALL.to_svg())}
+    assert widths["b"] / widths["a"] == pytest.approx(40 / 48, rel=1e-3)
+
+
+def test_segments_stand_side_by_side_with_their_shard_sizes():
+    picture = SMALL.to_svg()
+    assert {"S0 = 48", "S1 = 16"} <= set(texts(picture))
+    places = {hover[0]: float(rect["x"]) for hover, rect, _ in bars(picture)}
+    assert places["c"] > places["b"]
+
+
+def test_tensors_have_distinct_colours_and_the_legend_repeats_them():
+    picture = SMALL.to_svg()
+    fills = [rect["fill"] for _, rect, _ in bars(picture)]
+    assert len(set(fills)) == 3
+    assert all(len(rects(picture, fill)) == 2 for fill in fills)
+
+
+def test_colours_stay_distinct_for_hundreds_of_tensors():
+    assert len(set(colours(200))) == 200
+
+
+def test_padding_is_hatched_beneath_the_tensors():
+    hatched = rects(SMALL.to_svg(), "url(#padding)")
+    assert len(hatched) == 2 * 2 + 1  # two ranks, two segments, and the legend
+    assert parse(SMALL.to_svg()).find(f"{SVG}defs/{SVG}pattern").get("id") == "padding"
+
+
+def test_a_tick_stands_at_every_block_cut_where_there_is_room():
+    ticks = {hover[0]: path for hover, _, path in bars(SMALL.to_svg())}
+    assert len(re.findall("M", ticks["a"].get("d"))) == 2
+    assert len(re.findall("M", ticks["b"].get("d"))) == 4
+    assert ticks["c"] is None
+
+
+def test_ticks_are_thinned_where_they_would_run_together_and_the_legend_says_so():
+    picture = plan([TensorSpec("dense", (10_000, 8))], 1).to_svg()
+    places = [float(x) for x in re.findall(r"M([\d.]+) ", bars(picture)[0][2].get("d"))]
+    assert len(places) > 100
+    assert min(b - a for a, b in itertools.pairwise(places)) >= 4
+    assert "50 blocks" in texts(picture)
+
+
+def test_ticks_follow_blocks_that_start_anew_in_each_period():
+    spec = TensorSpec("stacked", (2, 5, 8), Rows(2), 40)
+    ((_, rect, path),) = bars(plan([spec], 1).to_svg())
+    scale = float(rect["width"]) / 80
+    places = [round((float(x) - float(rect["x"])) / scale) for x in re.findall(r"M([\d.]+) ", path.get("d"))]
+    assert places == [16, 32, 40, 56, 72]
+
+
+def test_the_legend_gives_totals_and_the_bound():
+    found = texts(SMALL.to_svg())
+    assert {"104", "128", "23.1 %", "elements", "with padding", "gap to the bound"} <= set(found)
+    assert f"lower bound, by {SMALL.bound.reason}" in found
+
+
+def test_the_legend_lists_every_tensor_with_shape_block_and_ranks():
+    found = texts(plan(load_model("gpt-oss-120b").groups[1].specs(Rows(32)), 128).to_svg())
+    assert {"post_attention_layernorm.weight", "128 × 5760 × 2880", "rows:32"} <= set(found)
+    assert "112 more ranks not drawn" in found
+
+
+def test_only_the_ranks_asked_for_are_drawn():
+    layout = plan([TensorSpec("a", (64, 8))], 32)
+    found = texts(layout.to_svg(ranks=range(20, 23)))
+    assert [text for text in found if text.startswith("rank ")] == ["rank 20", "rank 21", "rank 22"]
+    assert "29 more ranks not drawn" in found
+
+
+def test_by_default_the_first_sixteen_ranks_are_drawn():
+    found = texts(plan([TensorSpec("a", (64, 8))], 32).to_svg())
+    assert len([text for text in found if text.startswith("rank ")]) == 16
+
+
+@pytest.mark.parametrize("ranks", [range(0), range(-1, 2), range(1, 3)])
+def test_ranks_that_are_not_there_are_refused(ranks):
+    with pytest.raises(ValueError, match=r"cannot be drawn: give one or more of the 2 ranks 0\.\.1"):
+        SMALL.to_svg(ranks=ranks)
+
+
+def test_names_and_titles_are_escaped():
+    layout = plan([TensorSpec('<b a="1">&', (8, 8))], 2)
+    found = texts(layout.to_svg(title="a < b & c"))
+    assert {'<b a="1">&', "a < b & c"} <= set(found)
+
+
+def test_a_segment_too_thin_to_see_is_widened_and_that_is_said():
+    layout = Layout(
+        (TensorSpec("a", (1 << 20, 8)), TensorSpec("b", (8,))),
+        1,
+        8,
+        (Segment(1 << 23, ("a",), (0,)), Segment(8, ("b",), (0,))),
+    )
+    picture = layout.to_svg()
+    assert float(bars(picture)[1][1]["width"]) > 90
+    assert any(text.startswith("S1: wider than to scale") for text in texts(picture))
+    assert not any(text.startswith("S1: wider") for text in texts(SMALL.to_svg()))
+
+
+def test_a_group_without_tensors_is_drawn_as_such():
+    assert "This group has no tensors." in texts(Layout((), 3, 8, ()).to_svg(title="nothing"))
+
+
+def test_equal_layouts_give_equal_text():
+    specs = load_model("llama-3-8b").groups[1].specs(Rows(32))
+    assert plan(specs, 8).to_svg(title="t") == plan(list(specs), 8).to_svg(title="t")
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size"), [("llama-3-8b", 8), ("gpt-oss-120b", 1024), ("kimi-k2", 64)]
+)
+def test_no_text_leaves_the_picture_or_its_bar(model, world_size):
+    picture = parse(plan(load_model(model).groups[1].specs(Rows(16)), world_size).to_svg(title=model * 50))
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    for text in picture.iter(f"{SVG}text"):
+        wide, x = text_width(text.text, float(text.get("font-size"))), float(text.get("x"))
+        start = x - wide * {"end": 1, "middle": 0.5}.get(text.get("text-anchor"), 0)
+        assert start >= 0
+        assert start + wide <= width + 1, text.text
+        assert 0 < float(text.get("y")) < height
+    for group in picture.iter(f"{SVG}g"):
+        for label in group.findall(f"{SVG}text"):
+            assert text_width(label.text, 11) <= float(group.find(f"{SVG}rect").get("width"))
+
+
+def test_legend_cells_of_one_line_do_not_overlap():
+    long = "model.some.extremely.long.name.of.a.parameter.that.nobody.would.choose.but.somebody.does.weight"
+    specs = [TensorSpec(f"{long}.{n}", (1234567, 1, 8), Rows(128)) for n in range(8)]
+    lines = {}
+    for text in parse(plan(specs, 4096).to_svg()).iter(f"{SVG}text"):
+        if text.get("font-size") == "11" and not text.get("text-anchor"):
+            lines.setdefault(text.get("y"), []).append((float(text.get("x")), text_width(text.text, 11)))
+    for cells in lines.values():
+        cells.sort()
+        for (x, wide), (following, _) in itertools.pairwise(cells):
+            assert x + wide <= following + 1
+
+
+def test_fitting_shortens_in_the_middle():
+    short = fitting("model.layers.0.weight", 60, 11)
+    assert text_width(short, 11) <= 60
+    assert short.startswith("mod")
+    assert short.endswith("ght")
+    assert "…" in short

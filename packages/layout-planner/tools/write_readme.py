@@ -1,0 +1,114 @@
+"""Writes what is generated in this package's README and docs: padding tables, example output, pictures.
+
+    python tools/write_readme.py            # write
+    python tools/write_readme.py --check    # exit 1, naming them, if any are stale
+
+In the README each generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from layout_planner._arguments import TABLE_BLOCKS, TABLE_MODELS, TABLE_WORLD_SIZES, blocks, world_sizes
+from layout_planner._cli import main as layout_planner
+from layout_planner._sweep import Options, measure, padding_table
+from layout_planner._table import markdown, percent
+from layout_planner.models import load_model
+
+PACKAGE = Path(__file__).resolve().parents[1]
+README = PACKAGE / "README.md"
+_MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+_AT_A_GLANCE = (8, 64, 256, 512, 1024, 4096)
+_PICTURES = {
+    "llama-3-8b-layer.svg": "--model llama-3-8b --world-size 8 --block rows:128",
+    "gpt-oss-120b-layer.svg": "--model gpt-oss-120b --world-size 128 --block rows:32",
+}
+
+
+def padding() -> str:
+    """What is planned here at a glance, then each model beside the other rules and the bound."""
+    rows = []
+    for name in TABLE_MODELS:
+        for block in blocks(TABLE_BLOCKS):
+            found = (measure(load_model(name), size, block, Options()) for size in _AT_A_GLANCE)
+            rows.append([name, str(block), *(percent(one.padding()) for one in found)])
+    headers = ("<model", "<block", *(f"{size} ranks" for size in _AT_A_GLANCE))
+    parts = ["Ours, at a glance:", "", markdown(headers, rows), "", "Beside the other rules and the bound:"]
+    for name in TABLE_MODELS:
+        model = load_model(name)
+        table = padding_table(model, world_sizes(TABLE_WORLD_SIZES), blocks(TABLE_BLOCKS), Options())
+        summary = f"<summary>{name}, {model.numel / 1e9:,.2f} billion parameters</summary>"
+        parts += ["", "<details>", summary, "", table, "", "</details>"]
+    return "\n".join(parts)
+
+
+def run(command: str) -> str:
+    """What the command line prints."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        status = layout_planner(command.split())
+    if status:
+        raise RuntimeError(f"layout-planner {command}: exit status {status}")
+    return shown.getvalue().rstrip("\n")
+
+
+def example(command: str) -> str:
+    """A command and its output, as a block of text."""
+    return f"```text\n$ layout-planner {command}\n{run(command)}\n```"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "padding": padding,
+    "plan": lambda: example("plan --model gpt-oss-120b --world-size 128 --block rows:32"),
+    "sweep": lambda: example("sweep --model gpt-oss-120b --world-size 256..1024 --block rows:16,rows:128"),
+}
+
+
+def written(readme: str) -> str:
+    """The README with every generated part made anew.
+
+    Raises:
+        ValueError: a part that is not known here, or no padding table.
+    """
+    names = [match[2] for match in _MARKED.finditer(readme)]
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown or "padding" not in names:
+        raise ValueError(
+            f"{README.name}: generated parts {names}; known are {list(SECTIONS)}, and padding must be there"
+        )
+    return _MARKED.sub(lambda match: f"{match[1]}{SECTIONS[match[2]]()}\n{match[3]}", readme)
+
+
+def outputs() -> Iterator[tuple[Path, str]]:
+    """Each file that is generated, whole or in part, with what it is to hold."""
+    yield README, written(README.read_text(encoding="utf-8"))
+    for name, chosen in _PICTURES.items():
+        yield PACKAGE / "docs" / name, run(f"draw {chosen} -o -") + "\n"
+
+
+def main() -> int:
+    """Write, or with `--check` only compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if something is stale; write nothing")
+    check = parser.parse_args().check
+    stale = 0
+    for path, content in outputs():
+        if path.is_file() and path.read_text(encoding="utf-8") == content:
+            continue
+        stale += 1
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        print(f"{'stale' if check else 'wrote'} {path.relative_to(PACKAGE)}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
