@@ -1,5 +1,6 @@
 """The command line prints what it computed, and says in one line what is wrong."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from layout_planner import Layout, Rows
+from layout_planner import Layout, Rows, _cli
 from layout_planner._cli import main
 from layout_planner._sweep import Options, measure
 from layout_planner.models import load_model
@@ -122,16 +123,24 @@ def test_sweep_ends_with_advice_that_names_numbers(capsys):
         assert any(line.startswith(f"- {topic}") and " %" in line for line in lines), topic
 
 
-def test_sweep_prints_rows_as_they_are_ready(capsys, monkeypatch):
-    import layout_planner._cli as cli
+def test_sweep_prints_rows_as_they_are_ready(monkeypatch):
+    class Pipe(io.StringIO):
+        received = ""
 
-    def one_row_then_trouble(*arguments):
-        yield measure(load_model("llama-3-8b"), 8, Rows(1), Options())
-        raise ValueError("the second row cannot be planned")
+        def flush(self):
+            self.received = self.getvalue()
 
-    monkeypatch.setattr(cli, "sweep", one_row_then_trouble)
-    assert main(["sweep", "--model", "llama-3-8b", "--world-size", "8..16"]) == 2
-    assert table(capsys.readouterr().out)[0]["ranks"] == "8"
+    pipe, seen = Pipe(), []
+
+    def two_rows(model, *rest):
+        yield measure(model, 8, Rows(1), Options())
+        seen.append(pipe.received)
+        yield measure(model, 16, Rows(1), Options())
+
+    monkeypatch.setattr(_cli, "sweep", two_rows)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert main(["sweep", "--model", "llama-3-8b", "--world-size", "8..16"]) == 0
+    assert [row["ranks"] for row in table(seen[0])] == ["8"]
 
 
 def test_sweep_as_json_has_measures_and_advice(capsys):
