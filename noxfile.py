@@ -140,7 +140,7 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check every package's sources with mypy in strict mode."""
     _prepare(session)
-    _install_workspace(session, *TYPECHECK, "safetensors>=0.4.3")
+    _install_workspace(session, *TYPECHECK, "safetensors[numpy]>=0.4.3")
     for name in PACKAGES:
         session.run("mypy", str(_folder(name) / "src"))
 

@@ -1,23 +1,25 @@
 """layout-planner: how long planning a whole model takes, and how much its layouts pad.
 
-    python bench/planner.py        the same figures as a table, medians of 5 rounds
+python bench/planner.py        the same figures as a table, medians of 5 rounds
 """
 
 import statistics
 import time
 
 from layout_planner import Layout, parse_block, plan
-from layout_planner.models import load_model
+from layout_planner.models import load_model, separate_experts
 
-MODELS = ["deepseek-v3", "gpt-oss-120b", "llama-3-70b"]
+MODELS = ["deepseek-v3", "deepseek-v3 separate", "gpt-oss-120b", "llama-3-70b"]
 BLOCKS = ["rows:1", "rows:16", "rows:32", "rows:128"]
 WORLD_SIZE = 1024
 
 
 def plan_model(name: str, block: str) -> list[tuple[int, Layout]]:
     """Every group of the model, groups of the same shape once, with how often each occurs."""
+    base, _, experts = name.partition(" ")
+    model = separate_experts(load_model(base)) if experts else load_model(base)
     chosen = parse_block(block)
-    return [(group.count, plan(group.specs(chosen), WORLD_SIZE)) for group in load_model(name).groups]
+    return [(group.count, plan(group.specs(chosen), WORLD_SIZE)) for group in model.groups]
 
 
 class Plan:

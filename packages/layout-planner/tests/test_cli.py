@@ -246,6 +246,19 @@ def test_a_malformed_checkpoint_is_one_line_that_names_the_file(capsys, tmp_path
     assert "model.safetensors: 9 bytes that are no whole safetensors file" in said
 
 
+def test_experts_can_be_planned_separately(capsys):
+    command = "plan --model deepseek-v3 --world-size 512 --block rows:128"
+    stacked, separate = table(run(capsys, command)), table(run(capsys, command + " --experts separate"))
+    assert [row["tensors"] for row in (stacked[2], separate[2])] == ["16", "782"]
+    assert stacked[2]["parameters"] == separate[2]["parameters"]
+    assert float(separate[2]["padding"].split()[0]) < 3 < float(stacked[2]["padding"].split()[0])
+
+
+def test_experts_of_a_checkpoint_cannot_be_chosen(capsys, tmp_path):
+    command = ["plan", "--checkpoint", str(tmp_path), "--world-size", "8", "--experts", "separate"]
+    assert "--experts is for --model" in fails(capsys, command)
+
+
 def test_the_module_runs_as_a_program_and_exits_with_the_status():
     def program(*arguments):
         return subprocess.run(

@@ -3,7 +3,7 @@
 import pytest
 
 from layout_planner import Rows, Tile
-from layout_planner.models import ShapeEntry, load_model, model_names
+from layout_planner.models import ShapeEntry, load_model, model_names, separate_experts
 
 PUBLISHED = {  # parameters, exact
     "llama-3-8b": 8_030_261_248,
@@ -117,3 +117,26 @@ def test_period_expert_leaves_unstacked_tensors_alone():
 def test_a_period_of_another_name_is_refused():
     with pytest.raises(ValueError, match="w: period 'layer' is neither"):
         ShapeEntry("w", (5, 8)).spec(Rows(2), "layer")
+
+
+def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():
+    for name in ("deepseek-v3", "qwen3-235b-a22b", "kimi-k2"):
+        model = separate_experts(load_model(name))
+        assert model.numel == PUBLISHED[name]
+        assert all(entry.experts == 1 for group in model.groups for entry in group.tensors)
+    entries = {
+        entry.name: entry.shape for entry in separate_experts(load_model("deepseek-v3")).groups[2].tensors
+    }
+    assert (
+        entries["mlp.experts.255.gate_proj.weight"] == entries["mlp.experts.0.up_proj.weight"] == (2048, 7168)
+    )
+    assert entries["mlp.experts.7.down_proj.weight"] == (7168, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("llama-3-8b", "has no stacked experts"), ("gpt-oss-20b", "stacked wherever it is stored")],
+)
+def test_a_model_that_never_stores_experts_separately_refuses_to(name, says):
+    with pytest.raises(ValueError, match=says):
+        separate_experts(load_model(name))

@@ -41,3 +41,30 @@ def test_at_least_95_per_cent_of_small_instances_are_packed_optimally(record_pro
     print(f"optimal: {optimal:.1%} of {len(ratios)}, worst ratio {max(ratios):.3f}")
     assert optimal >= 0.95
     assert max(ratios) < 1.35
+
+
+def test_no_split_into_segments_beats_the_lower_bound():
+    tightest = []
+    for seed in range(150):
+        tensors, world_size, align = small_instance(1000 + seed)
+        tensors = tensors[:4]
+        layout = plan(tensors, world_size, align=align, segment_cost=0)
+        check(layout)
+        best = min(
+            sum(least_shard(part, world_size, align) for part in parts) for parts in splits_of(tensors)
+        )
+        assert layout.lower_bound <= best * world_size <= layout.padded_numel, f"seed {seed}"
+        tightest.append(layout.lower_bound == best * world_size)
+    assert sum(tightest) > 100
+
+
+def splits_of(tensors):
+    """All ways to put the tensors in segments."""
+    if not tensors:
+        return [[]]
+    first, *rest = tensors
+    found = []
+    for parts in splits_of(rest):
+        found.append([[first], *parts])
+        found += [[*parts[:at], [first, *part], *parts[at + 1 :]] for at, part in enumerate(parts)]
+    return found

@@ -14,11 +14,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from layout_planner._arguments import TABLE_BLOCKS, TABLE_MODELS, TABLE_WORLD_SIZES, blocks, world_sizes
+from layout_planner._arguments import (
+    TABLE_BLOCKS,
+    TABLE_MODELS,
+    TABLE_WORLD_SIZES,
+    blocks,
+    named,
+    world_sizes,
+)
 from layout_planner._cli import main as layout_planner
-from layout_planner._sweep import Options, measure, padding_table
+from layout_planner._sweep import Options, measure, padding_table, plan_group
 from layout_planner._table import markdown, percent
-from layout_planner.models import load_model
 
 PACKAGE = Path(__file__).resolve().parents[1]
 README = PACKAGE / "README.md"
@@ -32,19 +38,38 @@ _PICTURES = {
 
 def padding() -> str:
     """What is planned here at a glance, then each model beside the other rules and the bound."""
+    models = [named(name, "stacked") for name in TABLE_MODELS]
+    models.insert(TABLE_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
-    for name in TABLE_MODELS:
+    for model in models:
         for block in blocks(TABLE_BLOCKS):
-            found = (measure(load_model(name), size, block, Options()) for size in _AT_A_GLANCE)
-            rows.append([name, str(block), *(percent(one.padding()) for one in found)])
+            found = (measure(model, size, block, Options()) for size in _AT_A_GLANCE)
+            rows.append([model.name, str(block), *(percent(one.padding()) for one in found)])
     headers = ("<model", "<block", *(f"{size} ranks" for size in _AT_A_GLANCE))
     parts = ["Ours, at a glance:", "", markdown(headers, rows), "", "Beside the other rules and the bound:"]
-    for name in TABLE_MODELS:
-        model = load_model(name)
+    for model in models:
         table = padding_table(model, world_sizes(TABLE_WORLD_SIZES), blocks(TABLE_BLOCKS), Options())
-        summary = f"<summary>{name}, {model.numel / 1e9:,.2f} billion parameters</summary>"
+        summary = f"<summary>{model.name}, {model.numel / 1e9:,.2f} billion parameters</summary>"
         parts += ["", "<details>", summary, "", table, "", "</details>"]
     return "\n".join(parts)
+
+
+def layer() -> str:
+    """One layer, the one that a model has most of: padding, the bound that stops it, and how far above it."""
+    models = [
+        named("gpt-oss-120b", "stacked"),
+        *(named("deepseek-v3", how) for how in ("stacked", "separate")),
+    ]
+    rows = []
+    for model in models:
+        group = max(model.groups, key=lambda group: group.count)
+        for block in blocks("rows:1,rows:16,rows:128"):
+            cells = []
+            for world_size in (512, 1024, 4096):
+                layout = plan_group(group, world_size, block, Options())
+                cells += [f"{percent(layout.padding_ratio)}, {layout.bound.reason}, {percent(layout.gap)}"]
+            rows.append([model.name, str(block), *cells])
+    return markdown(("<model", "<block", "<512 ranks", "<1024 ranks", "<4096 ranks"), rows)
 
 
 def run(command: str) -> str:
@@ -64,6 +89,7 @@ def example(command: str) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "padding": padding,
+    "layer": layer,
     "plan": lambda: example("plan --model gpt-oss-120b --world-size 128 --block rows:32"),
     "sweep": lambda: example("sweep --model gpt-oss-120b --world-size 256..1024 --block rows:16,rows:128"),
 }

@@ -5,6 +5,8 @@ from layout_planner._bound import Bound
 from layout_planner._layout import Layout, Segment
 from layout_planner._plan import plan
 from layout_planner._spec import TensorSpec
+from layout_planner.checkpoints import read_checkpoint
+from layout_planner.models import Group, ModelShape, ShapeEntry, load_model, model_names, separate_experts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,12 +14,19 @@ __all__ = [
     "BlockGrid",
     "Bound",
     "Elements",
+    "Group",
     "Layout",
+    "ModelShape",
     "Rows",
     "Segment",
+    "ShapeEntry",
     "TensorSpec",
     "Tile",
     "Whole",
+    "load_model",
+    "model_names",
     "parse_block",
     "plan",
+    "read_checkpoint",
+    "separate_experts",
 ]

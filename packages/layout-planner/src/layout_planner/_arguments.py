@@ -7,7 +7,7 @@ from typing import NoReturn, TypeVar
 from layout_planner._blocks import Block, Rows, parse_block
 from layout_planner._sweep import Options
 from layout_planner.checkpoints import read_checkpoint
-from layout_planner.models import ModelShape, load_model, model_names
+from layout_planner.models import ModelShape, load_model, model_names, separate_experts
 
 T = TypeVar("T")
 _MOST = 1 << 20  # ranks; more is a slip of the finger
@@ -75,8 +75,17 @@ def ranks(text: str) -> range:
 
 
 def model(found: argparse.Namespace) -> ModelShape:
-    """The model that `--model` or `--checkpoint` names."""
-    return load_model(found.model) if found.checkpoint is None else read_checkpoint(found.checkpoint)
+    """The model that `--model` or `--checkpoint` names, its experts as `--experts` says."""
+    if found.checkpoint is None:
+        return named(found.model, found.experts)
+    if found.experts != "stacked":
+        raise ValueError("--experts is for --model; a checkpoint's tensors are planned as it stores them")
+    return read_checkpoint(found.checkpoint)
+
+
+def named(name: str, experts: str) -> ModelShape:
+    """A well-known model with its experts stacked or separate."""
+    return separate_experts(load_model(name)) if experts == "separate" else load_model(name)
 
 
 def options(found: argparse.Namespace) -> Options:
@@ -150,6 +159,12 @@ def _planning(
         )
     _add(command, "--align", number, default=8, help="elements that offsets are multiples of (default: 8)")
     _add(command, "--segments", number, default=4, help="the most a group is split into (default: 4)")
+    command.add_argument(
+        "--experts",
+        choices=("stacked", "separate"),
+        default="stacked",
+        help="one tensor for all experts of a layer, or each expert's on their own (default: stacked)",
+    )
     command.add_argument(
         "--period",
         choices=("tensor", "expert"),

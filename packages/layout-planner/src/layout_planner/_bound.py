@@ -25,7 +25,7 @@ from layout_planner._spec import TensorSpec
 
 T = TypeVar("T")
 
-_MAX_GRIDS = 7  # 877 ways to put together; further grids are left out, which only weakens the bound
+_MAX_LONG = 10  # tensors put together in every way; leaving out the shorter ones only weakens the bound
 _MAX_ORDER = 24  # dual feasible functions tried per size
 
 
@@ -114,33 +114,47 @@ def _grids_bound(tensors: Sequence[TensorSpec], world_size: int, align: int, sta
     """The least T not refuted by the tensors longer than 2T; see the module's docstring."""
     uniform = sorted((spec for spec in tensors if spec.grid.uniform), key=lambda spec: -spec.numel)
     least = start
-    totals: Counter[int] = Counter()
-    for spec in uniform:
+    long: list[tuple[int, int]] = []
+    for spec in uniform[:_MAX_LONG]:
         if spec.numel <= 2 * least:
             break
-        block = effective_block(spec, align)
-        if block not in totals and len(totals) == _MAX_GRIDS:
-            continue
-        totals[block] += spec.numel
+        long.append((effective_block(spec, align), spec.numel))
         # Valid while this tensor is long. Beyond that T is refuted no more, so half its length caps the claim.
-        claim = min(
-            _best_together(tuple(sorted(totals.items())), world_size), _up(-(-spec.numel // 2), align)
-        )
-        least = max(least, claim)
+        least = max(least, min(_best_together(tuple(long), world_size), _up(-(-spec.numel // 2), align)))
     return least
 
 
 @lru_cache(maxsize=4096)
-def _best_together(totals: tuple[tuple[int, int], ...], world_size: int) -> int:
-    """The least sum of shard sizes over all ways to put grids together, each size a multiple of its grids'."""
-    best = None
-    for parts in partitions(list(totals)):
-        size = 0
-        for part in parts:
-            step = math.lcm(*(block for block, _ in part))
-            size += _up(-(-sum(numel for _, numel in part) // world_size), step)
-        best = size if best is None else min(best, size)
-    assert best is not None
+def _best_together(tensors: tuple[tuple[int, int], ...], world_size: int) -> int:
+    """The least sum of shard sizes over all ways to put tensors, as (block, numel), together in segments.
+
+    Depth first, cheapest addition first. Adding a tensor never makes its segment's shard smaller, so a branch
+    ends where it costs what a whole solution does.
+    """
+    best = sum(_up(-(-numel // world_size), block) for block, numel in tensors)
+
+    def shard(part: tuple[int, int]) -> int:
+        return _up(-(-part[1] // world_size), part[0])
+
+    def add(index: int, parts: tuple[tuple[int, int], ...], cost: int) -> None:
+        nonlocal best
+        if cost >= best:
+            return
+        if index == len(tensors):
+            best = cost
+            return
+        block, numel = tensors[index]
+        choices = []
+        for part in {*parts, (1, 0)}:  # (1, 0): a segment of its own
+            joined = (math.lcm(part[0], block), part[1] + numel)
+            choices.append((shard(joined) - shard(part), part, joined))
+        for more, part, joined in sorted(choices):
+            rest = list(parts)
+            if part[1]:
+                rest.remove(part)
+            add(index + 1, (*rest, joined), cost + more)
+
+    add(0, (), 0)
     return best
 
 

@@ -12,7 +12,7 @@ from layout_planner._advice import advise
 from layout_planner._layout import Layout
 from layout_planner._sweep import BF16, padding_table, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
-from layout_planner.models import Group, ModelShape, load_model
+from layout_planner.models import Group, ModelShape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +141,7 @@ def _draw(found: argparse.Namespace) -> Iterator[str]:
 
 
 def _table(found: argparse.Namespace) -> Iterator[str]:
-    models = [load_model(name) for name in found.model or arguments.TABLE_MODELS]
+    models = [arguments.named(name, found.experts) for name in found.model or arguments.TABLE_MODELS]
     options = arguments.options(found)
     if found.json:
         content = {

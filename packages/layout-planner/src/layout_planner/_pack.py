@@ -177,10 +177,11 @@ def _local(items: Sequence[Item], shard: int, world_size: int) -> Packing | None
             end = start + item.size
         return end
 
+    width = min(max(_MAX_QUICK // len(items), 4), 24)  # items moved, and places tried for each
     order = min(_fixed_orders(items), key=end_of)
-    for item in sorted(items, key=lambda item: -item.size)[:24]:
+    for item in sorted(items, key=lambda item: -item.size)[:width]:
         rest = [other for other in order if other is not item]
-        places = range(0, len(order), -(-len(order) // 24))
+        places = range(0, len(order), -(-len(order) // width))
         order = min(([*rest[:at], item, *rest[at:]] for at in places), key=end_of)
         if end_of(order) <= limit:
             return _in_order(order, shard, world_size)

@@ -12,7 +12,7 @@ segments while that helps. The cost of a segment is its padded size plus `segmen
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from layout_planner._bound import partitions
@@ -21,7 +21,7 @@ from layout_planner._place import Item
 
 _MAX_GRIDS = 6  # 203 ways to put together
 _MAX_PARTITIONS = 12  # of them packed
-_MAX_MOVES = 24  # of single tensors
+_MAX_MOVES = 16  # of single tensors
 _ENOUGH = 1 << 12  # padding of less than one part in so many is not worth a search
 
 
@@ -68,31 +68,32 @@ def split(
     return sorted(packed, key=lambda packing: (-packing.shard, packing.items[0].index))
 
 
-def _seeds(planner: _Planner, max_segments: int, least: int) -> list[list[list[Item]]]:
-    """Complete splits, one for each of the cheapest ways to put the forced grids together."""
+def _seeds(planner: _Planner, max_segments: int, least: int) -> Iterator[list[list[Item]]]:
+    """Complete splits: the cheapest ways to put grids together, those of long tensors and then those of all."""
     fluid = sum(item.size for item in planner.items) // planner.world_size
-    steps: dict[int, list[Item]] = {}
-    for item in planner.items:
-        if item.spec.grid.numel > 2 * fluid:
+    long = [item for item in planner.items if item.spec.grid.numel > 2 * fluid]
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for items in (long, planner.items):
+        steps: dict[int, list[Item]] = {}
+        for item in items:
             steps.setdefault(_step(item), []).append(item)
-    largest = sorted(steps.values(), key=lambda members: -sum(item.size for item in members))[:_MAX_GRIDS]
-    seeds = []
-    for parts in partitions(largest):
-        if 0 < len(parts) <= max_segments:
-            flat = [[item for members in part for item in members] for part in parts]
-            estimate = sum(_Part(part, planner.world_size, straddle=False).shard for part in flat)
-            if planner.world_size * estimate + planner.segment_cost * len(flat) < least:
-                seeds.append((estimate, len(flat), flat))
-    seeds.sort(key=lambda seed: seed[:2])
-    return [
-        _join(
-            planner,
-            [_Part(list(part), planner.world_size, straddle=straddle) for part in parts],
-            max_segments,
-        )
-        for _, _, parts in seeds[:_MAX_PARTITIONS]
-        for straddle in (True, False)
-    ]
+        largest = sorted(steps.values(), key=lambda members: -sum(item.size for item in members))[:_MAX_GRIDS]
+        seeds = []
+        for parts in partitions(largest):
+            if 0 < len(parts) <= max_segments:
+                flat = [[item for members in part for item in members] for part in parts]
+                estimate = sum(_Part(part, planner.world_size, straddle=False).shard for part in flat)
+                if planner.world_size * estimate + planner.segment_cost * len(flat) < least:
+                    seeds.append((estimate, len(flat), flat))
+        seeds.sort(key=lambda seed: seed[:2])
+        for straddle, join in ((True, _join), (False, _join), (False, _fill)):
+            for _, _, flat in seeds[:_MAX_PARTITIONS]:
+                start = [_Part(list(part), planner.world_size, straddle=straddle) for part in flat]
+                joined = join(planner, start, max_segments)
+                key = tuple(sorted(tuple(sorted(item.index for item in part)) for part in joined))
+                if key not in seen:
+                    seen.add(key)
+                    yield joined
 
 
 class _Part:
@@ -133,6 +134,23 @@ def _join(planner: _Planner, parts: list[_Part], max_segments: int) -> list[list
         else:
             best.add(item)
     return [part.items for part in parts]
+
+
+def _fill(planner: _Planner, parts: list[_Part], max_segments: int) -> list[list[Item]]:
+    """Fill the parts with what costs nothing there, the largest first; all else shares one more segment."""
+    if len(parts) == max_segments:
+        return _join(planner, parts, max_segments)
+    placed = {item.index for part in parts for item in part.items}
+    rest = []
+    for item in sorted(planner.items, key=lambda item: -item.size):
+        if item.index in placed:
+            continue
+        free = next((part for part in parts if part.with_item(item) == (part.step, part.shard)), None)
+        if free:
+            free.add(item)
+        else:
+            rest.append(item)
+    return [part.items for part in parts] + ([rest] if rest else [])
 
 
 def _move(planner: _Planner, parts: list[list[Item]]) -> list[list[Item]]:

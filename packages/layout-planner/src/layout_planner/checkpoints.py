@@ -6,10 +6,10 @@
 Dtypes are not looked at: a plan is for the dtype one trains in, so every tensor counts as a parameter of it.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +97,17 @@ def _read_index(index: Path) -> dict[str, Shape]:
 
 def _read_file(file: Path) -> dict[str, Shape]:
     try:
-        safetensors = importlib.import_module("safetensors")
-        importlib.import_module("numpy")  # what safetensors opens files through
+        from safetensors import SafetensorError, safe_open
+
+        import_module("numpy")  # which safe_open needs and safetensors does not declare
     except ImportError as error:
         raise ImportError(
             f"reading a checkpoint needs safetensors and numpy ({error}): pip install layout-planner[checkpoint]"
         ) from None
     try:
-        with safetensors.safe_open(str(file), framework="numpy") as opened:
+        with safe_open(str(file), framework="numpy") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
             f"{file}: {file.stat().st_size} bytes that are no whole safetensors file ({error}); "
             "a header length, a JSON header and all data it lists are expected: download it again"

@@ -16,7 +16,7 @@ holds in memory, with these choices:
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -108,6 +108,39 @@ class ModelShape:
                 return group
         names = ", ".join(group.name for group in self.groups)
         raise ValueError(f"{self.name} has no group {name!r}; it has {names}")
+
+
+def separate_experts(model: ModelShape) -> ModelShape:
+    """The model with each expert's gate, up and down projection a tensor of its own.
+
+    So checkpoints of Qwen3, DeepSeek-V3 and Kimi-K2 store them, and so training code without grouped matrix
+    products holds them. It pads less where there are more ranks than an expert has blocks, because a tensor no
+    longer than two shards need not force its block on the shard size.
+
+    Raises:
+        ValueError: a model without stacked experts, or GPT-OSS, whose experts are stacked everywhere.
+    """
+    stacked = [entry for group in model.groups for entry in group.tensors if entry.experts > 1]
+    if not stacked or any(entry.name.endswith("_bias") for entry in stacked):
+        why = "has its experts stacked wherever it is stored" if stacked else "has no stacked experts"
+        raise ValueError(f"{model.name} {why}; separate experts are for models that store each by itself")
+    groups = tuple(
+        replace(group, tensors=tuple(part for entry in group.tensors for part in _unstacked(entry)))
+        for group in model.groups
+    )
+    return ModelShape(f"{model.name}, experts separate", groups)
+
+
+def _unstacked(entry: ShapeEntry) -> Iterator[ShapeEntry]:
+    if entry.experts == 1:
+        yield entry
+        return
+    prefix, _, kind = entry.name.rpartition(".")
+    _, rows, columns = entry.shape
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    for expert in range(entry.experts):
+        for name in names:
+            yield ShapeEntry(f"{prefix}.{expert}.{name}.weight", (rows // len(names), columns))
 
 
 def model_names() -> list[str]:
