@@ -1,7 +1,26 @@
 """RaggedShard: a DTensor placement in which each rank holds a contiguous run of whole blocks.
 
-Not built yet: nothing is exported.
+After veScale-FSDP (arXiv 2602.22437), section 4. Start with `distribute_tensor` or `RaggedDTensor.from_local`.
 """
 
-__version__ = "0.0.0"
-__all__: list[str] = []
+import torch as _torch
+
+from ragged_shard import _tensor
+from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
+from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
+from ragged_shard._placement import RaggedShard, StridedRaggedShard
+from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
+
+__version__ = "0.1.0"
+__all__ = [
+    "RaggedDTensor",
+    "RaggedShard",
+    "RedistributeHandle",
+    "StridedRaggedShard",
+    "distribute_like",
+    "distribute_tensor",
+    "redistribute",
+]
+
+# So that torch.load reads these back with its default, weights_only=True.
+_torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, StridedRaggedShard, _tensor._rebuild])

@@ -1,0 +1,289 @@
+"""Who holds what: pure integer geometry of placements over a mesh. No tensors, no communication.
+
+Two views of the same thing:
+
+* **A part on one mesh axis** (`axis_part`): the other axes have already cut the tensor down to a *base* of
+some shape;
+  along one axis each rank holds all of it (Replicate, Partial), a flat range of it (Ragged, and ``Shard(0)``),
+  or a slab of it (``Shard(d)``). Redistribution works here.
+* **A region of the full tensor** (`region`): a box, cut out by the Shard axes, and a range of its flattened prefix.
+  Checkpoints and reductions along a dimension work here.
+
+All results are cached: they depend on placements, mesh shape and tensor shape alone (units, local shapes,
+offsets: the
+metadata that veScale-FSDP, arXiv 2602.22437 section 4, keeps beside a tensor).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ragged_shard._placement import RaggedShard, StridedRaggedShard
+
+Ints = tuple[int, ...]
+Placements = tuple[Any, ...]
+REDUCTIONS = ("sum", "avg")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An N-d box: where it begins and how long it is along each dimension."""
+
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def numel(self) -> int:
+        """Elements inside."""
+        return math.prod(self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the tensor that its coordinates refer to."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    def moved(self, by: Ints) -> "Box":
+        """The same box, ``by`` further along each dimension."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """What both have in common, or None."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if start >= stop:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What one rank holds: elements [start, stop) of a box's flattened first ``prefix`` dims, whole beyond them.
+
+    Without a ragged axis ``prefix`` is 0 and the range [0, 1): the whole box.
+    """
+
+    box: Box
+    prefix: int
+    start: int
+    stop: int
+    ragged: bool
+
+    @property
+    def local_shape(self) -> Ints:
+        """Shape of the local tensor: the one rule ``(local_prefix, *rest)``; the box's own when nothing is ragged."""
+        if not self.ragged:
+            return self.box.sizes
+        return (self.stop - self.start, *self.box.sizes[self.prefix :])
+
+    def boxes(self) -> tuple[Box, ...]:
+        """The fewest boxes of the full tensor that cover the region, in row-major order; none when empty."""
+        if not self.box.numel:
+            return ()
+        rest = self.box.sizes[self.prefix :]
+        found = range_boxes(self.box.sizes[: self.prefix], self.start, self.stop)
+        return tuple(
+            Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(self.box.offsets) for box in found
+        )
+
+
+def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes that cover elements [start, stop) of a row-major tensor: at most ``2 * len(sizes) - 1`` of them.
+
+    sizes (4, 5), range [3, 14)         . . . a a        a: the end of a first row
+                                        b b b b b        b: whole rows
+                                        c c c c .        c: the beginning of a last row
+                                        . . . . .
+    """
+    if start >= stop:
+        return ()
+    if len(sizes) <= 1:
+        return (Box((start,) * len(sizes), (stop - start,) * len(sizes)),)
+    inner = math.prod(sizes[1:])
+    first, last = start // inner, (stop - 1) // inner
+
+    def in_row(row: int, begin: int, end: int) -> list[Box]:
+        return [Box((row, *b.offsets), (1, *b.sizes)) for b in range_boxes(sizes[1:], begin, end)]
+
+    if first == last and stop - start < inner:
+        return tuple(in_row(first, start - first * inner, stop - first * inner))
+    found: list[Box] = []
+    if start > first * inner:
+        found += in_row(first, start - first * inner, inner)
+        first += 1
+    whole = stop // inner
+    if whole > first:
+        zeros = (0,) * (len(sizes) - 1)
+        found.append(Box((first, *zeros), (whole - first, *sizes[1:])))
+    if stop > whole * inner:
+        found += in_row(whole, 0, stop - whole * inner)
+    return tuple(found)
+
+
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """What ``Shard`` gives part ``index`` of a dimension.
+
+    Torch.chunk's equal chunks, the last ones short or empty.
+    """
+    step = -(-size // parts)
+    return min(size, step * index), min(size, step * (index + 1))
+
+
+def shard_box(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: Ints) -> Box:
+    """The box that the Shard axes leave of a tensor at one mesh coordinate (left to right, as DTensor cuts)."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            dim = placement.dim
+            start, stop = chunk_range(sizes[dim], mesh_shape[axis], coordinate[axis])
+            offsets[dim] += start
+            sizes[dim] = stop - start
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def ragged_range(placement: RaggedShard, base: Ints, rank: int) -> tuple[int, int]:
+    """Elements of the flattened prefix of ``base`` that ``rank`` holds."""
+    prefix_numel = math.prod(base[: len(placement.dims)])
+    first, last = placement.unit_range(rank)
+    return prefix_numel * first // placement.total_units, prefix_numel * last // placement.total_units
+
+
+def ragged_axis(placements: Placements) -> int | None:
+    """The mesh axis with a ragged placement, or None."""
+    return next((axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)), None)
+
+
+@lru_cache(maxsize=65536)
+def region(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: Ints) -> Region:
+    """What the rank at ``coordinate`` holds of a tensor of ``shape``."""
+    box = shard_box(placements, mesh_shape, shape, coordinate)
+    axis = ragged_axis(placements)
+    if axis is None:
+        return Region(box, 0, 0, 1, False)
+    placement = placements[axis]
+    start, stop = ragged_range(placement, box.sizes, coordinate[axis])
+    return Region(box, len(placement.dims), start, stop, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a base tensor along one mesh axis.
+
+    ``flat`` is its range of the flattened base where it is one run, else None; ``boxes`` covers it; ``shape``
+    is its local tensor's.
+    """
+
+    flat: tuple[int, int] | None
+    boxes: tuple[Box, ...]
+    shape: Ints
+
+
+@lru_cache(maxsize=65536)
+def axis_parts(base: Ints, placement: Any, num_ranks: int) -> tuple[Part, ...]:
+    """Each rank's part of a base tensor under one placement (Ragged, Shard, or whole for Replicate and Partial)."""
+    parts = []
+    for rank in range(num_ranks):
+        if isinstance(placement, RaggedShard):
+            k = len(placement.dims)
+            rest = math.prod(base[k:])
+            start, stop = ragged_range(placement, base, rank)
+            held = Region(Box((0,) * len(base), base), k, start, stop, True)
+            parts.append(Part((start * rest, stop * rest), held.boxes(), held.local_shape))
+        else:
+            box = shard_box((placement,), (num_ranks,), base, (rank,))
+            flat: tuple[int, int] | None = None
+            if type(placement) is not Shard or math.prod(base[: placement.dim]) == 1:
+                rest = math.prod(base[placement.dim + 1 :]) if type(placement) is Shard else 1
+                start = box.offsets[placement.dim] * rest if type(placement) is Shard else 0
+                flat = (start, start + box.numel)
+            parts.append(Part(flat, (box,) if box.numel else (), box.sizes))
+    return tuple(parts)
+
+
+def normalize(placements: Any, ndim: int) -> Placements:
+    """Placements as a tuple, with negative Shard dimensions counted from the front."""
+    found = []
+    for placement in placements:
+        if type(placement) is Shard and placement.dim < 0:
+            placement = Shard(placement.dim + ndim)
+        found.append(placement)
+    return tuple(found)
+
+
+def validate(placements: Placements, mesh_shape: Ints, shape: Ints) -> None:
+    """Raise unless the layout means something: same on every rank, since it looks at global metadata only.
+
+    Raises:
+        ValueError: wrong number of placements or units, units that do not divide, a cut through a Shard's dimension.
+        NotImplementedError: two ragged axes, or a placement that does not go with a ragged one.
+    """
+    where = f"placements {placements} of a tensor of shape {tuple(shape)} on a mesh of shape {mesh_shape}"
+    if len(placements) != len(mesh_shape):
+        raise ValueError(f"{where}: expected {len(mesh_shape)} placements, one for each mesh axis")
+    for placement in placements:
+        if type(placement) is Shard and not 0 <= placement.dim < len(shape):
+            raise ValueError(f"{where}: {placement} names no dimension of a {len(shape)}-d tensor")
+    ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
+    if not ragged:
+        return
+    if len(ragged) > 1:
+        raise NotImplementedError(f"{where}: only one mesh axis can be ragged, found {len(ragged)}")
+    for placement in placements:
+        known = isinstance(placement, RaggedShard) or type(placement) in (Shard, Replicate, Partial)
+        if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
+            raise NotImplementedError(
+                f"{where}: {placement!r} does not go with a ragged axis; "
+                "known are Replicate, Shard(d), Partial('sum') and Partial('avg')"
+            )
+    _validate_ragged(placements, mesh_shape, shape, ragged[0], where)
+
+
+def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int, where: str) -> None:
+    placement = placements[axis]
+    k, units = len(placement.dims), placement.local_units
+    if k > len(shape):
+        raise ValueError(f"{where}: dims={placement.dims} of a {len(shape)}-d tensor")
+    if len(units) != mesh_shape[axis]:
+        raise ValueError(
+            f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
+        )
+    inside = [(i, p.dim) for i, p in enumerate(placements) if type(p) is Shard and p.dim < k]
+    if isinstance(placement, StridedRaggedShard):
+        parts = math.prod(mesh_shape[i] for i, _ in inside)
+        if not inside or parts != placement.split_factor:
+            raise ValueError(
+                f"{where}: split_factor={placement.split_factor}, but the Shard axes make "
+                f"{parts if inside else 'no'} parts of dims {placement.dims}"
+            )
+        for coordinate in _corners(mesh_shape):
+            box = shard_box(placements, mesh_shape, shape, coordinate)
+            _check_divides(box.sizes, placement, f"{where}, in the part at {coordinate}")
+        return
+    _check_divides(shape, placement, where)
+    for _, dim in inside:
+        slab = math.prod(shape[dim:k])
+        if any(ragged_range(placement, shape, rank)[1] % max(slab, 1) for rank in range(len(units))):
+            raise ValueError(
+                f"{where}: a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
+                "StridedRaggedShard, which cuts inside each of its parts"
+            )
+
+
+def _check_divides(shape: Ints, placement: RaggedShard, where: str) -> None:
+    prefix_numel = math.prod(shape[: len(placement.dims)])
+    if prefix_numel % placement.total_units:
+        raise ValueError(
+            f"{where}: the {prefix_numel} elements of dims {placement.dims} do not divide into "
+            f"sum(local_units)={placement.total_units} units; choose units whose sum divides {prefix_numel}"
+        )
+
+
+def _corners(mesh_shape: Ints) -> list[Ints]:
+    found: list[Ints] = [()]
+    for size in mesh_shape:
+        found = [(*head, i) for head in found for i in range(size)]
+    return found

@@ -1,0 +1,206 @@
+"""Rules for ops that act on each element by itself: on local tensors, where the layouts agree."""
+
+from typing import Any
+
+import torch
+
+from ragged_shard._autograd import local_and_layout
+from ragged_shard._layout import Layout
+from ragged_shard._ops import operands
+from ragged_shard._ops.fallback import fallback
+from ragged_shard._ops.registry import Handler
+from ragged_shard._tensor import RaggedDTensor
+
+_wrap = RaggedDTensor._wrap
+
+
+def pointwise(op: Any) -> Handler:
+    """``out[i] = op(a[i], b[i], ...)``; an op whose name ends in an underscore writes its first operand."""
+    in_place = op._schema.name.endswith("_")
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout: Layout | None = None
+        local_args: list[Any] = []
+        for arg in args:
+            if type(arg) is RaggedDTensor:
+                if layout is None:
+                    layout = arg._layout
+                elif arg._layout is not layout:
+                    return _mixed(func, args, kwargs, in_place)
+                local_args.append(arg._local_tensor)
+            elif isinstance(arg, torch.Tensor):
+                return _mixed(func, args, kwargs, in_place)
+            else:
+                local_args.append(arg)
+        if layout is None or not layout.ordinary or kwargs:
+            return _mixed(func, args, kwargs, in_place)
+        result = func(*local_args)
+        return args[0] if in_place else _wrap(result, layout)
+
+    return handle
+
+
+def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+    """The same for operands that are not all of one ordinary layout."""
+    values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    target = operands.ragged_layout(values)
+    if target is None:
+        return fallback(func, args, kwargs)
+    if in_place and not (isinstance(args[0], RaggedDTensor) and args[0]._layout == target):
+        raise ValueError(
+            f"{func} writes its first operand, which is not laid out like the ragged one ({target}); "
+            "redistribute or distribute_like it first"
+        )
+    if target.partial:
+        numbers = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
+        operands.check_linear(func, target, numbers[:2], kwargs)
+    local_args = [operands.to_local(a, target, func) for a in args]
+    local_kwargs = {key: operands.to_local(v, target, func) for key, v in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if in_place:
+        return args[0]
+    assert result.shape == target.local_shape, (func, result.shape, target)
+    return _wrap(result, target)
+
+
+def foreach(op: Any) -> Handler:
+    """The pointwise rule for each position of lists of tensors; fused optimizer steps too."""
+    in_place = op._schema.name.endswith("_")
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            layouts = [t._layout for t in args[0]]
+        except AttributeError:
+            return _foreach_mixed(func, args, kwargs)
+        local_args: list[Any] = []
+        for arg in args:
+            if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
+                if type(arg[0]) is RaggedDTensor:
+                    if any(type(t) is not RaggedDTensor for t in arg) or [t._layout for t in arg] != layouts:
+                        return _foreach_mixed(func, args, kwargs)
+                    arg = [t._local_tensor for t in arg]
+                elif any(type(t) is not torch.Tensor or t.ndim for t in arg):
+                    return _foreach_mixed(func, args, kwargs)
+            elif isinstance(arg, torch.Tensor) and (type(arg) is not torch.Tensor or arg.ndim):
+                arg = _scalar(arg, func)
+            local_args.append(arg)
+        if not all([layout.ordinary for layout in layouts]):  # noqa: C419  # a list is faster
+            return _foreach_mixed(func, args, kwargs)
+        result = func(*local_args, **{k: _scalar(v, func) for k, v in kwargs.items()})
+        if in_place:
+            return None
+        return [_wrap(t, layout) for t, layout in zip(result, layouts, strict=True)]
+
+    return handle
+
+
+def _scalar(value: Any, func: Any) -> Any:
+    """A single number for all positions.
+
+    A plain or Replicate 0-d tensor (one element will do), or no tensor at all.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not operands.is_distributed(value) and value.numel() == 1:
+        return value
+    if operands.is_distributed(value):
+        local, layout = local_and_layout(value)
+        if layout.replicate and local.numel() == 1:
+            return local
+    raise ValueError(
+        f"{func}: expected one number for all positions, a plain or Replicate 0-d tensor, got {value}"
+    )
+
+
+def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Positions of ragged tensors go one way, all others back to torch; the results are put together again."""
+    is_list = [isinstance(a, (list, tuple)) for a in args]
+    count = len(args[0])
+    targets = [
+        operands.ragged_layout(
+            [a[i] for a, lst in zip(args, is_list, strict=True) if lst and len(a) == count]
+        )
+        for i in range(count)
+    ]
+    ragged = [i for i, target in enumerate(targets) if target is not None]
+    if not ragged:
+        return fallback(func, args, kwargs)
+    for i in ragged:
+        _check_position(func, args, kwargs, i, targets[i])
+    others = [i for i in range(count) if targets[i] is None]
+
+    def local(arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)):
+            return _scalar(arg, func)
+        if len(arg) != count:
+            return arg
+        return [operands.to_local(arg[i], targets[i], func) for i in ragged]  # type: ignore[arg-type]
+
+    results: list[Any] = [None] * count
+    # The others first: if torch refuses them, nothing has been written yet.
+    if others:
+        rest = [
+            [a[i] for i in others] if lst and len(a) == count else a
+            for a, lst in zip(args, is_list, strict=True)
+        ]
+        for i, result in zip(others, func(*rest, **kwargs) or (), strict=False):
+            results[i] = result
+    mine = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
+    if mine is None or func._schema.name.endswith("_"):
+        return None
+    for i, result in zip(ragged, mine, strict=True):
+        results[i] = _wrap(result, targets[i])  # type: ignore[arg-type]
+    return results
+
+
+def _check_position(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Layout | None
+) -> None:
+    assert target is not None
+    first = args[0][i]
+    if func._schema.name.endswith("_") and not (isinstance(first, RaggedDTensor) and first._layout == target):
+        raise ValueError(f"{func} writes tensor {i} of its first list, which is not laid out as {target}")
+    if target.partial:
+        values = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
+        operands.check_linear(func, target, values[:2], kwargs)
+        if len(values) > 2:
+            raise NotImplementedError(f"{func} on a tensor with a pending reduction ({target}): not linear")
+
+
+def like(op: Any) -> Handler:
+    """A tensor in the layout of the first operand, made from local tensors: copies, casts, ``*_like``."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        layout: Layout = source._layout
+        if layout.axis is None:
+            return fallback(func, args, kwargs)
+        if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+            raise NotImplementedError(
+                f"{func} with {kwargs['memory_format']}: ragged tensors are row-major ({layout})"
+            )
+        if layout.partial:
+            operands.check_linear(func, layout, [source], kwargs)
+        return _wrap(func(source._local_tensor, *args[1:], **kwargs), layout)
+
+    return handle
+
+
+def new(op: Any) -> Handler:
+    """``x.new_zeros(size)`` and the like: of x's own shape, in x's layout; any other shape is refused."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source, size = args[0], torch.Size(args[1])
+        layout: Layout = source._layout
+        if layout.axis is None:
+            return fallback(func, args, kwargs)
+        if size != layout.shape:
+            raise NotImplementedError(
+                f"{func} of shape {tuple(size)} from a ragged tensor ({layout}): nobody said how it "
+                "is to lie. Make it with ragged_shard.distribute_tensor, or plain with torch.zeros and so on"
+            )
+        if layout.partial:
+            operands.check_linear(func, layout, [source], kwargs)
+        return _wrap(func(source._local_tensor, layout.local_shape, *args[2:], **kwargs), layout)
+
+    return handle

@@ -1,0 +1,319 @@
+"""Rules for ops that sum up over elements: norms, sum, mean, min, max, any, all.
+
+Over all elements, or over a dimension that is cut, each rank reduces what it holds and one all-reduce for each
+cut mesh axis
+(8 bytes per tensor for a norm, the size of the result otherwise) puts the parts together; the result is
+Replicate there. Over
+dimensions that no rank cuts it is local and the result stays ragged. Axes that hold replicas take no part, so an HSDP
+tensor reduces only over its ragged axis.
+
+NaN is carried through min, max and the infinity norm beside the values: not every backend's MAX keeps it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ragged_shard import _comm
+from ragged_shard._layout import Layout, layout_of
+from ragged_shard._ops import operands
+from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.registry import Handler
+from ragged_shard._tensor import RaggedDTensor
+
+_HALVES = (torch.float16, torch.bfloat16)
+_REPLICATE = Replicate()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How parts are made, joined and finished.
+
+    ``part(x, dims)`` keeps the dims with size 1 and gives ``work`` dtype; ``join`` is the all-reduce op; ``empty``
+    is the value of no elements; ``finish(total, count)`` makes the result of ``count`` elements each.
+    """
+
+    part: Callable[[torch.Tensor, list[int]], torch.Tensor]
+    join: Any
+    work: torch.dtype
+    empty: float | int
+    finish: Callable[[torch.Tensor, int], torch.Tensor]
+    linear: bool = False
+
+
+def _dims(dim: Any, ndim: int) -> list[int] | None:
+    """Dimensions as a sorted list, or None for all of them."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return None
+    found = [dim] if isinstance(dim, int) else list(dim)
+    for d in found:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(f"dimension {d} of a {ndim}-d tensor")
+    return sorted({d % ndim for d in found}) if ndim else None
+
+
+def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Any) -> Any:
+    """The reduction of a ragged tensor over ``dims`` (None: all)."""
+    layout = tensor._layout
+    if layout.partial and not how.linear:
+        raise NotImplementedError(
+            f"{func} on a tensor with a pending reduction ({layout}): it is not linear; redistribute Partial "
+            "to Replicate first"
+        )
+    over = list(range(len(layout.shape))) if dims is None else dims
+    count = math.prod(layout.shape[d] for d in over)
+    if dims is not None and _uncut(layout, over):
+        return _within_rank(tensor, how, over, keepdim, count)
+    if dims is None:
+        buffer = _part(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
+    else:
+        buffer = _scattered(tensor, how, over)
+    buffer = _joined(buffer, how, layout)
+    shape = list(layout.shape)
+    for d in reversed(over):
+        shape[d : d + 1] = [1] if keepdim else []
+    result = how.finish(buffer, count).reshape(shape)
+    after = tuple(p if isinstance(p, Partial) else _REPLICATE for p in layout.placements)
+    return RaggedDTensor._wrap(result, layout_of(layout.mesh, after, torch.Size(shape)))
+
+
+def _part(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    if all(x.shape[d] for d in dims):
+        return how.part(x, dims)
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    return torch.full(shape, how.empty, dtype=how.work, device=x.device)
+
+
+def _uncut(layout: Layout, dims: list[int]) -> bool:
+    cut = {p.dim for p in layout.placements if type(p) is Shard}
+    return all(d >= len(layout.ragged.dims) and d not in cut for d in dims)
+
+
+def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim: bool, count: int) -> Any:
+    """No rank needs another: the result is ragged as the tensor was, with dims counted anew."""
+    layout = tensor._layout
+    shift = len(layout.ragged.dims) - 1
+    result = how.finish(_part(how, tensor._local_tensor, [d - shift for d in dims]), count)
+    placements = list(layout.placements)
+    shape = list(layout.shape)
+    if keepdim:
+        for d in dims:
+            shape[d] = 1
+    else:
+        result = result.squeeze([d - shift for d in dims])
+        shape = [n for d, n in enumerate(shape) if d not in dims]
+        for axis, p in enumerate(placements):
+            if type(p) is Shard:
+                placements[axis] = Shard(p.dim - sum(d < p.dim for d in dims))
+    return RaggedDTensor._wrap(
+        result.contiguous(), layout_of(layout.mesh, tuple(placements), torch.Size(shape))
+    )
+
+
+def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.Tensor:
+    """This rank's contribution to every element of the result: its boxes reduced, each where it belongs."""
+    shape = [1 if d in dims else n for d, n in enumerate(tensor._layout.shape)]
+    buffer = torch.full(shape, how.empty, dtype=how.work, device=tensor._local_tensor.device)
+    for box, view in operands.box_views(tensor):
+        place = tuple(slice(0, 1) if d in dims else s for d, s in enumerate(box.slices()))
+        part = how.part(view, dims)
+        if how.join is dist.ReduceOp.SUM:
+            buffer[place] += part
+        else:
+            joined = torch.maximum if how.join is dist.ReduceOp.MAX else torch.minimum
+            buffer[place] = joined(buffer[place], part)
+    return buffer
+
+
+def _joined(buffer: torch.Tensor, how: Reduction, layout: Layout) -> torch.Tensor:
+    """All-reduce over every mesh axis that cuts the tensor."""
+    axes = [a for a in layout.cut_axes if layout.axis_size(a) > 1]
+    if how.join is dist.ReduceOp.SUM or not buffer.is_floating_point():
+        for axis in axes:
+            buffer = _comm.all_reduce(buffer, how.join, layout.mesh.get_group(axis))
+        return buffer
+    sign = 1.0 if how.join is dist.ReduceOp.MAX else -1.0
+    nan = buffer.isnan()
+    packed = torch.stack([torch.where(nan, how.empty, buffer), nan.to(buffer.dtype) * sign])
+    for axis in axes:
+        packed = _comm.all_reduce(packed, how.join, layout.mesh.get_group(axis))
+    return torch.where(packed[1] != 0, math.nan, packed[0])
+
+
+def _same(total: torch.Tensor, count: int) -> torch.Tensor:
+    return total
+
+
+def _sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reduction:
+    integral = not x.is_floating_point() and not x.is_complex()
+    out = dtype or (torch.int64 if integral else x.dtype)
+    if mean and not (out.is_floating_point or out.is_complex):
+        raise TypeError(f"mean of {x.dtype} needs a floating point dtype=")
+    work = torch.float32 if out in _HALVES else out
+
+    def finish(total: torch.Tensor, count: int) -> torch.Tensor:
+        return (total / count if mean else total).to(out)
+
+    return Reduction(
+        lambda v, d: v.sum(d, keepdim=True, dtype=work), dist.ReduceOp.SUM, work, 0, finish, True
+    )
+
+
+def _extreme(x: torch.Tensor, largest: bool) -> Reduction:
+    if x.is_floating_point():
+        work, empty = x.dtype, -math.inf if largest else math.inf
+    else:
+        work = {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype)
+        empty = torch.iinfo(work).min if largest else torch.iinfo(work).max
+    take = torch.amax if largest else torch.amin
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+    dtype = x.dtype
+    return Reduction(
+        lambda v, d: take(v, d, keepdim=True).to(work), op, work, empty, lambda total, count: total.to(dtype)
+    )
+
+
+def _logical(x: torch.Tensor, every: bool) -> Reduction:
+    test = torch.all if every else torch.any
+    op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
+    out = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+
+    def part(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        for d in dims:
+            v = test(v, d, keepdim=True)
+        return v.to(torch.uint8)
+
+    return Reduction(part, op, torch.uint8, int(every), lambda total, count: total.to(out))
+
+
+def _norm(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
+    """A vector norm: the parts' own norms to the power of p.
+
+    Summed in ``wide`` so that large ones do not overflow.
+    """
+    out = dtype or x.dtype
+    inner = torch.float32 if out in _HALVES else out
+
+    def part(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        found: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
+        return found if math.isinf(order) or order == 0 else found.to(wide).pow(order)
+
+    if math.isinf(order):
+        op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        return Reduction(part, op, inner, 0.0 if order > 0 else math.inf, lambda t, n: t.to(out))
+    if order == 0:
+        return Reduction(part, dist.ReduceOp.SUM, inner, 0.0, lambda t, n: t.to(out))
+    return Reduction(part, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults filled in."""
+    bound = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            bound[argument.name] = args[position]
+        else:
+            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def reduction(op: Any) -> Handler:
+    """Handler of one reducing op."""
+    kind = op._schema.name.removeprefix("aten::")
+    if kind in ("max", "min") and len(op._schema.returns) > 1:
+        return lambda func, args, kwargs: _refuse_indices(func, args, kwargs)
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, RaggedDTensor) or tensor._layout.axis is None:
+            return fallback(func, args, kwargs)
+        given = _bound(func, args, kwargs)
+        local, shape = tensor._local_tensor, tensor._layout.shape
+        dims = _dims(given.get("dim"), len(shape))
+        keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
+        if kind in ("sum", "mean"):
+            how = _sum_like(local, dtype, kind == "mean")
+        elif kind in ("any", "all"):
+            how = _logical(local, kind == "all")
+        elif kind in ("linalg_vector_norm", "norm"):
+            order = given.get("ord", given.get("p"))
+            wide = (
+                torch.float64 if dims is None else (torch.float32 if local.dtype in _HALVES else local.dtype)
+            )
+            how = _norm(local, 2.0 if order is None else float(order), dtype, wide)
+        else:
+            _check_not_empty(func, shape, dims)
+            how = _extreme(local, kind in ("max", "amax"))
+        return reduced(tensor, how, dims, keepdim, func)
+
+    return handle
+
+
+def _refuse_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0]._layout.axis is None:
+        return fallback(func, args, kwargs)
+    raise refusal(func, args[0]._layout)
+
+
+def _check_not_empty(func: Any, shape: torch.Size, dims: list[int] | None) -> None:
+    over = range(len(shape)) if dims is None else dims
+    if any(shape[d] == 0 for d in over):
+        raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)} has no elements to take it of")
+
+
+def foreach_norm(op: Any) -> Handler:
+    """Norms of a list of tensors: one all-reduce of 8 bytes a tensor for all that share their cut mesh axes."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, given = args[0], _bound(func, args, kwargs)
+        order, dtype = float(given.get("ord", 2)), given.get("dtype")
+        results: list[Any] = [None] * len(tensors)
+        groups: dict[Any, list[int]] = {}
+        others = []
+        for i, tensor in enumerate(tensors):
+            layout = getattr(tensor, "_layout", None)
+            if layout is None or layout.axis is None:
+                others.append(i)
+            elif layout.partial:
+                raise NotImplementedError(
+                    f"{func} on a tensor with a pending reduction ({layout}): a norm is not linear; "
+                    "redistribute Partial to Replicate first"
+                )
+            else:
+                groups.setdefault((id(layout.mesh), layout.cut_axes, tensor.dtype), []).append(i)
+        if others:
+            torch_args = ([tensors[i] for i in others], *args[1:])
+            found = func(*torch_args, **kwargs) if groups else fallback(func, torch_args, kwargs)
+            for i, norm in zip(others, found, strict=True):
+                results[i] = norm
+        for positions in groups.values():
+            norms = _norms([tensors[i] for i in positions], order, dtype)
+            for i, norm in zip(positions, norms, strict=True):
+                results[i] = norm
+        return results
+
+    return handle
+
+
+def _norms(tensors: list[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[Any]:
+    """Norms of tensors that are cut along the same mesh axes: computed together, joined in one go."""
+    layout = tensors[0]._layout
+    out = dtype or tensors[0]._local_tensor.dtype
+    inner = torch.float32 if out in _HALVES else out
+    how = _norm(tensors[0]._local_tensor, order, dtype, torch.float64)
+    locals_ = [t._local_tensor for t in tensors]
+    if order > 0:  # torch's norms of nothing are 0, but for the infinity norm, which it does not take
+        filled = [x if x.numel() else x.new_zeros(1) for x in locals_]
+        parts = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
+        if not math.isinf(order):
+            parts = parts.to(torch.float64).pow_(order)
+    else:
+        parts = torch.stack([_part(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
+    totals = how.finish(_joined(parts, how, layout), 0)
+    after = layout_of(layout.mesh, (_REPLICATE,) * len(layout.placements), torch.Size(()))
+    return [RaggedDTensor._wrap(total, after) for total in totals.unbind()]

@@ -1,0 +1,86 @@
+"""Rules of ops that are one of a kind."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragged_shard import _comm
+from ragged_shard._autograd import local_and_layout
+from ragged_shard._ops import operands
+from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.registry import Handler
+from ragged_shard._tensor import RaggedDTensor
+
+
+def unscale(op: Any) -> Handler:
+    """GradScaler's check and unscale.
+
+    On local tensors, then one all-reduce (4 bytes) of found_inf per cut mesh axis.
+    """
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, found_inf, inv_scale = args
+        ragged = [t for t in tensors if isinstance(t, RaggedDTensor) and t._layout.axis is not None]
+        others = [t for t in tensors if not (isinstance(t, RaggedDTensor) and t._layout.axis is not None)]
+        if not ragged:
+            return fallback(func, args, kwargs)
+        for tensor in ragged:
+            if tensor._layout.partial:
+                raise NotImplementedError(f"{func} on a tensor with a pending reduction ({tensor._layout})")
+        flag, scale = (local_and_layout(v)[0] if operands.is_distributed(v) else v for v in args[1:])
+        if others:
+            func(others, found_inf, inv_scale)
+        func([t._local_tensor for t in ragged], flag, scale)
+        groups = {}
+        for tensor in ragged:
+            layout = tensor._layout
+            for axis in layout.cut_axes:
+                if layout.axis_size(axis) > 1:
+                    groups[(id(layout.mesh), axis)] = layout.mesh.get_group(axis)
+        for group in groups.values():
+            _comm.all_reduce(flag, dist.ReduceOp.MAX, group)
+        return None
+
+    return handle
+
+
+def equal(op: Any) -> Handler:
+    """``torch.equal``: compared on each rank, then one all-reduce per cut mesh axis."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = operands.ragged_layout(args)
+        if target is None:
+            return fallback(func, args, kwargs)
+        if any(tuple(a.shape) != tuple(target.shape) for a in args):
+            return False
+        if target.partial:
+            raise NotImplementedError(f"{func} on a tensor with a pending reduction ({target})")
+        same = func(*[operands.to_local(a, target, func) for a in args])
+        flag = torch.tensor(int(same), dtype=torch.int32, device=target.mesh.device_type)
+        for axis in target.cut_axes:
+            _comm.all_reduce(flag, dist.ReduceOp.MIN, target.mesh.get_group(axis))
+        return bool(flag.item())
+
+    return handle
+
+
+def query(op: Any) -> Handler:
+    """Questions about storage, answered by the local tensor."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+    return handle
+
+
+def item(op: Any) -> Handler:
+    """``.item()``: only where every rank has the number."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not tensor._layout.replicate:
+            raise refusal(func, tensor._layout)
+        return func(tensor._local_tensor)
+
+    return handle

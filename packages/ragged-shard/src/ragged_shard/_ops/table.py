@@ -1,0 +1,143 @@
+"""The table: which op follows which rule. What is not in it is refused; the README prints it.
+
+Names are aten's; a rule covers the op's functional and in-place overloads (not ``out=``). `RULES` is data:
+rule -> (what it
+does, how handlers are made, ops).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ragged_shard._ops import elementwise, reduce, special, views
+from ragged_shard._ops.fallback import fallback
+from ragged_shard._ops.registry import HANDLERS, Handler
+
+
+class Rule(NamedTuple):
+    """One row of the table."""
+
+    does: str
+    communicates: str
+    make: Callable[[Any], Handler]
+    ops: str
+
+
+RULES: dict[str, Rule] = {
+    "pointwise": Rule(
+        "on local tensors, in place or not; 0-d, Replicate and number operands broadcast",
+        "nothing",
+        elementwise.pointwise,
+        """abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+        bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min copy copysign cos cosh
+        deg2rad digamma
+        div elu elu_backward eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu
+        gelu_backward gt hardsigmoid hardswish hardtanh heaviside hypot isinf isnan isneginf isposinf le leaky_relu
+        leaky_relu_backward lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+        logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg nextafter positive pow
+        rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu
+        silu_backward sin sinc sinh softplus sqrt square sub tan tanh tanh_backward threshold threshold_backward
+        trunc where xlogy zero""",
+    ),
+    "foreach": Rule(
+        "the pointwise rule for each position of the lists; ragged and other tensors may be mixed",
+        "nothing",
+        elementwise.foreach,
+        """_foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_ceil _foreach_clamp_max
+        _foreach_clamp_min _foreach_copy _foreach_cos _foreach_div _foreach_erf _foreach_exp _foreach_expm1
+        _foreach_floor
+        _foreach_frac _foreach_lerp _foreach_log _foreach_log10 _foreach_log1p _foreach_log2 _foreach_maximum
+        _foreach_minimum _foreach_mul _foreach_neg _foreach_pow _foreach_reciprocal _foreach_round _foreach_rsqrt
+        _foreach_sigmoid _foreach_sign _foreach_sin _foreach_sqrt _foreach_sub _foreach_tanh _foreach_trunc
+        _foreach_zero""",
+    ),
+    "fused optimizer": Rule(
+        "one fused step on local tensors",
+        "nothing",
+        elementwise.foreach,
+        "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
+    ),
+    "copy, cast, like": Rule(
+        "a tensor in the same layout",
+        "nothing",
+        elementwise.like,
+        "_to_copy clone detach alias lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
+    ),
+    "new": Rule(
+        "a tensor of the same shape in the same layout",
+        "nothing",
+        elementwise.new,
+        "new_empty new_full new_ones new_zeros",
+    ),
+    "view": Rule(
+        "views that keep the cuts between rows",
+        "nothing",
+        views.view,
+        "view _unsafe_view expand squeeze unsqueeze",
+    ),
+    "reduce": Rule(
+        "over everything or some dims: Replicate where a cut dim is reduced, else ragged",
+        "one all_reduce per cut mesh axis, of the result's size; nothing if no cut dim is reduced",
+        reduce.reduction,
+        "all amax amin any linalg_vector_norm max mean min norm sum",
+    ),
+    "foreach norm": Rule(
+        "a Replicate 0-d norm for each tensor",
+        "one all_reduce per cut mesh axis for the whole list, 8 bytes a tensor",
+        reduce.foreach_norm,
+        "_foreach_norm",
+    ),
+    "unscale": Rule(
+        "GradScaler's check for inf and nan",
+        "one all_reduce of 4 bytes per cut mesh axis",
+        special.unscale,
+        "_amp_foreach_non_finite_check_and_unscale",
+    ),
+    "equal": Rule(
+        "torch.equal, the same answer on every rank",
+        "one all_reduce of 4 bytes per cut mesh axis",
+        special.equal,
+        "equal",
+    ),
+    "query": Rule("asked of the local tensor", "nothing", special.query, "is_pinned record_stream"),
+    "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
+}
+
+
+def _overloads(name: str) -> list[Any]:
+    """The functional and in-place overloads of an aten op of this name."""
+    found = []
+    for spelling in (name, name + "_"):
+        packet = getattr(torch.ops.aten, spelling, None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            arguments = op._schema.arguments
+            if not arguments or "Tensor" not in str(arguments[0].type) or any(a.is_out for a in arguments):
+                continue
+            if name == "where" and overload == "default":  # that one is nonzero()
+                continue
+            found.append(op)
+    return found
+
+
+def _fill() -> None:
+    for rule in RULES.values():
+        for name in rule.ops.split():
+            for op in _overloads(name):
+                HANDLERS[op] = rule.make(op)
+    HANDLERS.fallback = fallback
+
+
+_fill()
+
+
+def markdown() -> str:
+    """The table as the README shows it."""
+    lines = ["| rule | ops | what it does | communicates |", "| --- | --- | --- | --- |"]
+    for name, rule in RULES.items():
+        ops = ", ".join(f"`{op}`" for op in rule.ops.split())
+        lines.append(f"| {name} | {ops} | {rule.does} | {rule.communicates} |")
+    return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""Every name of torch that is private or differs between releases, in one place.
+
+Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+
+Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
+`Tensor._make_wrapper_subclass` (2.11 only).
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+Spec = DTensorSpec
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+# From 2.12 on a subclass of DTensor keeps its own dispatch; before, C++ takes it for a plain DTensor and never
+# asks it. There RaggedDTensor is a wrapper subclass of Tensor with the same methods.
+SUBCLASSES_DTENSOR = TORCH_VERSION >= (2, 12)
+
+
+class TensorWrapper(torch.Tensor):
+    """The base class on torch 2.11: the part of DTensor's surface that RaggedDTensor inherits elsewhere."""
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: DTensorSpec
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh over which this tensor is spread."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """One placement for each mesh axis."""
+        return self._spec.placements
+
+
+BASE_CLASS: Any = DTensor if SUBCLASSES_DTENSOR else TensorWrapper
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """What DTensor calls a spec: mesh, placements and the global shape, stride and dtype."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+if SUBCLASSES_DTENSOR:
+
+    def new_wrapper(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
+        """A bare instance of ``cls`` around ``local``; no copy, no communication, no autograd."""
+        return cls.__new__(cls, local, spec, requires_grad=requires_grad)
+
+else:
+
+    def new_wrapper(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
+        """A bare instance of ``cls`` around ``local``; no copy, no communication, no autograd."""
+        meta = spec.tensor_meta
+        assert meta is not None
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=local.dtype,
+            device=local.device,
+            layout=local.layout,
+            requires_grad=requires_grad,
+        )
+        wrapper._local_tensor = local
+        wrapper._spec = spec
+        return wrapper
+
+
+def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start an all-gather of equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+    """Start a reduce-scatter into equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, source, op=op, group=group, async_op=True)
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives call by this name; KeyError if there is none."""
+    for group, names in dist.distributed_c10d._world.pg_names.items():
+        if names == name:
+            return group
+    raise KeyError(name)
+
+
+def refuse_torch_redistribute(placement: Any) -> None:
+    """Raise when torch's redistribution is what asks ``placement.is_partial()``.
+
+    torch's planner knows its own placements only. Given another one as the target it leaves each rank's tensor as it
+    is and labels it with that placement: a tensor that lies. This question is the one thing it asks first.
+    """
+    caller = sys._getframe(2)
+    module = caller.f_globals.get("__name__", "")
+    if module.startswith("torch.distributed.tensor.") and "redistribute" in caller.f_code.co_name:
+        raise NotImplementedError(
+            f"torch's DTensor.redistribute cannot make {placement}: it would keep every rank's tensor as it is. "
+            "Use ragged_shard.redistribute(tensor, placements=...) instead"
+        )

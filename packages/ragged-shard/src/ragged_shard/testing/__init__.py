@@ -1,0 +1,21 @@
+"""How tests start ranks, and how they count what ranks send. Needs nothing but torch; usable by any package.
+
+    from ragged_shard.testing import run_ranks
+
+    def total():                       # a top-level function of the test module; every rank calls it
+        x = torch.ones(1) * dist.get_rank()
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_all_reduce_sums():
+        assert run_ranks(3, total) == [3.0, 3.0, 3.0]
+
+How it works (`_pool`, `_zygote`, `_worker`, `_ship`): the first call of a process starts one helper, which
+imports torch once and
+forks ranks from it in milliseconds; ranks of one world size stay, process group and all, for the next call.
+"""
+
+from ragged_shard.testing._counting import Collective, Record, record_collectives
+from ragged_shard.testing._pool import RankError, run_ranks, shut_down
+
+__all__ = ["Collective", "RankError", "Record", "record_collectives", "run_ranks", "shut_down"]

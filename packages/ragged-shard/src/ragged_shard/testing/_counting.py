@@ -1,0 +1,142 @@
+"""What a rank's collectives send, counted where they are dispatched.
+
+Bytes are what this rank hands to *other* ranks, by the amount that the collective's result needs of it, whichever
+algorithm the backend picks (N ranks):
+
+    all_to_all       the entries for other ranks
+    all_gather       (N-1) x its own part
+    broadcast        (N-1) x the tensor at the source, 0 elsewhere
+    reduce_scatter   (N-1)/N x the whole input
+    all_reduce       2 (N-1)/N x the tensor (a reduce-scatter and an all-gather)
+"""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ragged_shard._torch_compat import group_by_name
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its kind, how many ranks, and the bytes that this one sends to others."""
+
+    kind: str
+    ranks: int
+    bytes_sent: float
+
+
+@dataclass
+class Record:
+    """The collectives of a `record_collectives` block, in order."""
+
+    events: list[Collective] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Their kinds, in order."""
+        return [event.kind for event in self.events]
+
+    @property
+    def bytes_sent(self) -> float:
+        """What this rank sent to others in all of them."""
+        return sum(event.bytes_sent for event in self.events)
+
+
+_KINDS = {
+    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all", "alltoall": "all_to_all",
+    "_allgather_base": "all_gather", "all_gather_into_tensor": "all_gather", "allgather": "all_gather",
+    "all_gather_single": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter", "broadcast": "broadcast", "allreduce": "all_reduce",
+    "all_reduce": "all_reduce", "scatter": "scatter", "gather": "gather", "send": "send", "recv": "recv",
+    "reduce": "reduce", "barrier": "barrier", "monitored_barrier": "barrier",
+    "all_gather_into_tensor_coalesced": "all_gather", "all_reduce_coalesced": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+}  # fmt: skip
+_NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional", "c10d_functional") and name not in _NOT_COLLECTIVES:
+            self.record.events.append(_event(name.rstrip("_"), func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _event(name: str, func: Any, args: Any) -> Collective:
+    if name not in _KINDS:
+        raise NotImplementedError(f"record_collectives does not know {func}")
+    kind = _KINDS[name]
+    group = _group(args)
+    ranks, rank = group.size(), group.rank()
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+    source = next(
+        (
+            named[k]
+            for k in ("input", "inputs", "input_tensors", "input_tensor", "tensors", "self")
+            if k in named
+        ),
+        None,
+    )
+    tensors = [t for t in tree_leaves(source) if isinstance(t, torch.Tensor)]
+    size = float(sum(t.numel() * t.element_size() for t in tensors))
+    if kind == "all_to_all":
+        splits = named.get("input_split_sizes")
+        own = splits[rank] / max(sum(splits), 1) if splits else 1 / ranks
+        return Collective(kind, ranks, size - round(size * own))
+    if kind == "all_gather":
+        return Collective(kind, ranks, size * (ranks - 1))
+    if kind == "broadcast":
+        root = named.get("root_rank", named.get("src"))
+        return Collective(kind, ranks, size * (ranks - 1) if root == rank else 0.0)
+    if kind == "reduce_scatter":
+        return Collective(kind, ranks, size * (ranks - 1) / ranks)
+    if kind == "all_reduce":
+        return Collective(kind, ranks, 2 * size * (ranks - 1) / ranks)
+    return Collective(kind, ranks, size if kind in ("send", "reduce") else 0.0)
+
+
+def _group(args: Any) -> Any:
+    """The process group among a collective's arguments: boxed for c10d, by name for the functional ones."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
+        if isinstance(arg, ProcessGroup):
+            return arg
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            try:
+                return group_by_name(arg)
+            except KeyError:
+                continue
+    raise RuntimeError("a collective without a process group")
+
+
+class record_collectives:  # noqa: N801  # reads as a function: with record_collectives() as record
+    """Context manager: the collectives that this thread starts inside, as a `Record`.
+
+    Sees torch.distributed's calls and DTensor's functional collectives; a kind it does not know raises.
+    """
+
+    def __enter__(self) -> Record:
+        self._record = Record()
+        self._mode = _Mode(self._record)
+        self._mode.__enter__()
+        return self._record
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)

@@ -1,0 +1,274 @@
+"""The test process's side: ranks by world size, kept warm; jobs out, results and errors and stacks in."""
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ragged_shard.testing import _ship
+
+_START_LIMIT = 180.0  # seconds for a loaded machine to import torch
+_GRACE = 3.0  # seconds that the other ranks get once one has failed
+
+
+class RankError(AssertionError):
+    """One or more ranks raised, died or hung. The message has each one's traceback or stack.
+
+    ``causes`` the exceptions by rank.
+    """
+
+    def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.causes = causes or {}
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    device: str = "cpu",
+    seed: int | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on every rank of a process group; return the results, a list by rank.
+
+    Ranks are real processes with torch.distributed initialised (gloo on CPU, NCCL with one GPU for each rank
+    on CUDA) and
+    one thread each; they stay for the next call. ``fn`` must be a top-level function (or a partial of one), of
+    a test module
+    too; arguments and results are pickled. Every rank starts from the same random seed.
+
+    Args:
+        world_size: number of ranks.
+        fn: what every rank calls; it finds its rank by ``torch.distributed.get_rank()``.
+        timeout: seconds until ranks that have not answered are taken to hang.
+        device: "cpu" or "cuda".
+        seed: of torch, random and numpy; by default derived from the running test's name.
+
+    Raises:
+        RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has
+        every rank's
+            Python stack.
+        ValueError: an unknown device or a world size below 1.
+        RuntimeError: fewer GPUs than ranks.
+    """
+    if device not in ("cpu", "cuda") or world_size < 1:
+        raise ValueError(
+            f"run_ranks({world_size}, device={device!r}): expected at least 1 rank, on 'cpu' or 'cuda'"
+        )
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < world_size:
+            raise RuntimeError(
+                f"{world_size} CUDA ranks need as many GPUs, found {torch.cuda.device_count()}"
+            )
+    if seed is None:
+        seed = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0].encode())
+    job = _ship.dumps({"fn": fn, "args": args, "kwargs": kwargs, "seed": seed})
+    key = (world_size, device)
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools[key] = _Pool(world_size, device)
+    try:
+        results, dirty = pool.run(job, timeout, _ship.where(fn))
+    except BaseException:
+        _discard(key)
+        raise
+    if dirty:
+        _discard(key)
+    return results
+
+
+_pools: dict[tuple[int, str], "_Pool"] = {}
+_zygote: "_Zygote | None" = None
+
+
+def shut_down() -> None:
+    """Stop all ranks. Called at exit; a later run_ranks starts new ones."""
+    global _zygote
+    for key in list(_pools):
+        _discard(key)
+    if _zygote is not None:
+        _zygote.stop()
+        _zygote = None
+
+
+atexit.register(shut_down)
+
+
+def _discard(key: tuple[int, str]) -> None:
+    pool = _pools.pop(key, None)
+    if pool is not None:
+        pool.stop()
+
+
+class _Zygote:
+    """The helper that forks ranks, seen from the test process."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.forks = 0
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        preload = ",".join(name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules)
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        environment = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+        command = [sys.executable, "-m", "ragged_shard.testing._zygote", str(theirs.fileno()), path, preload]
+        environment["PYTHONPATH"] = path
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.control.settimeout(_START_LIMIT)
+        if self.control.recv(16) != b"ready":
+            raise RankError(f"the process that forks ranks did not start (exit status {self.process.wait()})")
+
+    def fork(self) -> "_Rank":
+        """One more rank."""
+        ours, theirs = socket.socketpair()
+        self.forks += 1
+        stacks = self.folder / f"stacks-{self.forks}"
+        socket.send_fds(self.control, [f"fork {stacks}".encode()], [theirs.fileno()])
+        theirs.close()
+        pid = int(self.control.recv(32))
+        return _Rank(pid, Connection(ours.detach()), stacks)
+
+    def reap(self, pid: int) -> int:
+        """Exit status of a rank that is ending; negative for a signal."""
+        self.control.send(f"reap {pid}".encode())
+        return int(self.control.recv(32))
+
+    def stop(self) -> None:
+        """End it and what it left on disk."""
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Rank:
+    """One rank, seen from the test process."""
+
+    def __init__(self, pid: int, connection: Connection, stacks: Path) -> None:
+        self.pid, self.connection, self.stacks = pid, connection, stacks
+
+    def kill(self, zygote: _Zygote) -> int:
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        return zygote.reap(self.pid)
+
+    def stack(self) -> str:
+        """Every thread's Python stack, as the rank's own fault handler writes it."""
+        before = self.stacks.stat().st_size if self.stacks.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        deadline, size = time.monotonic() + 2.0, -1
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = self.stacks.stat().st_size
+            if now > before and now == size:
+                break
+            size = now
+        return self.stacks.read_text()[before:] or "(no stack: the process did not answer)"
+
+
+class _Pool:
+    """The ranks of one world size on one device."""
+
+    def __init__(self, world_size: int, device: str) -> None:
+        global _zygote
+        if _zygote is None or _zygote.owner != os.getpid():
+            _zygote = _Zygote()
+        self.zygote = _zygote
+        self.ranks: list[_Rank] = []
+        store = str(self.zygote.folder / f"store-{self.zygote.forks}")
+        for rank in range(world_size):
+            self.ranks.append(self.zygote.fork())
+            setup = {"rank": rank, "world_size": world_size, "store": store, "device": device}
+            self.ranks[-1].connection.send_bytes(pickle.dumps(setup))
+        self._collect(_START_LIMIT, "starting the process group")
+
+    def run(self, job: bytes, timeout: float, what: str) -> tuple[list[Any], bool]:
+        """Results by rank, and whether the ranks are spoilt for another job."""
+        for rank in self.ranks:
+            rank.connection.send_bytes(job)
+        answers = self._collect(timeout, what)
+        return [answer[1] for answer in answers], any(answer[2] for answer in answers)
+
+    def stop(self) -> None:
+        """End all ranks at once."""
+        for rank in self.ranks:
+            rank.kill(self.zygote)
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        answers: dict[int, Any] = {}
+        failed: dict[int, tuple[BaseException | None, str]] = {}
+        deadline = time.monotonic() + timeout
+        by_connection = {rank.connection: i for i, rank in enumerate(self.ranks)}
+        while by_connection:
+            ready = wait(list(by_connection), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                i = by_connection.pop(connection)  # type: ignore[call-overload]
+                try:
+                    answer = pickle.loads(self.ranks[i].connection.recv_bytes())
+                except (EOFError, OSError):
+                    failed[i] = (None, self._obituary(i))
+                else:
+                    if answer[0] == "error":
+                        failed[i] = answer[1]
+                    else:
+                        answers[i] = answer
+            if failed:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        if failed or by_connection:
+            raise self._error(what, timeout, failed, sorted(by_connection.values()))
+        return [answers[i] for i in range(len(self.ranks))]
+
+    def _obituary(self, i: int) -> str:
+        status = self.zygote.reap(self.ranks[i].pid)
+        reason = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"the process died ({reason})\n{self.ranks[i].stacks.read_text()}"
+
+    def _error(
+        self,
+        what: str,
+        timeout: float,
+        failed: dict[int, tuple[BaseException | None, str]],
+        silent: list[int],
+    ) -> RankError:
+        count = len(self.ranks)
+        parts = []
+        if failed:
+            parts.append(f"{what}: rank {', '.join(map(str, sorted(failed)))} of {count} failed")
+        else:
+            parts.append(
+                f"{what}: rank {', '.join(map(str, silent))} of {count} did not answer in {timeout:g} s"
+            )
+        for i, (_, text) in sorted(failed.items()):
+            parts.append(f"--- rank {i} ---\n{text.rstrip()}")
+        parts += [f"--- rank {i} was still running ---\n{self.ranks[i].stack().rstrip()}" for i in silent]
+        if not failed and len(silent) < count:
+            parts.append(f"the other ranks ({count - len(silent)}) had finished")
+        causes = {i: error for i, (error, _) in failed.items() if error is not None}
+        return RankError("\n".join(parts), causes)

@@ -1,0 +1,99 @@
+"""One rank: waits for jobs on its socket, runs them, sends back what they return or raise."""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragged_shard.testing import _ship
+
+
+def main(fd: int, stacks: str) -> None:
+    """Serve until the socket closes; leaves by os._exit, since gloo may abort in a normal exit."""
+    out = open(stacks, "w")  # noqa: SIM115  # open as long as the process lives: faulthandler writes to it
+    faulthandler.enable(out)
+    faulthandler.register(signal.SIGUSR1, out, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
+    connection = Connection(socket.socket(fileno=fd).detach())
+    try:
+        setup = pickle.loads(connection.recv_bytes())
+        _set_up(**setup)
+        connection.send_bytes(pickle.dumps(("ready", None)))
+        while True:
+            connection.send_bytes(_run(connection.recv_bytes()))
+    except (EOFError, OSError):
+        pass
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(pickle.dumps(("error", (None, traceback.format_exc()))))
+    os._exit(0)
+
+
+def _set_up(rank: int, world_size: int, store: str, device: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=10),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+    )
+
+
+def _run(message: bytes) -> bytes:
+    """Run one job; the answer says too whether this rank can take another."""
+    try:
+        job = pickle.loads(message)
+        _seed(job["seed"])
+        result = job["fn"](*job["args"], **job["kwargs"])
+        answer = ("done", result, _leftovers())
+        return _ship.dumps(answer)
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            shipped = _ship.dumps(("error", (error, text)))
+            pickle.loads(shipped)
+        except Exception:
+            shipped = _ship.dumps(("error", (None, text)))
+        return shipped
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _leftovers() -> str | None:
+    """What a job left that the next one would trip over; and what can be put in order is."""
+    if not dist.is_initialized():
+        return "the process group was destroyed"
+    threads = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if threads:
+        return f"threads are running: {threads}"
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+    return None

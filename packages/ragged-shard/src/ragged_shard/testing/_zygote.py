@@ -1,0 +1,56 @@
+"""A process that imports torch once and forks ranks from itself: a rank costs milliseconds and shares the
+imported pages.
+
+It has one thread and starts no process group, so forking it is safe. Commands come over a socket, one message each:
+``fork`` (with the rank's own socket as file descriptor) answers with a pid, ``reap <pid>`` with an exit
+status. When the
+socket closes, the test process is gone, and so is this.
+"""
+
+import os
+import socket
+import sys
+
+
+def main(control_fd: int, modules: list[str]) -> None:
+    """Serve forks until the control socket closes."""
+    import importlib
+
+    import torch.distributed.checkpoint
+    import torch.distributed.tensor  # noqa: F401
+
+    import ragged_shard
+    import ragged_shard.testing._worker as worker
+
+    for name in modules:
+        importlib.import_module(name)
+    del ragged_shard
+    control = socket.socket(fileno=control_fd)
+    control.send(b"ready")
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 4096, 1)
+        if not message:
+            os._exit(0)
+        command, _, argument = message.decode().partition(" ")
+        if command == "fork":
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                worker.main(fds[0], argument)
+                os._exit(0)
+            os.close(fds[0])
+            control.send(str(pid).encode())
+        elif command == "reap":
+            control.send(str(_reap(int(argument))).encode())
+
+
+def _reap(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.path[:] = sys.argv[2].split(os.pathsep)
+    main(int(sys.argv[1]), [name for name in sys.argv[3].split(",") if name])

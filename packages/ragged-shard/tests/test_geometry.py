@@ -1,0 +1,133 @@
+"""Ranges, boxes and parts, against counting elements one by one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import _geometry as geo
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
+    numel = math.prod(sizes)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    index = np.arange(numel).reshape(sizes)
+    boxes = geo.range_boxes(tuple(sizes), start, stop)
+    covered = [int(i) for box in boxes for i in index[box.slices()].reshape(-1)]
+    assert covered == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(sizes) - 1)
+
+
+@given(st.integers(0, 20), st.integers(1, 6))
+def test_chunks_are_those_of_torch(size, parts):
+    import torch
+
+    wanted = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
+    wanted += [0] * (parts - len(wanted))
+    assert [b - a for a, b in (geo.chunk_range(size, parts, i) for i in range(parts))] == wanted
+
+
+@st.composite
+def layouts(draw):
+    """A shape, a mesh shape and placements that go together, one of them ragged."""
+    ranks, others = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    units = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks).filter(any))
+    dims = draw(st.integers(1, 3))
+    rest = draw(st.integers(0, 2))
+    shape = [draw(st.integers(1, 3)) for _ in range(dims + rest)]
+    strided = others > 1 and draw(st.booleans())
+    shape[0] *= RaggedShard((0,), units).total_units * (others if strided else 1)
+    prefix = tuple(range(dims))
+    if strided:
+        return tuple(shape), (ranks, others), (StridedRaggedShard(prefix, units, others), Shard(0))
+    beside = draw(st.sampled_from([Replicate(), Partial()] + [Shard(d) for d in range(dims, dims + rest)]))
+    return tuple(shape), (ranks, others), (RaggedShard(prefix, units), beside)
+
+
+@given(layouts())
+def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(case):
+    shape, mesh_shape, placements = case
+    geo.validate(placements, mesh_shape, shape)
+    counted = np.zeros(shape, dtype=int)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        region = geo.region(placements, mesh_shape, shape, coordinate)
+        boxes = region.boxes()
+        assert sum(box.numel for box in boxes) == math.prod(region.local_shape)
+        assert len(boxes) <= max(1, 2 * len(placements[0].dims) - 1)
+        for box in boxes:
+            counted[box.slices()] += 1
+    replicas = 1 if isinstance(placements[1], Shard) else mesh_shape[1]
+    assert (counted == replicas).all()
+
+
+@given(layouts())
+def test_parts_along_an_axis_agree_with_their_boxes(case):
+    shape, mesh_shape, placements = case
+    base = geo.shard_box((Replicate(), placements[1]), mesh_shape, shape, (0, 0)).sizes
+    index = np.arange(math.prod(base)).reshape(base)
+    for part in geo.axis_parts(base, placements[0], mesh_shape[0]):
+        elements = [int(i) for box in part.boxes for i in index[box.slices()].reshape(-1)]
+        assert elements == list(range(*part.flat))
+        assert math.prod(part.shape) == len(elements)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (4, 0, 2)])
+def test_tensors_without_elements_have_empty_parts(shape):
+    placements = (RaggedShard((0,), (1, 1)),)
+    geo.validate(placements, (2,), shape)
+    for rank in range(2):
+        region = geo.region(placements, (2,), shape, (rank,))
+        assert region.local_shape == (shape[0] // 2, *shape[1:])
+        assert region.boxes() == ()
+
+
+def test_a_0d_tensor_lies_on_one_rank():
+    placements = (RaggedShard((), (0, 1)),)
+    geo.validate(placements, (2,), ())
+    assert [geo.region(placements, (2,), (), (r,)).local_shape for r in range(2)] == [(0,), (1,)]
+    assert geo.region(placements, (2,), (), (1,)).boxes() == (geo.Box((), ()),)
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh_shape", "shape", "error", "message"),
+    [
+        ((RaggedShard((0,), (1, 2)),), (2,), (4, 3), ValueError, "do not divide into sum.local_units.=3"),
+        ((RaggedShard((0,), (1, 1)),), (3,), (4, 3), ValueError, "2 local_units for a mesh axis of 3"),
+        ((RaggedShard((0, 1), (1, 1)),), (2,), (4,), ValueError, "of a 1-d tensor"),
+        ((RaggedShard((0,), (1, 1)),), (2,), (), ValueError, "of a 0-d tensor"),
+        ((RaggedShard((0,), (1, 1)),), (2, 2), (4,), ValueError, "expected 2 placements"),
+        ((RaggedShard((0,), (1, 1)), Shard(0)), (2, 2), (4, 4), ValueError, "cut goes through dim 0"),
+        ((RaggedShard((0, 1), (1, 3)), Shard(1)), (2, 2), (2, 4), ValueError, "cut goes through dim 1"),
+        ((RaggedShard((0,), (1, 1)), Shard(2)), (2, 2), (4, 4), ValueError, "names no dimension"),
+        ((RaggedShard((0,), (1, 1)),) * 2, (2, 2), (4, 4), NotImplementedError, "only one mesh axis"),
+        (
+            (RaggedShard((0,), (1, 1)), Partial("max")),
+            (2, 2),
+            (4, 4),
+            NotImplementedError,
+            "does not go with",
+        ),
+        ((StridedRaggedShard((0,), (1, 1), 2), Replicate()), (2, 2), (4, 4), ValueError, "make no parts"),
+        ((StridedRaggedShard((0,), (1, 1), 4), Shard(0)), (2, 2), (8, 4), ValueError, "split_factor=4"),
+        ((StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (2, 2), (6, 4), ValueError, "in the part at"),
+    ],
+    ids=str,
+)
+def test_layouts_that_mean_nothing_raise(placements, mesh_shape, shape, error, message):
+    with pytest.raises(error, match=message):
+        geo.validate(placements, mesh_shape, shape)
+
+
+def test_a_shard_of_a_prefix_dimension_composes_when_no_cut_goes_through_it():
+    placements = (RaggedShard((0, 1), (1, 3)), Shard(1))
+    geo.validate(placements, (2, 2), (4, 6, 2))
+    regions = [geo.region(placements, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
+    assert [r.local_shape for r in regions] == [(3, 2), (3, 2), (9, 2), (9, 2)]
+    assert regions[3].boxes() == (geo.Box((1, 3, 0), (3, 3, 2)),)

@@ -1,0 +1,81 @@
+"""RaggedShard and StridedRaggedShard as values."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement, Shard
+
+from ragged_shard import RaggedShard, StridedRaggedShard
+
+
+def test_units_are_kept_in_lowest_terms_so_equal_layouts_are_equal_and_hash_alike():
+    a, b = RaggedShard((0,), (2, 4, 0, 2)), RaggedShard([0], [1, 2, 0, 1])
+    assert a == b
+    assert hash(a) == hash(b)
+    assert b.local_units == (1, 2, 0, 1)
+    assert a.total_units == 4
+    assert [a.unit_range(r) for r in range(4)] == [(0, 1), (1, 3), (3, 3), (3, 4)]
+
+
+def test_placements_that_differ_are_not_equal():
+    a = RaggedShard((0,), (1, 2))
+    others = [
+        RaggedShard((0,), (2, 1)),
+        RaggedShard((0, 1), (1, 2)),
+        StridedRaggedShard((0,), (1, 2)),
+        Shard(0),
+    ]
+    assert all(a != other for other in others)
+    assert StridedRaggedShard((0,), (1, 2), 2) != StridedRaggedShard((0,), (1, 2), 4)
+
+
+@pytest.mark.parametrize("placement", [RaggedShard((0, 1), (1, 0, 2)), StridedRaggedShard((0,), (1, 1), 4)])
+def test_a_placement_survives_pickle_and_copies(placement):
+    for copied in (pickle.loads(pickle.dumps(placement)), copy.deepcopy(placement), copy.copy(placement)):
+        assert copied == placement
+        assert type(copied) is type(placement)
+        assert repr(copied) == repr(placement)
+
+
+def test_a_placement_is_frozen():
+    with pytest.raises(AttributeError, match="frozen"):
+        RaggedShard((0,), (1, 1)).dims = (1,)
+
+
+def test_a_placement_is_a_torch_placement_but_none_of_torchs_own_kinds():
+    placement = RaggedShard((0,), (1, 1))
+    assert isinstance(placement, Placement)
+    assert not isinstance(placement, Shard)
+    assert [placement.is_shard(), placement.is_replicate(), placement.is_partial()] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("dims", "units", "error", "message"),
+    [
+        ((1,), (1, 1), ValueError, "no prefix"),
+        ((0, 2), (1, 1), ValueError, "no prefix"),
+        ((1, 0), (1, 1), ValueError, "no prefix"),
+        ((-1,), (1, 1), ValueError, "no prefix"),
+        ((0,), (), ValueError, "one share >= 0 for each rank"),
+        ((0,), (0, 0), ValueError, "at least one > 0"),
+        ((0,), (1, -1), ValueError, "one share >= 0"),
+        ((), (1, 1), ValueError, "nothing to cut"),
+        (0, (1, 1), TypeError, "sequence of integers"),
+        ((0,), (1.5, 1), TypeError, "sequence of integers"),
+    ],
+)
+def test_bad_dims_and_units_raise(dims, units, error, message):
+    with pytest.raises(error, match=message):
+        RaggedShard(dims, units)
+
+
+def test_a_strided_placement_needs_at_least_two_parts():
+    with pytest.raises(ValueError, match="at least 2"):
+        StridedRaggedShard((0,), (1, 1), split_factor=1)
+
+
+def test_torch_load_reads_a_placement_with_weights_only(tmp_path):
+    torch.save(RaggedShard((0,), (1, 2)), tmp_path / "placement.pt")
+    assert torch.load(tmp_path / "placement.pt") == RaggedShard((0,), (1, 2))

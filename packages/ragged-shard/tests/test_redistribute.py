@@ -1,0 +1,331 @@
+"""Every pair of layouts, on 1-D meshes and on each axis of 2-D ones, against the full tensor; and the bytes sent."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ragged_shard import (
+    RaggedDTensor,
+    RaggedShard,
+    StridedRaggedShard,
+    distribute_tensor,
+    redistribute,
+)
+from ragged_shard.testing import record_collectives, run_ranks
+
+UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
+OTHER_UNITS = {1: (1,), 2: (5, 1), 3: (1, 4, 1), 4: (0, 6, 0, 0)}
+SHAPES = [(12,), (4, 6), (4, 3, 2), (8, 1, 3)]
+
+
+def whole(shape, dtype=torch.float32):
+    return (torch.arange(math.prod(shape)) % 120 + 1).view(shape).to(dtype)
+
+
+def layouts(shape, ranks):
+    found = [Replicate(), Partial("sum"), Partial("avg"), Shard(0)]
+    found += [Shard(d) for d in range(1, len(shape))]
+    for dims in range(1, len(shape) + 1):
+        prefix = tuple(range(dims))
+        for units in (UNITS[ranks], OTHER_UNITS[ranks], (0,) * (ranks - 1) + (1,)):
+            if math.prod(shape[:dims]) % sum(units) == 0:
+                found.append(RaggedShard(prefix, units))
+    return found
+
+
+def place(full, mesh, placements):
+    """A tensor of any layout with the values of ``full``, made without the code under test where torch can."""
+    start = RaggedDTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, shape=full.shape)
+    return start.redistribute(placements=placements)
+
+
+def check_pairs(mesh_shape, shape, choices):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    full = whole(shape)
+    for source, target in choices:
+        tensor = place(full, mesh, source)
+        moved = tensor.redistribute(placements=target)
+        assert moved.placements == tuple(target)
+        assert moved.to_local().is_contiguous()
+        got = moved.full_tensor()
+        assert torch.equal(got, full), (source, target, got)
+        again = tensor.full_tensor()
+        assert torch.equal(again, full), ("the source changed", source, target)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_pair_of_layouts_on_a_1d_mesh_keeps_the_full_tensor(ranks, shape):
+    pairs = [([a], [b]) for a, b in itertools.product(layouts(shape, ranks), repeat=2)]
+    run_ranks(ranks, check_pairs, (ranks,), shape, pairs)
+
+
+def two_axis_layouts(shape, ragged_ranks):
+    units = UNITS[ragged_ranks]
+    found = []
+    for dims in range(1, len(shape)):
+        prefix = tuple(range(dims))
+        if math.prod(shape[:dims]) % sum(units) == 0:
+            ragged = RaggedShard(prefix, units)
+            others = [Replicate(), Partial("sum"), Partial("avg")]
+            others += [Shard(d) for d in range(dims, len(shape))]
+            found += [(ragged, other) for other in others]
+    return found
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 3), (3, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize("ragged_first", [True, False], ids=["ragged-other", "other-ragged"])
+def test_each_pair_of_layouts_on_a_2d_mesh_keeps_the_full_tensor(mesh_shape, ragged_first):
+    shape = (4, 6, 3)
+    axis = 0 if ragged_first else 1
+    ragged = two_axis_layouts(shape, mesh_shape[axis])
+    if not ragged_first:
+        ragged = [(b, a) for a, b in ragged]
+    plain = list(itertools.product([Replicate(), Partial("sum"), Shard(0), Shard(1), Shard(2)], repeat=2))
+    pairs = list(itertools.product(ragged, ragged + plain)) + list(itertools.product(plain, ragged))
+    run_ranks(math.prod(mesh_shape), check_pairs, mesh_shape, shape, pairs, timeout=120)
+
+
+def strided_case(mesh_shape, shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    full = whole(shape)
+    ranks, parts = mesh_shape
+    ragged = StridedRaggedShard((0,), UNITS[ranks], split_factor=parts)
+    tensor = distribute_tensor(full, mesh, [ragged, Shard(0)])
+    tp_rows = full.chunk(parts)[mesh.get_coordinate()[1]]
+    first, last = ragged.unit_range(mesh.get_coordinate()[0])
+    unit = len(tp_rows) // ragged.total_units
+    assert torch.equal(tensor.to_local(), tp_rows[first * unit : last * unit])
+    assert torch.equal(tensor.full_tensor(), full)
+    for target in (
+        [Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Shard(0)],
+        [Shard(0), Shard(1)], [Shard(1), Shard(1)], [RaggedShard((0,), UNITS[ranks]), Replicate()],
+        [RaggedShard((0,), UNITS[ranks]), Shard(1)], [Replicate(), RaggedShard((0,), (1,) * parts)],
+        [Partial(), Shard(0)], [StridedRaggedShard((0, 1), UNITS[ranks], split_factor=parts), Shard(0)],
+        [StridedRaggedShard((0, 1), UNITS[ranks], split_factor=parts), Shard(1)],
+    ):  # fmt: skip
+        moved = tensor.redistribute(placements=target)
+        assert torch.equal(moved.full_tensor(), full), target
+        assert torch.equal(moved.redistribute(placements=tensor.placements).to_local(), tensor.to_local())
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 3), (1, 4), (2, 1)], ids=str)
+def test_strided_ragged_with_shard_0_keeps_the_full_tensor(mesh_shape):
+    if mesh_shape[1] == 1:
+        with pytest.raises(ValueError, match="split_factor=1"):
+            StridedRaggedShard((0,), UNITS[2], split_factor=1)
+        return
+    run_ranks(math.prod(mesh_shape), strided_case, mesh_shape, (24, 8))
+
+
+def moved_bytes(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    rank = dist.get_rank()
+    full = whole((12, 5))
+    itemsize = full.element_size()
+    total = full.numel() * itemsize
+
+    def ranges(units):
+        starts = [0, *itertools.accumulate(u * 60 // sum(units) for u in units)]
+        return list(itertools.pairwise(starts))
+
+    def overlap(a, b):
+        return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+    def counted(tensor, target):
+        with record_collectives() as record:
+            moved = tensor.redistribute(placements=[target])
+        assert torch.equal(moved.full_tensor(), full)
+        return record.kinds, record.bytes_sent
+
+    one, two = UNITS[ranks], OTHER_UNITS[ranks]
+    mine, theirs = ranges(one)[rank], ranges(two)
+    tensor = place(full, mesh, [RaggedShard((0,), one)])
+    own = tensor.to_local().numel() * itemsize
+    leaving = sum(overlap(mine, r) for i, r in enumerate(theirs) if i != rank) * itemsize
+    assert counted(tensor, RaggedShard((0,), two)) == (["all_to_all"], leaving)
+    assert counted(tensor, RaggedShard((0, 1), one)) == ([], 0)
+    rows = -(-12 // ranks)
+    shards = [(min(12, r * rows) * 5, min(12, (r + 1) * rows) * 5) for r in range(ranks)]
+    leaving = sum(overlap(mine, r) for i, r in enumerate(shards) if i != rank) * itemsize
+    assert counted(tensor, Shard(0)) == (["all_to_all"], leaving)
+    assert counted(tensor, Replicate()) == (["all_to_all"], (ranks - 1) * own)
+    assert counted(tensor, Partial()) == ([], 0)
+    replicated = place(full, mesh, [Replicate()])
+    assert counted(replicated, RaggedShard((0,), one)) == ([], 0)
+    for partial in (Partial("sum"), Partial("avg")):
+        pending = place(full, mesh, [partial])
+        assert counted(pending, RaggedShard((0,), one)) == (["all_to_all"], total - own)
+        even = counted(pending, RaggedShard((0,), (1,) * ranks))
+        assert even == (["reduce_scatter"], total - total // ranks)
+    even = place(full, mesh, [RaggedShard((0,), (1,) * ranks)])
+    assert counted(even, Replicate()) == (["all_gather"], (ranks - 1) * total // ranks)
+    one_hot = place(full, mesh, [RaggedShard((0,), (0,) * (ranks - 1) + (1,))])
+    assert counted(one_hot, Replicate()) == (["broadcast"], (ranks - 1) * total if rank == ranks - 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_redistribute_moves_only_bytes_that_change_rank(ranks):
+    run_ranks(ranks, moved_bytes, ranks)
+
+
+def shard_d_bytes(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    full = whole((4, 6, 5))
+    rank = dist.get_rank()
+    units = {2: (1, 3), 3: (1, 2, 1), 4: (1, 0, 2, 1)}[ranks]
+    rows = dict(enumerate(torch.arange(4).split([u * 4 // sum(units) for u in units])))
+    columns = list(torch.arange(6).chunk(ranks))
+    columns += [torch.arange(0)] * (ranks - len(columns))
+    tensor = place(full, mesh, [RaggedShard((0,), units)])
+    with record_collectives() as record:
+        moved = tensor.redistribute(placements=[Shard(1)])
+    elsewhere = sum(len(c) for r, c in enumerate(columns) if r != rank)
+    assert record.kinds == ["all_to_all"]
+    assert record.bytes_sent == len(rows[rank]) * elsewhere * 5 * 4
+    with record_collectives() as record:
+        back = moved.redistribute(placements=tensor.placements)
+    others = sum(len(rows[r]) for r in rows if r != rank)
+    assert record.kinds == ["all_to_all"]
+    assert record.bytes_sent == len(columns[rank]) * others * 5 * 4
+    assert torch.equal(back.to_local(), tensor.to_local())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank(ranks):
+    run_ranks(ranks, shard_d_bytes, ranks)
+
+
+def hsdp_bytes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    full = whole((8, 5))
+    ragged = RaggedShard((0,), (1, 3))
+    pending = place(full, mesh, [Partial(), ragged])
+    own = pending.to_local().numel() * 4
+    with record_collectives() as record:
+        settled = pending.redistribute(placements=[Replicate(), ragged])
+    assert record.kinds == ["all_reduce"]
+    assert record.bytes_sent == 2 * own / 2
+    assert torch.equal(settled.full_tensor(), full)
+    with record_collectives() as record:
+        both = place(full, mesh, [Partial(), Partial()]).redistribute(placements=[Replicate(), ragged])
+    assert record.kinds == ["all_to_all", "all_reduce"] or record.kinds == ["all_reduce", "all_to_all"]
+    assert torch.equal(both.full_tensor(), full)
+    with record_collectives() as record:
+        settled.full_tensor()
+    assert record.kinds == ["all_to_all"]
+
+
+def test_hsdp_reduces_the_shard_over_replicas_and_gathers_over_shards_only():
+    run_ranks(4, hsdp_bytes)
+
+
+def replicate_to_ragged_memory():
+    mesh = init_device_mesh("cpu", (3,))
+    full = whole((6, 4))
+    tensor = place(full, mesh, [RaggedShard((0,), (1, 2, 3))])
+    local = tensor.to_local()
+    assert local.untyped_storage().nbytes() == local.numel() * 4
+    assert tensor.redistribute(placements=tensor.placements) is tensor
+
+
+def test_replicate_to_ragged_does_not_keep_the_full_storage():
+    run_ranks(3, replicate_to_ragged_memory)
+
+
+def async_case():
+    mesh = init_device_mesh("cpu", (3,))
+    full = whole((6, 4)).requires_grad_()
+    tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))])
+    handles = [
+        tensor.redistribute(placements=[p], async_op=True)
+        for p in (Replicate(), RaggedShard((0,), (3, 2, 1)), Shard(1), Partial())
+    ]
+    for handle in reversed(handles):
+        moved = handle.wait()
+        assert handle.wait() is moved
+        assert torch.equal(moved.full_tensor(), full)
+    handles[0].wait().to_local().sum().backward()
+    assert torch.equal(tensor.grad.to_local(), torch.ones_like(tensor.to_local()))
+
+
+def test_async_redistributions_in_flight_together_give_the_same_tensors():
+    run_ranks(3, async_case)
+
+
+def from_torch():
+    mesh = init_device_mesh("cpu", (3,))
+    full = whole((7, 4))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        theirs = DTensor.from_local(full, mesh, [Replicate()]).redistribute(placements=[placement])
+        ours = redistribute(theirs, placements=[RaggedShard((0,), (1, 5, 1))])
+        assert torch.equal(ours.full_tensor(), full)
+    with pytest.raises(NotImplementedError, match=r"use ragged_shard\.redistribute|Use ragged_shard"):
+        theirs.redistribute(placements=[RaggedShard((0,), (1, 5, 1))])
+
+
+def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to():
+    run_ranks(3, from_torch)
+
+
+def dtypes_case(dtype):
+    mesh = init_device_mesh("cpu", (3,))
+    full = whole((6, 4), dtype) if dtype != torch.bool else whole((6, 4)) % 3 == 0
+    choices = [Replicate(), RaggedShard((0,), (1, 2, 3)), RaggedShard((0, 1), (1, 0, 11))]
+    if dtype != torch.int16:  # gloo's all_gather, which torch uses for Shard, does not know it
+        choices += [Shard(0), Shard(1)]
+    for a, b in itertools.permutations(choices, 2):
+        moved = place(full, mesh, [a]).redistribute(placements=[b])
+        assert moved.dtype == dtype
+        assert torch.equal(moved.full_tensor(), full)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool,
+     torch.complex64, torch.float8_e4m3fn],
+    ids=str,
+)  # fmt: skip
+def test_any_dtype_travels_bit_by_bit(dtype):
+    if dtype == torch.float8_e4m3fn:
+        run_ranks(3, float8_case)
+    else:
+        run_ranks(3, dtypes_case, dtype)
+
+
+def float8_case():
+    mesh = init_device_mesh("cpu", (3,))
+    bits = torch.arange(24, dtype=torch.uint8).view(6, 4)
+    tensor = place(bits.view(torch.float8_e4m3fn), mesh, [RaggedShard((0,), (1, 2, 3))])
+    moved = tensor.redistribute(placements=[RaggedShard((0,), (3, 3, 0))])
+    assert torch.equal(moved.full_tensor().view(torch.uint8), bits)
+
+
+def refusals():
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = place(whole((4, 3)), mesh, [RaggedShard((0,), (1, 1))])
+    with pytest.raises(ValueError, match="needs placements"):
+        tensor.redistribute()
+    other = init_device_mesh("cpu", (1, 2))
+    with pytest.raises(ValueError, match="within a mesh"):
+        tensor.redistribute(other, [RaggedShard((0,), (1, 1))])
+    with pytest.raises(ValueError, match="do not divide"):
+        tensor.redistribute(placements=[RaggedShard((0,), (1, 2))])
+    with pytest.raises(ValueError, match="3 local_units for a mesh axis of 2"):
+        tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 1))])
+    with pytest.raises(ValueError, match="expected 1 placements"):
+        tensor.redistribute(placements=[Replicate(), Replicate()])
+    with pytest.raises(NotImplementedError, match="Partial"):
+        tensor.redistribute(placements=[Partial("max")])
+    integers = place(whole((4, 3), torch.int64), mesh, [RaggedShard((0,), (1, 1))])
+    with pytest.raises(TypeError, match="floating point"):
+        integers.redistribute(placements=[Partial("avg")])
+
+
+def test_redistributions_that_mean_nothing_raise():
+    run_ranks(2, refusals)

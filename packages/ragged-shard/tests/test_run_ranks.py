@@ -1,0 +1,178 @@
+"""The harness that starts ranks."""
+
+import dataclasses
+import functools
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ragged_shard.testing import RankError, record_collectives, run_ranks
+
+
+@dataclasses.dataclass
+class Case:
+    factor: int
+
+
+def summed(case, offset=0):
+    x = torch.full((1,), float(dist.get_rank() * case.factor + offset))
+    dist.all_reduce(x)
+    return x.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_results_come_back_as_a_list_by_rank(ranks):
+    assert run_ranks(ranks, dist.get_rank) == list(range(ranks))
+    assert run_ranks(ranks, summed, Case(2), offset=1) == [float(ranks * (ranks - 1) + ranks)] * ranks
+
+
+def test_partials_classes_of_the_test_module_and_tensors_travel_both_ways():
+    (result,) = set(run_ranks(2, functools.partial(summed, Case(3))))
+    assert result == 3.0
+    (case, tensor), _ = run_ranks(2, echo, (Case(5), torch.arange(3)))
+    assert case == Case(5)
+    assert torch.equal(tensor, torch.arange(3))
+
+
+def echo(value):
+    return value
+
+
+def process():
+    return os.getpid()
+
+
+def test_ranks_stay_warm_from_call_to_call():
+    assert run_ranks(2, process) == run_ranks(2, process)
+
+
+def raise_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("the reason")
+    dist.barrier()
+
+
+def test_an_exception_comes_back_with_its_rank_and_traceback_and_new_ranks_take_over():
+    before = run_ranks(3, process)
+    with pytest.raises(RankError, match=r"rank 1 of 3 failed[\s\S]*raise_on_one[\s\S]*the reason") as caught:
+        run_ranks(3, raise_on_one)
+    assert isinstance(caught.value.causes[1], ValueError)
+    assert "rank 0 was still running" in str(caught.value)
+    assert not set(before) & set(run_ranks(3, process))
+
+
+def hang_on_one():
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def test_a_hang_is_a_failure_with_every_ranks_stack_within_the_timeout():
+    run_ranks(2, process)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0, 1 of 2 did not answer in 1 s") as caught:
+        run_ranks(2, hang_on_one, timeout=1)
+    assert time.monotonic() - start < 10
+    assert str(caught.value).count("in hang_on_one") == 2
+    assert run_ranks(2, dist.get_rank) == [0, 1]
+
+
+def die():
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_named_with_its_signal():
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed[\s\S]*signal 9"):
+        run_ranks(2, die)
+
+
+def leave_a_thread():
+    threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+    return os.getpid()
+
+
+def destroy():
+    dist.destroy_process_group()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("spoil", [leave_a_thread, destroy])
+def test_ranks_that_a_job_has_spoilt_are_replaced(spoil):
+    assert not set(run_ranks(2, spoil)) & set(run_ranks(2, process))
+
+
+def draw():
+    return torch.rand(1).item(), random.random()
+
+
+def test_every_rank_and_every_call_starts_from_the_same_seed():
+    first = run_ranks(3, draw)
+    assert len(set(first)) == 1
+    assert run_ranks(3, draw) == first
+    assert run_ranks(3, draw, seed=7) != first
+
+
+def test_a_function_that_cannot_be_sent_raises_before_any_rank_runs():
+    with pytest.raises(TypeError, match="top-level function"):
+        run_ranks(2, lambda: None)
+
+
+def unpicklable():
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(RankError, match="cannot pickle"):
+        run_ranks(2, unpicklable)
+
+
+def test_bad_arguments_raise():
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        run_ranks(0, process)
+    with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
+        run_ranks(1, process, device="tpu")
+    with pytest.raises(RuntimeError, match="need as many GPUs"):
+        run_ranks(1000, process, device="cuda")
+
+
+def counted():
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.ones(6)
+    with record_collectives() as record:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+        splits = [1 + peer for peer in range(ranks)]
+        dist.all_to_all_single(
+            torch.zeros((rank + 1) * ranks), torch.ones(sum(splits)), [rank + 1] * ranks, splits
+        )
+    after = x.clone()
+    dist.all_reduce(after)
+    assert record.kinds == ["all_reduce", "broadcast", "all_to_all"]
+    assert [event.ranks for event in record.events] == [ranks] * 3
+    assert record.events[0].bytes_sent == pytest.approx(2 * 24 * (ranks - 1) / ranks)
+    assert record.events[1].bytes_sent == (24 * (ranks - 1) if rank == 0 else 0)
+    assert record.events[2].bytes_sent == (sum(splits) - splits[rank]) * 4
+    return record.bytes_sent
+
+
+def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
+    run_ranks(3, counted)
+
+
+def on_gpu():
+    x = torch.ones(2, device="cuda")
+    dist.all_reduce(x)
+    return x.tolist(), torch.cuda.current_device()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_run_on_gpus_with_nccl():
+    assert run_ranks(1, on_gpu, device="cuda") == [([1.0, 1.0], 0)]
