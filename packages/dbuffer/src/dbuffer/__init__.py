@@ -1,7 +1,28 @@
 """One flat buffer per group of parameters: views instead of copies, collectives in place.
 
-Not built yet: nothing is exported.
+After veScale-FSDP (arXiv 2602.22437), section 5. Start with `DBuffer`.
 """
 
-__version__ = "0.0.0"
-__all__: list[str] = []
+from ._buffer import DBuffer
+from ._collectives import all_gather, all_reduce, reduce_scatter
+from ._device import DeviceLayer, device_layer
+from ._handle import Handle
+from ._recycler import Recycler, RecyclerStats, shared_recycler
+from ._wire import CastOnWire, Transfer, WireForm
+
+__version__ = "0.1.0"
+__all__ = [
+    "CastOnWire",
+    "DBuffer",
+    "DeviceLayer",
+    "Handle",
+    "Recycler",
+    "RecyclerStats",
+    "Transfer",
+    "WireForm",
+    "all_gather",
+    "all_reduce",
+    "device_layer",
+    "reduce_scatter",
+    "shared_recycler",
+]

@@ -1,0 +1,106 @@
+"""Every name of torch that is private or differs between releases, in one place.
+
+Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+
+Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._foreach_*`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+# 2.13 deprecates the names that are the only ones in 2.11.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# 2.13 can exchange the memory of two storages, so a block can be kept while every view of the storage stays valid.
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange what two storages of one device hold, sizes included; all tensors on them follow."""
+    first: Any = a  # torch's stubs do not have it
+    first._swap_data_ptr_(b)
+
+
+def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Any:
+    """Start gathering every `(receive, send)` in one call; the work to wait on."""
+    if len(pairs) == 1:
+        return _gather(*pairs[0], group=group, async_op=True)
+    if len({send.dtype for _, send in pairs}) > 1:
+        # gloo flattens what it coalesces: several dtypes come out wrong there, without an error. Bytes do not.
+        pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
+    with _coalescing_manager(group=group, async_ops=True) as works:
+        for receive, send in pairs:
+            _gather(receive, send, group=group, async_op=True)
+    return works
+
+
+def reduce_scatter(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> Any:
+    """Start reducing every `(receive, send)` in one call; the work to wait on."""
+    if len(pairs) == 1:
+        return _scatter(*pairs[0], op=op, group=group, async_op=True)
+    with _coalescing_manager(group=group, async_ops=True) as works:
+        for receive, send in pairs:
+            _scatter(receive, send, op=op, group=group, async_op=True)
+    return works
+
+
+def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
+    """Start reducing every tensor in place in one call; the work to wait on."""
+    if len(tensors) == 1:
+        return dist.all_reduce(tensors[0], op=op, group=group, async_op=True)
+    with _coalescing_manager(group=group, async_ops=True) as works:
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return works
+
+
+# One call for all segments: a single op where there is one tensor, else torch's multi-tensor kernels.
+
+
+def zero(tensors: Tensors) -> None:
+    """Set all to zero."""
+    if len(tensors) == 1:
+        tensors[0].zero_()
+    elif tensors:
+        torch._foreach_zero_(tensors)
+
+
+def copy(to: Tensors, of: Tensors) -> None:
+    """Copy each into its partner, casting where dtypes differ."""
+    if len(to) == 1:
+        to[0].copy_(of[0])
+    else:
+        torch._foreach_copy_(to, of)
+
+
+def add(to: Tensors, of: Tensors, alpha: float = 1.0) -> None:
+    """Add `alpha` times each to its partner, in the partner's dtype."""
+    if len(to) == 1:
+        to[0].add_(of[0], alpha=alpha)
+    else:
+        torch._foreach_add_(to, of, alpha=alpha)
+
+
+def scale(tensors: Tensors, by: Any) -> None:
+    """Multiply all by one number."""
+    if len(tensors) == 1:
+        tensors[0].mul_(by)
+    else:
+        torch._foreach_mul_(tensors, by)
+
+
+def copy_scaled(to: Tensors, of: Tensors, by: float) -> None:
+    """Write `by` times each into its partner, multiplied in the wider of both dtypes: one kernel a segment."""
+    # One element, not none: a 0-d tensor would leave the product in the narrower dtype.
+    factor = torch.full((1,), by, dtype=torch.promote_types(to[0].dtype, of[0].dtype), device=to[0].device)
+    for target, source in zip(to, of, strict=True):
+        torch.mul(source, factor, out=target)

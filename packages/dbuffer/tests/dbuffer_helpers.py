@@ -1,0 +1,82 @@
+"""Layouts, buffers and full tensors that several test modules use. Everything here also runs on ranks."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import DBuffer
+from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
+
+SPECS = (
+    TensorSpec("weight", (13, 6), Rows(1)),
+    TensorSpec("tiled", (16, 8), Tile(4, 8)),
+    TensorSpec("scalar", ()),
+    TensorSpec("bias", (5,)),
+    TensorSpec("matrix", (6, 4), Whole()),
+    TensorSpec("cube", (3, 4, 5), Rows(2)),
+)
+
+
+@functools.cache
+def layout_for(world_size, align=8):
+    return plan(SPECS, world_size, align=align)
+
+
+@functools.cache
+def split_layout(world_size, align=8):
+    """The same tensors in two segments, however little it would save."""
+    halves = [plan(SPECS[:3], world_size, align=align), plan(SPECS[3:], world_size, align=align)]
+    segments = [Segment(s.shard_size, s.names, s.offsets) for half in halves for s in half.segments]
+    assert len(segments) >= 2
+    return Layout(SPECS, world_size, align, tuple(segments))
+
+
+LAYOUTS = {"planned": layout_for, "split": split_layout}
+
+
+def mesh_of(*shape, names=None):
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or ("replicate", "shard")[-len(shape) :])
+
+
+def make(layout="planned", *, mesh=None, dtype=torch.float32, align=8, **options):
+    mesh = mesh or mesh_of()
+    if mesh.ndim == 2:
+        options.setdefault("replicate_dim", 0)
+    return DBuffer(LAYOUTS[layout](mesh.size(mesh.ndim - 1), align), mesh, dtype=dtype, **options)
+
+
+def full_tensors(seed=0, dtype=torch.float32):
+    """Small whole numbers: sums of them are exact in every dtype in use, so results can be compared by bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return {spec.name: torch.randint(-8, 9, spec.shape, generator=generator).to(dtype) for spec in SPECS}
+
+
+def fill_views(buffer, tensors):
+    buffer.materialize()
+    for name, view in buffer.views.items():
+        view.copy_(tensors[name])
+
+
+def local_part(buffer, name, full):
+    start, stop = buffer.layout.local_range(name, buffer.mesh_view.rank)
+    return full.reshape(-1)[start:stop].view(buffer.local_views[name].shape)
+
+
+def assert_locals_equal(buffer, tensors):
+    for name, view in buffer.local_views.items():
+        torch.testing.assert_close(
+            view, local_part(buffer, name, tensors[name]).to(view.dtype), rtol=0, atol=0, msg=name
+        )
+
+
+def assert_views_equal(buffer, tensors):
+    for name, view in buffer.views.items():
+        torch.testing.assert_close(view, tensors[name].to(view.dtype), rtol=0, atol=0, msg=name)
+
+
+def storage_bytes(tensors):
+    """Bytes of the storages under some tensors, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,214 @@
+"""Values after gathers and reductions on real ranks equal a reference computed from full tensors."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import (
+    LAYOUTS,
+    assert_locals_equal,
+    assert_views_equal,
+    fill_views,
+    full_tensors,
+    make,
+    mesh_of,
+)
+
+import dbuffer
+from dbuffer import DBuffer
+from ragged_shard.testing import record_collectives, run_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+         (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]  # fmt: skip
+
+
+def gather(layout, dtype, full_dtype):
+    buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
+    tensors = full_tensors()
+    buffer.load_full(tensors)
+    for _ in range(2):
+        buffer.all_gather().wait()
+        assert_views_equal(buffer, tensors)
+        assert all(view.dtype == full_dtype for view in buffer.views.values())
+        buffer.release()
+    assert_locals_equal(buffer, tensors)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gather_gives_every_rank_the_full_tensors(world_size, layout):
+    for dtype, full_dtype in PAIRS:
+        run_ranks(world_size, gather, layout, dtype, full_dtype)
+
+
+def gradients(rank, world_size):
+    """This rank's, and the sum over ranks."""
+    each = [full_tensors(seed=r + 1) for r in range(world_size)]
+    return each[rank], {name: sum(one[name] for one in each) for name in each[0]}
+
+
+def reduce(layout, dtype, full_dtype, op, divide):
+    buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
+    mine, total = gradients(dist.get_rank(), dist.get_world_size())
+    fill_views(buffer, mine)
+    buffer.reduce_scatter(op=op, divide=divide).wait()
+    by = dist.get_world_size() if op == "avg" else divide or 1
+    for name, view in buffer.local_views.items():
+        want = (total[name] / by).reshape(-1)
+        start, stop = buffer.layout.local_range(name, dist.get_rank())
+        exact = by in (1, 2, 4)
+        torch.testing.assert_close(
+            view.reshape(-1).float(), want[start:stop], rtol=0 if exact else 2e-2, atol=0 if exact else 2e-2
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reduce_scatter_gives_every_rank_its_part_of_the_sum(world_size, layout):
+    for dtype, full_dtype in PAIRS:
+        for op, divide in (("sum", None), ("avg", None), ("sum", 4.0)):
+            run_ranks(world_size, reduce, layout, dtype, full_dtype, op, divide)
+
+
+def divide_in_shard_dtype():
+    buffer = make(dtype=torch.float32, full_dtype=torch.bfloat16)
+    buffer.materialize()
+    for view in buffer.views.values():
+        view.fill_(1.0)
+    buffer.reduce_scatter(op="sum", divide=3.0 * dist.get_world_size()).wait()
+    third = torch.tensor(1.0) / 3
+    for view in buffer.local_views.values():
+        torch.testing.assert_close(view, third.expand_as(view), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_division_is_done_in_the_shards_dtype_not_in_the_narrow_one(world_size):
+    run_ranks(world_size, divide_in_shard_dtype)
+
+
+def accumulate(layout, full_dtype):
+    buffer = make(layout, full_dtype=full_dtype, alias=False)
+    mine, total = gradients(dist.get_rank(), dist.get_world_size())
+    for step in range(3):
+        fill_views(buffer, mine)
+        buffer.reduce_scatter(op="sum", divide=2.0, accumulate=step > 0).wait()
+        buffer.release()
+    assert_locals_equal(buffer, {name: value * 1.5 for name, value in total.items()})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accumulating_adds_to_the_shard(world_size, layout):
+    for full_dtype in DTYPES:
+        run_ranks(world_size, accumulate, layout, full_dtype)
+
+
+def poison_padding():
+    for layout, full_dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
+        buffer = make(layout, full_dtype=full_dtype)
+        buffer.materialize()
+        for flat in buffer.full:
+            flat.fill_(float("nan"))
+        fill_views(buffer, full_tensors())
+        buffer.reduce_scatter().wait()
+        held = sum(view.abs().sum() for view in buffer.local_views.values())
+        assert sum(shard.abs().sum() for shard in buffer.shard) == held
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_padding_of_the_shard_stays_zero_whatever_the_full_padding_holds(world_size):
+    run_ranks(world_size, poison_padding)
+
+
+def hybrid(layout, full_dtype):
+    mesh = mesh_of(2, 2)
+    buffer = make(layout, mesh=mesh, full_dtype=full_dtype)
+    assert buffer.mesh_view.size == 2
+    mine, total = gradients(dist.get_rank(), 4)
+    fill_views(buffer, mine)
+    buffer.reduce_scatter(op="sum").wait()
+    buffer.all_reduce(op="avg").wait()
+    assert_locals_equal(buffer, {name: value / 2 for name, value in total.items()})
+    buffer.all_reduce(op="sum", divide=4.0).wait()
+    assert_locals_equal(buffer, {name: value / 4 for name, value in total.items()})
+    tensors = full_tensors(9)
+    buffer.load_full(tensors)
+    buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("full_dtype", DTYPES)
+def test_hybrid_sharding_reduces_inside_and_then_across(layout, full_dtype):
+    run_ranks(4, hybrid, layout, full_dtype)
+
+
+def every_order_of_waiting(full_dtype):
+    tensors = [full_tensors(seed) for seed in range(3)]
+    buffers = [make("split" if seed == 1 else "planned", full_dtype=full_dtype) for seed in range(3)]
+    for buffer, values in zip(buffers, tensors, strict=True):
+        buffer.load_full(values)
+    for order in itertools.permutations(range(3)):
+        handles = [buffer.all_gather() for buffer in buffers]
+        for index in order:
+            handles[index].wait()
+            handles[index].wait()
+            assert_views_equal(buffers[index], tensors[index])
+        handles = [buffer.reduce_scatter(op="avg") for buffer in buffers]
+        for index in order:
+            handles[index].wait()
+            assert_locals_equal(buffers[index], tensors[index])
+            buffers[index].release()
+
+
+@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
+def test_several_collectives_may_be_waited_for_in_every_order(full_dtype):
+    run_ranks(2, every_order_of_waiting, full_dtype)
+    run_ranks(4, every_order_of_waiting, full_dtype)
+
+
+def mixed_in_one_call():
+    mesh = mesh_of()
+    one = make(mesh=mesh, dtype=torch.float32, full_dtype=torch.bfloat16)
+    two = make("split", mesh=mesh, dtype=torch.float32)
+    three = make(mesh=mesh, dtype=torch.float16)
+    buffers, tensors = [one, two, three], full_tensors(5)
+    for buffer in buffers:
+        buffer.load_full(tensors)
+    with record_collectives() as record:
+        dbuffer.all_gather(buffers).wait()
+    assert record.kinds == ["all_gather"]
+    for buffer in buffers:
+        assert_views_equal(buffer, tensors)
+    with record_collectives() as record:
+        dbuffer.reduce_scatter(buffers, op="avg").wait()
+    assert record.kinds == ["reduce_scatter"]
+    for buffer in buffers:
+        assert_locals_equal(buffer, tensors)
+
+
+def test_buffers_of_several_dtypes_and_segments_travel_in_one_call():
+    run_ranks(3, mixed_in_one_call)
+
+
+def holders_of_nothing():
+    """One small tensor over three ranks: the last holds none of it, and a 0-d one is on one rank only."""
+    from layout_planner import TensorSpec, plan
+
+    specs = (TensorSpec("a", (8,)), TensorSpec("s", ()))
+    buffer = DBuffer(plan(specs, 3), mesh_of(), dtype=torch.float32, full_dtype=torch.bfloat16)
+    tensors = {"a": torch.arange(8.0), "s": torch.tensor(3.0)}
+    buffer.load_full(tensors)
+    buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+    buffer.reduce_scatter().wait()
+    assert_locals_equal(buffer, tensors)
+    return {name: tuple(view.shape) for name, view in buffer.local_views.items()}
+
+
+def test_ranks_that_hold_nothing_of_a_tensor_take_part():
+    shapes = run_ranks(3, holders_of_nothing)
+    assert sorted(shape["s"] for shape in shapes) == [(0,), (0,), (1,)]
+    assert (0,) in [shape["a"] for shape in shapes]
