@@ -18,6 +18,7 @@ from typing import Any
 from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
 from layout_planner._spec import TensorSpec
+from layout_planner._svg import draw
 
 _FORMAT = 1
 
@@ -242,6 +243,4 @@ class Layout:
             title: a line above the picture.
             ranks: the ranks to draw. None: the first 16.
         """
-        from layout_planner._svg import draw
-
         return draw(self, title=title, ranks=ranks)

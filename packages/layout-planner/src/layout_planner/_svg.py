@@ -12,8 +12,8 @@ Ticks are block cuts. Everything is computed from the layout alone, so equal lay
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
-from layout_planner._layout import Layout, Segment
 from layout_planner._svg_text import (
     FAINT,
     INK,
@@ -29,6 +29,9 @@ from layout_planner._svg_text import (
 )
 from layout_planner._table import percent
 
+if TYPE_CHECKING:
+    from layout_planner._layout import Layout, Segment
+
 _WIDTH, _MARGIN, _GUTTER = 1280, 28, 64
 _ROW, _ROW_GAP = 24, 6
 _SEGMENT_GAP, _LEAST_SEGMENT = 16, 96
@@ -39,7 +42,7 @@ _LEGEND = ("tensor", "shape", "block", "a tick is", "on ranks")
 _DEFAULT_RANKS = 16
 
 
-def draw(layout: Layout, *, title: str = "", ranks: range | None = None) -> str:
+def draw(layout: "Layout", *, title: str = "", ranks: range | None = None) -> str:
     """The layout as an SVG document.
 
     Args:
@@ -91,7 +94,7 @@ def _frame(height: float, title: str) -> list[str]:
 class _Picture:
     """The parts of one drawing and the numbers that they share."""
 
-    def __init__(self, layout: Layout, ranks: range) -> None:
+    def __init__(self, layout: "Layout", ranks: range) -> None:
         self.layout = layout
         self.ranks = ranks
         order = [name for segment in layout.segments for name in segment.names]
@@ -167,7 +170,7 @@ class _Picture:
             text(right - length - 8, y, label, size=11, fill=MUTED, anchor="end"),
         ]
 
-    def _shard(self, segment: Segment, rank: int, x: float, y: float, width: float) -> list[str]:
+    def _shard(self, segment: "Segment", rank: int, x: float, y: float, width: float) -> list[str]:
         """One rank's slice of one segment: padding beneath, tensors above it."""
         size = segment.shard_size
         scale = width / size
@@ -280,7 +283,7 @@ def _line(
         start += need + _CELL_GAP
 
 
-def _segment_widths(layout: Layout) -> list[float]:
+def _segment_widths(layout: "Layout") -> list[float]:
     """Widths to scale, but a segment too thin to show anything gets a least width that the rest pay for."""
     count = len(layout.segments)
     if not count:
