@@ -97,7 +97,7 @@ def load_dtensors(buffer: "DBuffer", tensors: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for piece in buffer._pieces:
             placements = buffer.placements(piece.name)
-            moved = ragged_shard.redistribute(tensors[piece.name].detach(), placements=placements)
+            moved = ragged_shard.redistribute(tensors[piece.name], placements=placements)
             buffer.local_views[piece.name].copy_(moved.to_local())
 
 

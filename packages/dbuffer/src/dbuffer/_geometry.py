@@ -97,10 +97,9 @@ def first_difference(one: Layout, other: Layout) -> str | None:
     for spec in one.tensors:
         if spec != (match := other.spec(spec.name)):
             return f"tensor {spec.name} is {_describe(spec)} here, {_describe(match)} there"
-        if one.segment_of(spec.name) != other.segment_of(spec.name) or one.offset(spec.name) != other.offset(
-            spec.name
-        ):
-            return f"tensor {spec.name} is {_where(one, spec.name)} here, {_where(other, spec.name)} there"
+    for name in names:
+        if _where(one, name) != _where(other, name):
+            return f"tensor {name} is {_where(one, name)} here, {_where(other, name)} there"
     for index, (mine, theirs) in enumerate(zip(one.segments, other.segments, strict=True)):
         if mine.shard_size != theirs.shard_size:
             return f"segment {index} has shards of {mine.shard_size} elements here, {theirs.shard_size} there"

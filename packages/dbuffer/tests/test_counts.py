@@ -1,0 +1,136 @@
+"""What a gather and a reduction do beside the collective, counted op by op.
+
+gloo stages what it reduces and copies the result out in `Work.wait`; that is the backend's own, so the
+spy looks away there.
+"""
+
+import pytest
+import torch
+from dbuffer_helpers import make, mesh_of
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from dbuffer import DBuffer
+from layout_planner import TensorSpec, plan
+from ragged_shard.testing import run_ranks
+
+
+class Spy(TorchDispatchMode):
+    """Records ops, apart from collectives, and the bytes that they write without being views."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.bytes_written = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "c10d":
+            self.ops.append(func._schema.name)
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.is_write:
+                    self.bytes_written += _nbytes(value)
+            written = any(argument.is_write for argument in func._schema.arguments)
+            viewed = any(returned.alias_info for returned in func._schema.returns)
+            if not written and not viewed:
+                self.bytes_written += _nbytes(result)
+        return result
+
+
+class Unseen:
+    """A collective's work, its own ops hidden from the spy."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        with _disable_current_modes():
+            self.work.wait()
+
+
+def wait(handle):
+    if handle._work is not None:
+        handle._work = Unseen(handle._work)
+    handle.wait()
+
+
+def _nbytes(value):
+    return sum(t.numel() * t.itemsize for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def count(layout, dtype, full_dtype):
+    """`(ops, bytes)` of one gather and of one reduction, and this rank's shard bytes in both dtypes."""
+    buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
+    with Spy() as gathering:
+        wait(buffer.all_gather())
+    buffer.zero_("full")  # the gradients are in the buffer
+    with Spy() as reducing:
+        wait(buffer.reduce_scatter(op="avg"))
+    gaps = sum(gap.numel() * gap.itemsize for gap in buffer._gaps)
+    elements = sum(shard.numel() for shard in buffer.shard)
+    return (gathering.ops, gathering.bytes_written), (reducing.ops, reducing.bytes_written - gaps), elements
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_fp32_gather_copies_nothing_and_calls_nothing(world_size, layout):
+    for gathering, _, _ in run_ranks(world_size, count, layout, torch.float32, torch.float32):
+        assert gathering == ([], 0)
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gather_with_a_cast_writes_one_shard_once(world_size, layout):
+    for (ops, written), _, elements in run_ranks(world_size, count, layout, torch.float32, torch.bfloat16):
+        assert written == elements * 2
+        assert ops == ["aten::copy_" if layout == "planned" else "aten::_foreach_copy_"]
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_fp32_reduction_copies_nothing_once_gradients_are_in_the_buffer(world_size, layout):
+    for _, (ops, written), _ in run_ranks(world_size, count, layout, torch.float32, torch.float32):
+        assert written == 0
+        assert set(ops) <= {"aten::zero_", "aten::_foreach_zero_"}  # of padding
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_reduction_in_bf16_writes_the_fp32_shard_once(world_size):
+    for _, (_, written), elements in run_ranks(world_size, count, "planned", torch.float32, torch.bfloat16):
+        assert written == elements * 4
+
+
+def ops_with(num_tensors):
+    specs = [TensorSpec(f"t{i}", (8, 3)) for i in range(num_tensors)]
+    mesh = mesh_of()
+    buffer = DBuffer(plan(specs, mesh.size()), mesh, dtype=torch.float32, full_dtype=torch.bfloat16)
+    with Spy() as spy:
+        wait(buffer.all_gather())
+        wait(buffer.reduce_scatter())
+        buffer.release()
+        buffer.zero_().mul_(2.0).add_(buffer)
+    return sorted(spy.ops)
+
+
+def test_the_number_of_ops_does_not_grow_with_the_number_of_tensors():
+    few, many = run_ranks(2, ops_with, 2)[0], run_ranks(2, ops_with, 60)[0]
+    assert few == many
+    assert len(few) <= 7
+
+
+def whole_group(layout):
+    buffer, other = make(layout), make(layout, dtype=torch.bfloat16)
+    for other_buffer in (buffer, other):
+        other_buffer.load_full(
+            {name: torch.full(view.shape, 3.0) for name, view in buffer.resting_views.items()}
+        )
+    with Spy() as spy:
+        buffer.cast_from(other).add_(other, alpha=2.0).mul_(0.5)
+    values = {float(value) for view in buffer.local_views.values() for value in view.reshape(-1)}
+    return spy.ops, values
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+def test_an_operation_on_the_whole_group_is_one_call(layout):
+    for ops, values in run_ranks(2, whole_group, layout):
+        assert len(ops) == 3
+        assert values == {4.5}

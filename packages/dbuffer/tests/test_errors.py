@@ -1,0 +1,216 @@
+"""Wrong use raises, on every rank, with names and the way out."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import SPECS, full_tensors, layout_for, make, mesh_of
+from torch.distributed.device_mesh import DeviceMesh
+
+import dbuffer
+from dbuffer import DBuffer
+from layout_planner import Rows, TensorSpec, Tile, plan
+from ragged_shard.testing import RankError, run_ranks
+
+
+def raised_by_all(world_size, message, fn, *args, kind=ValueError):
+    """`fn` raises `kind` with `message` on every rank, well before a time-out."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(world_size, fn, *args, timeout=30)
+    assert sorted(caught.value.causes) == list(range(world_size)), caught.value
+    for cause in caught.value.causes.values():
+        with pytest.raises(kind, match=message):
+            raise cause
+
+
+def build(layouts, shape=(), dtypes=(torch.float32,), **options):
+    """A buffer from the layout (and dtype) of this rank; the last serves all further ranks."""
+    rank = dist.get_rank()
+    mesh = mesh_of(*shape)
+    if mesh.ndim == 2:
+        options.setdefault("replicate_dim", 0)
+    DBuffer(layouts[min(rank, len(layouts) - 1)], mesh, dtype=dtypes[min(rank, len(dtypes) - 1)], **options)
+
+
+def test_a_layout_for_another_number_of_ranks():
+    raised_by_all(
+        2, "planned for 3 ranks, mesh dimension 0 has 2; plan with world_size=2", build, [layout_for(3)]
+    )
+
+
+def test_a_layout_for_another_number_of_ranks_on_one_rank_only():
+    raised_by_all(3, "planned for 2 ranks", build, [layout_for(3), layout_for(2), layout_for(3)])
+
+
+def changed(**change):
+    specs = [
+        TensorSpec(spec.name, change.get(spec.name, (spec.shape, spec.block))[0],
+                   change.get(spec.name, (spec.shape, spec.block))[1]) for spec in SPECS
+    ]  # fmt: skip
+    return plan(specs, 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (changed(weight=((14, 6), Rows(1))), r"tensor weight is \((13|14), 6\) in blocks"),
+        (changed(tiled=((16, 8), Tile(8, 8))), "tensor tiled is .* in blocks tile:"),
+        (plan(SPECS[1:], 2), "tensor weight is only (here|there)"),
+        (plan(SPECS, 2, align=16), "align is"),
+        (plan(SPECS[::-1], 2), "(in another order|at element)"),
+    ],
+)
+def test_ranks_with_different_layouts_all_name_the_first_difference(other, message):
+    raised_by_all(2, message, build, [layout_for(2), other])
+
+
+def test_replicas_with_different_layouts_all_name_the_first_difference():
+    two = layout_for(2)
+    raised_by_all(4, "tensor weight is only", build, [two, two, two, plan(SPECS[1:], 2)], (2, 2))
+
+
+def test_ranks_with_different_dtypes():
+    message = "dtype torch.(float32|bfloat16).* here, .* there"
+    raised_by_all(2, message, build, [layout_for(2)], (), (torch.float32, torch.bfloat16))
+
+
+def test_alignment_names_the_tensor_and_the_align_to_plan_with():
+    layout = plan([TensorSpec("a", (12,)), TensorSpec("b", (12,))], 2, align=4)
+    raised_by_all(2, r"(a|b) .* in torch.bfloat16; plan with align=8", build, [layout], (), (torch.bfloat16,))
+    raised_by_all(2, "in torch.uint8; plan with align=16", build, [layout], (), (torch.uint8,))
+    run_ranks(2, build, [layout])
+
+
+def test_an_alignment_that_only_the_gathered_dtype_breaks():
+    layout = plan([TensorSpec("a", (12,)), TensorSpec("b", (12,))], 1, align=4)
+    raised_by_all(1, "plan with align=8", build_gathering_in, layout, torch.bfloat16)
+
+
+def build_gathering_in(layout, full_dtype):
+    DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=full_dtype)
+
+
+def build_with(name, value):
+    options = {"dtype": torch.float32, name: value}
+    layout = options.pop("layout", layout_for(1))
+    DBuffer(layout, options.pop("mesh", mesh_of()), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("dtype", torch.complex64, ValueError, "dtype torch.complex64: buffers hold real numbers"),
+        ("dtype", "float32", ValueError, "dtype float32"),
+        ("full_dtype", torch.bool, ValueError, "dtype torch.bool"),
+        ("device", "meta", ValueError, "device meta: buffers live on cpu or cuda"),
+        ("shard_dim", "tp", ValueError, "shard_dim 'tp' is not among"),
+        ("shard_dim", 1, ValueError, "shard_dim 1 is out of range"),
+        ("replicate_dim", 0, ValueError, "name each dimension once"),
+        ("mesh", "cpu", TypeError, "expected a torch DeviceMesh"),
+        ("layout", "weight", TypeError, "expected a layout_planner.Layout"),
+    ],
+)
+def test_constructor_arguments_that_cannot_be(name, value, kind, message):
+    raised_by_all(1, message, build_with, name, value, kind=kind)
+
+
+def two_dims_without_saying():
+    DBuffer(layout_for(1), mesh_of(1, 1), dtype=torch.float32)
+
+
+def test_a_mesh_of_two_dimensions_needs_to_know_what_the_other_is_for():
+    raised_by_all(1, "the mesh has 2 dimensions .* pass the sub-mesh", two_dims_without_saying)
+
+
+def use(what):
+    buffer = make(alias=False, name="layers.0")
+    other = make(dtype=torch.bfloat16, alias=False)
+    mesh = buffer.mesh_view.mesh
+    uses = {
+        "full": lambda: buffer.full,
+        "views": lambda: buffer.views,
+        "zero": lambda: buffer.zero_("full"),
+        "reduce": lambda: buffer.reduce_scatter(),
+        "all_reduce": lambda: buffer.all_reduce(),
+        "part": lambda: buffer.zero_("gathered"),
+        "copy": lambda: buffer.copy_(other),
+        "layouts": lambda: buffer.add_(make("split", mesh=mesh)),
+        "mul": lambda: buffer.mul_(torch.ones(2)),
+        "op": lambda: (buffer.materialize(), buffer.reduce_scatter(op="max")),
+        "divide": lambda: (buffer.materialize(), buffer.reduce_scatter(op="avg", divide=2.0)),
+        "zero divide": lambda: (buffer.materialize(), buffer.reduce_scatter(op="sum", divide=0.0)),
+        "twice": lambda: dbuffer.all_gather([buffer, buffer]),
+        "none": lambda: dbuffer.all_gather([]),
+        "src": lambda: buffer.load_from_rank(None, src=5),
+        "aliased": lambda: (b := make(), b.materialize(), b.reduce_scatter(accumulate=True)),
+        "recycler": lambda: buffer.placements("nothing"),
+    }
+    uses[what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("full", RuntimeError, "layers.0: full after release; call all_gather or materialize first"),
+        ("views", RuntimeError, "layers.0: views after release"),
+        ("zero", RuntimeError, "layers.0: zero_ after release"),
+        ("reduce", RuntimeError, "layers.0: reduce_scatter after release"),
+        ("all_reduce", ValueError, "layers.0: all_reduce needs a replicate dimension"),
+        ("part", ValueError, "'shard' or 'full', not 'gathered'"),
+        ("copy", ValueError, "holds torch.float32, .* torch.bfloat16; use cast_from"),
+        ("layouts", ValueError, "have different layouts"),
+        ("mul", ValueError, "mul_ takes one number"),
+        ("op", ValueError, "op is 'max'"),
+        ("divide", ValueError, "divide=2.0 with op='avg'"),
+        ("zero divide", ValueError, "divide=0.0"),
+        ("twice", ValueError, "each once"),
+        ("none", ValueError, "at least one buffer"),
+        ("src", ValueError, "src 5 is no rank"),
+        ("aliased", ValueError, "build the buffer with alias=False"),
+        ("recycler", KeyError, "nothing"),
+    ],
+)
+def test_misuse_raises(what, kind, message):
+    raised_by_all(1, message, use, what, kind=kind)
+
+
+def busy():
+    buffer = make(full_dtype=torch.bfloat16)
+    handle = buffer.all_gather()
+    assert buffer.busy
+    for act in (buffer.release, buffer.all_gather, buffer.zero_, lambda: buffer.load_full(full_tensors())):
+        with pytest.raises(RuntimeError, match="under way; call wait"):
+            act()
+    assert not handle.waited
+    handle.wait()
+    handle.wait()
+    assert handle.waited
+    assert not buffer.busy
+    buffer.release()
+    buffer.release()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(world_size):
+    run_ranks(world_size, busy)
+
+
+def rank_one_leaves():
+    group = dist.new_group(timeout=timedelta(seconds=2))  # its own, so that what breaks is not used again
+    buffer = make(mesh=DeviceMesh.from_group(group, "cpu"), name="layers.7")
+    if dist.get_rank() == 1:
+        return None
+    handle = buffer.all_gather()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"all_gather of layers\.7 failed") as caught:
+            handle.wait()
+        errors.append(caught.value)
+    assert errors[0] is errors[1]
+    buffer.release()
+    return "failed by name"
+
+
+def test_a_collective_that_fails_says_which_and_of_which_buffer_each_time():
+    assert run_ranks(2, rank_one_leaves, timeout=60)[0] == "failed by name"

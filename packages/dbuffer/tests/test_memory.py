@@ -1,0 +1,185 @@
+"""How much memory there is, when, and that views outlive its absence."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import (
+    assert_views_equal,
+    full_tensors,
+    make,
+    mesh_of,
+    storage_bytes,
+)
+
+from dbuffer import Recycler
+from dbuffer._torch_compat import CAN_SWAP
+from ragged_shard.testing import run_ranks
+
+can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+
+
+def one_storage_each(layout):
+    buffer = make(layout)
+    buffer.all_gather().wait()
+    sizes = [segment.shard_size for segment in buffer.layout.segments]
+    views = {view.untyped_storage()._cdata for view in buffer.views.values()}
+    local_views = {view.untyped_storage()._cdata for view in buffer.local_views.values()}
+    ranks = dist.get_world_size()
+    assert len(views) == len(local_views) == len(sizes)
+    assert storage_bytes(buffer.shard) == 4 * sum(sizes) == storage_bytes(buffer.local_views.values())
+    assert storage_bytes(buffer.full) == 4 * ranks * sum(sizes) == storage_bytes(buffer.views.values())
+    buffer.release()
+    assert storage_bytes(buffer.resting_views.values()) == 0
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+def test_there_is_one_storage_per_segment_and_role_and_release_leaves_zero_bytes(layout):
+    run_ranks(3, one_storage_each, layout)
+
+
+def views_survive():
+    buffer, tensors = make(full_dtype=torch.bfloat16), full_tensors()
+    views = dict(buffer.resting_views)
+    for seed in range(3):
+        tensors = full_tensors(seed)
+        buffer.load_full(tensors)
+        buffer.all_gather().wait()
+        assert_views_equal(buffer, tensors)
+        assert all(buffer.views[name] is view for name, view in views.items())
+        buffer.release()
+
+
+def test_views_are_the_same_objects_and_valid_after_every_gather():
+    run_ranks(2, views_survive)
+
+
+def backward_after_release(full_dtype):
+    buffer = make(full_dtype=full_dtype)
+    tensors = full_tensors()
+    buffer.load_full(tensors)
+    weight = torch.nn.Parameter(buffer.resting_views["weight"])
+    x = torch.ones(2, 6, dtype=full_dtype, requires_grad=True)
+    buffer.all_gather().wait()
+    y = torch.nn.functional.linear(x, weight).sum()
+    buffer.release()
+    other = make(full_dtype=full_dtype)  # of the same size, so it takes the memory and writes it
+    other.all_gather().wait()
+    other.full[0].fill_(99.0)
+    buffer.all_gather().wait()
+    y.backward()
+    torch.testing.assert_close(x.grad, tensors["weight"].sum(0).expand(2, 6).to(full_dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
+def test_what_autograd_saved_is_valid_again_after_release_and_gather(full_dtype):
+    run_ranks(2, backward_after_release, full_dtype)
+
+
+def walk(layout, depth, full_dtype, num_groups=5, steps=3):
+    """Gather, compute, release over equal groups, `depth` of them gathered ahead; the most bytes alive at any time."""
+    recycler = Recycler("cpu")
+    mesh = mesh_of()
+    groups = [make(layout, mesh=mesh, full_dtype=full_dtype, recycler=recycler) for _ in range(num_groups)]
+    shards = sum(storage_bytes(group.shard) for group in groups)
+    peak, after_first = 0, None
+    for _ in range(steps):
+        handles = {}
+        for index, group in enumerate(groups):
+            for ahead in range(index, min(index + depth + 1, num_groups)):
+                if ahead not in handles:
+                    handles[ahead] = groups[ahead].all_gather()
+            handles[index].wait()
+            gathered = storage_bytes(view for g in groups for view in g.resting_views.values())
+            stats = recycler.stats
+            assert gathered == stats.lent_bytes
+            peak = max(peak, shards + gathered + stats.parked_bytes)
+            group.release()
+        after_first = after_first or recycler.stats
+    sizes = [segment.shard_size for segment in groups[0].layout.segments]
+    one = dist.get_world_size() * sum(sizes) * full_dtype.itemsize
+    return peak, shards + recycler.stats.peak_bytes, shards, one, after_first, recycler.stats, len(sizes)
+
+
+@can_swap
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_a_walk_is_shards_and_prefetch_depth_plus_one_gathered_buffers(layout, depth, full_dtype):
+    for peak, recorded, shards, one, *_ in run_ranks(2, walk, layout, depth, full_dtype):
+        assert peak == recorded == shards + (depth + 1) * one
+
+
+@can_swap
+def test_after_the_first_step_nothing_is_allocated():
+    *_, first, last, num_segments = run_ranks(3, walk, "planned", 1, torch.bfloat16)[0]
+    assert first.allocations == last.allocations == 2 * num_segments
+    assert last.reuses > first.reuses
+
+
+def alias():
+    buffer = make()
+    assert buffer.aliased
+    tensors = full_tensors()
+    buffer.load_full(tensors)
+    buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+    assert buffer.full[0].data_ptr() == buffer.shard[0].data_ptr()
+    buffer.views["bias"].fill_(7.0)
+    assert buffer.local_views["bias"].eq(7.0).all()
+    buffer.release()
+    assert storage_bytes(buffer.shard) > 0
+    apart = make(alias=False)
+    apart.load_full(tensors)
+    apart.all_gather().wait()
+    assert_views_equal(apart, tensors)
+    assert apart.full[0].data_ptr() != apart.shard[0].data_ptr()
+
+
+def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
+    run_ranks(1, alias)
+
+
+@can_swap
+def test_a_recycler_hands_back_the_same_block():
+    recycler, storage, other = Recycler("cpu"), torch.UntypedStorage(0), torch.UntypedStorage(0)
+    recycler.lend(storage, 4096)
+    address = storage.data_ptr()
+    recycler.take_back(storage)
+    assert storage.nbytes() == 0
+    assert recycler.stats.parked_bytes == 4096
+    recycler.lend(other, 4096)
+    assert other.data_ptr() == address
+    assert recycler.stats.allocations == recycler.stats.reuses == 1
+
+
+@can_swap
+def test_a_recycler_keeps_no_more_than_it_may_and_drops_the_oldest_first():
+    recycler, storages = Recycler("cpu", keep_bytes=300), [torch.UntypedStorage(0) for _ in range(3)]
+    for storage, nbytes in zip(storages, (100, 200, 150), strict=True):
+        recycler.lend(storage, nbytes)
+    for storage in storages:
+        recycler.take_back(storage)
+    assert recycler.stats.parked_bytes == 150
+    recycler.trim()
+    assert recycler.stats.parked_bytes == 0
+    assert recycler.stats.peak_bytes == 450
+
+
+def test_a_recycler_that_keeps_nothing_frees_at_once():
+    recycler, storage = Recycler("cpu", keep_bytes=0), torch.UntypedStorage(0)
+    recycler.lend(storage, 4096)
+    recycler.take_back(storage)
+    assert storage.nbytes() == recycler.stats.parked_bytes == 0
+    with pytest.raises(ValueError, match="keep_bytes is -1"):
+        Recycler("cpu", keep_bytes=-1)
+
+
+def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+    recycler.lend(storage, 4096)
+    assert recycler.stats.lent_bytes == 4096
+    del storage
+    gc.collect()
+    assert recycler.stats.lent_bytes == 0
