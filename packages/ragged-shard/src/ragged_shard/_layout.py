@@ -99,6 +99,9 @@ class Layout:
     def __hash__(self) -> int:
         return hash((self.shape, self.placements))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
+        return self
+
     def __repr__(self) -> str:
         return f"shape {tuple(self.shape)} as {self.placements} on {describe_mesh(self.mesh)}"
 

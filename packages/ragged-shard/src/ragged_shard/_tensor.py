@@ -30,7 +30,8 @@ class RaggedDTensor(BASE_CLASS):
     any other raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_layout",)
+    # The local tensor's slot is named anew: torch's checkpoint staging copies the slots that a class itself names.
+    __slots__ = ("_layout", "_local_tensor")
     _layout: Layout
     _local_tensor: torch.Tensor
 

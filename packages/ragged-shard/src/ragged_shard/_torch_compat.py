@@ -42,6 +42,9 @@ class TensorWrapper(torch.Tensor):
         return self._spec.placements
 
 
+# What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
+IMPORTED_LATE = ("torch._dynamo",)
+
 BASE_CLASS: Any = DTensor if SUBCLASSES_DTENSOR else TensorWrapper
 
 

@@ -16,7 +16,7 @@ _wrap = RaggedDTensor._wrap
 
 def pointwise(op: Any) -> Handler:
     """``out[i] = op(a[i], b[i], ...)``; an op whose name ends in an underscore writes its first operand."""
-    in_place = op._schema.name.endswith("_")
+    in_place = op._schema.name.endswith("_") or any(a.is_out for a in op._schema.arguments)
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout: Layout | None = None
@@ -46,9 +46,10 @@ def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: b
     target = operands.ragged_layout(values)
     if target is None:
         return fallback(func, args, kwargs)
-    if in_place and not (isinstance(args[0], RaggedDTensor) and args[0]._layout == target):
+    written = kwargs.get("out", args[0]) if in_place else None
+    if in_place and not (isinstance(written, RaggedDTensor) and written._layout == target):
         raise ValueError(
-            f"{func} writes its first operand, which is not laid out like the ragged one ({target}); "
+            f"{func} writes an operand that is not laid out like the ragged one ({target}); "
             "redistribute or distribute_like it first"
         )
     if target.partial:
@@ -58,7 +59,7 @@ def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: b
     local_kwargs = {key: operands.to_local(v, target, func) for key, v in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if in_place:
-        return args[0]
+        return written
     assert result.shape == target.local_shape, (func, result.shape, target)
     return _wrap(result, target)
 
@@ -137,13 +138,13 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return [operands.to_local(arg[i], targets[i], func) for i in ragged]  # type: ignore[arg-type]
 
     results: list[Any] = [None] * count
-    # The others first: if torch refuses them, nothing has been written yet.
-    if others:
+    # The others first: if torch refuses them, nothing ragged has been written yet. DTensors and plain tensors apart.
+    for group in _by_kind(args[0], others):
         rest = [
-            [a[i] for i in others] if lst and len(a) == count else a
+            [a[i] for i in group] if lst and len(a) == count else a
             for a, lst in zip(args, is_list, strict=True)
         ]
-        for i, result in zip(others, func(*rest, **kwargs) or (), strict=False):
+        for i, result in zip(group, func(*rest, **kwargs) or (), strict=False):
             results[i] = result
     mine = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
     if mine is None or func._schema.name.endswith("_"):
@@ -151,6 +152,12 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for i, result in zip(ragged, mine, strict=True):
         results[i] = _wrap(result, targets[i])  # type: ignore[arg-type]
     return results
+
+
+def _by_kind(tensors: Any, positions: list[int]) -> list[list[int]]:
+    distributed = [i for i in positions if operands.is_distributed(tensors[i])]
+    plain = [i for i in positions if not operands.is_distributed(tensors[i])]
+    return [group for group in (distributed, plain) if group]
 
 
 def _check_position(

@@ -35,15 +35,16 @@ def to_local(value: Any, target: Layout, func: Any) -> Any:
     """The local form of one operand of an op on tensors of layout ``target``.
 
     Raises:
-        ValueError: a distributed operand in another layout, or of a shape that does not broadcast.
-        TypeError: a plain tensor that is not 0-d.
+        ValueError: a distributed operand in another layout, or of a shape that does not broadcast; a plain
+        tensor that
+            is not 0-d.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if not is_distributed(value):
         if value.ndim == 0:
             return value
-        raise TypeError(
+        raise ValueError(  # not a TypeError: Python's operators would swallow its message
             f"{func}: a plain tensor of shape {tuple(value.shape)} beside a ragged one ({target}); "
             "distribute it first with ragged_shard.distribute_like, or use to_local() on both"
         )
@@ -98,7 +99,7 @@ _ONE = "one pending operand, the others numbers or Replicate"
 _FIRST = "the first operand pending, the others numbers or Replicate"
 LINEAR = {
     "neg": _ANY, "clone": _ANY, "detach": _ANY, "alias": _ANY, "zero": _ANY, "zeros_like": _ANY, "empty_like": _ANY,
-    "new_zeros": _ANY, "new_empty": _ANY, "_to_copy": _ANY, "positive": _ANY, "view": _ANY, "_unsafe_view": _ANY,
+    "new_zeros": _ANY, "new_empty": _ANY, "_to_copy": _ANY, "view": _ANY, "_unsafe_view": _ANY,
     "unsqueeze": _ANY, "squeeze": _ANY, "expand": _ANY, "add": _SAME, "sub": _SAME, "copy": _SAME,
     "mul": _ONE, "div": _FIRST, "is_pinned": _ANY, "_pin_memory": _ANY,
 }  # fmt: skip

@@ -46,17 +46,18 @@ def unscale(op: Any) -> Handler:
 
 
 def equal(op: Any) -> Handler:
-    """``torch.equal``: compared on each rank, then one all-reduce per cut mesh axis."""
+    """``torch.equal``, ``allclose``: compared on each rank, then one all-reduce per cut mesh axis."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = operands.ragged_layout(args)
+        pair = args[:2]
+        target = operands.ragged_layout(pair)
         if target is None:
             return fallback(func, args, kwargs)
-        if any(tuple(a.shape) != tuple(target.shape) for a in args):
+        if func._schema.name == "aten::equal" and pair[0].shape != pair[1].shape:
             return False
         if target.partial:
             raise NotImplementedError(f"{func} on a tensor with a pending reduction ({target})")
-        same = func(*[operands.to_local(a, target, func) for a in args])
+        same = func(*[operands.to_local(a, target, func) for a in pair], *args[2:], **kwargs)
         flag = torch.tensor(int(same), dtype=torch.int32, device=target.mesh.device_type)
         for axis in target.cut_axes:
             _comm.all_reduce(flag, dist.ReduceOp.MIN, target.mesh.get_group(axis))

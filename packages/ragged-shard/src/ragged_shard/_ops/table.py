@@ -1,6 +1,7 @@
 """The table: which op follows which rule. What is not in it is refused; the README prints it.
 
-Names are aten's; a rule covers the op's functional and in-place overloads (not ``out=``). `RULES` is data:
+Names are aten's; a rule covers the op's functional and in-place overloads (``out=`` where pointwise). `RULES`
+is data:
 rule -> (what it
 does, how handlers are made, ops).
 """
@@ -35,7 +36,7 @@ RULES: dict[str, Rule] = {
         div elu elu_backward eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu
         gelu_backward gt hardsigmoid hardswish hardtanh heaviside hypot isinf isnan isneginf isposinf le leaky_relu
         leaky_relu_backward lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
-        logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg nextafter positive pow
+        logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg nextafter pow
         rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu
         silu_backward sin sinc sinh softplus sqrt square sub tan tanh tanh_backward threshold threshold_backward
         trunc where xlogy zero""",
@@ -95,18 +96,18 @@ RULES: dict[str, Rule] = {
         "_amp_foreach_non_finite_check_and_unscale",
     ),
     "equal": Rule(
-        "torch.equal, the same answer on every rank",
+        "torch.equal and allclose, the same answer on every rank",
         "one all_reduce of 4 bytes per cut mesh axis",
         special.equal,
-        "equal",
+        "allclose equal",
     ),
     "query": Rule("asked of the local tensor", "nothing", special.query, "is_pinned record_stream"),
     "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
 }
 
 
-def _overloads(name: str) -> list[Any]:
-    """The functional and in-place overloads of an aten op of this name."""
+def _overloads(name: str, takes_out: bool) -> list[Any]:
+    """The functional and in-place overloads of an aten op of this name, with ``out=`` if the rule takes it."""
     found = []
     for spelling in (name, name + "_"):
         packet = getattr(torch.ops.aten, spelling, None)
@@ -115,7 +116,9 @@ def _overloads(name: str) -> list[Any]:
         for overload in packet.overloads():
             op = getattr(packet, overload)
             arguments = op._schema.arguments
-            if not arguments or "Tensor" not in str(arguments[0].type) or any(a.is_out for a in arguments):
+            if not any("Tensor" in str(argument.type) for argument in arguments):
+                continue
+            if any(a.is_out for a in arguments) and not takes_out:
                 continue
             if name == "where" and overload == "default":  # that one is nonzero()
                 continue
@@ -126,7 +129,7 @@ def _overloads(name: str) -> list[Any]:
 def _fill() -> None:
     for rule in RULES.values():
         for name in rule.ops.split():
-            for op in _overloads(name):
+            for op in _overloads(name, rule is RULES["pointwise"]):
                 HANDLERS[op] = rule.make(op)
     HANDLERS.fallback = fallback
 

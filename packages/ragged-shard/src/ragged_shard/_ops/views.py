@@ -1,7 +1,9 @@
-"""Rules for views that keep the prefix: the cuts stay where they are, only the shape around them is read anew.
+"""Rules for views that keep the cuts: these stay where they are, only the shape around them is read anew.
 
-(8, 6) cut along dims (0,)     view (2, 4, 6) -> dims (0, 1)     view (8, 2, 3) -> dims (0,)
-                               view (48,)     -> dims (0,)       t(), [2:5], view (6, 8): refused
+    (8, 6) cut along dims (0,)     view (2, 4, 6) -> dims (0, 1)     view (8, 2, 3) -> dims (0,)
+                                   view (48,)     -> dims (0,)       view (6, 8)    -> dims (0, 1)
+
+Each rank's storage is what it was; t(), [2:5] and the like would need other cuts and are refused.
 """
 
 import math
@@ -50,10 +52,11 @@ def _reshaped(func: Any, layout: Layout, shape: torch.Size) -> Layout:
     mixed = isinstance(placement, StridedRaggedShard) or any(type(p) is Shard for p in layout.placements)
     if mixed or shape.numel() != layout.shape.numel() or not shape.numel():
         raise refusal(func, layout)
+    # Preferably the same prefix; else the shortest one whose rows the cuts fall between.
     cut = _prefix_of(shape, prefix_numel)
-    if cut is None and prefix_numel * math.prod(shape) >= 0:
-        # The whole flattened, or a suffix dimension merged into the prefix: the cuts must fall between rows still.
-        cut = next((k for k in range(1, len(shape) + 1) if _cuts_fit(placement, layout, shape, k)), None)
+    if cut is None:
+        fitting = (k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) % placement.total_units == 0)
+        cut = next(fitting, None)
     if cut is None:
         raise refusal(func, layout)
     after = RaggedShard(tuple(range(cut)), placement.local_units)
@@ -70,8 +73,3 @@ def _prefix_of(shape: torch.Size, numel: int) -> int | None:
         if running == numel:
             return k
     return None
-
-
-def _cuts_fit(placement: RaggedShard, layout: Layout, shape: torch.Size, k: int) -> bool:
-    """Whether all cuts fall on boundaries of the first k dimensions of the new shape."""
-    return math.prod(shape[:k]) % placement.total_units == 0

@@ -69,6 +69,8 @@ class _Mode(TorchDispatchMode):
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # let the subclass run first: its collectives come back here
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional", "c10d_functional") and name not in _NOT_COLLECTIVES:
             self.record.events.append(_event(name.rstrip("_"), func, args))

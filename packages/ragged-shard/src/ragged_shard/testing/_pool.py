@@ -126,7 +126,7 @@ class _Zygote:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         preload = ",".join(name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules)
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        environment = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+        environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
         command = [sys.executable, "-m", "ragged_shard.testing._zygote", str(theirs.fileno()), path, preload]
         environment["PYTHONPATH"] = path
         self.process = subprocess.Popen(

@@ -92,8 +92,7 @@ def _leftovers() -> str | None:
         return f"threads are running: {threads}"
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    world = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not world:
-            dist.destroy_process_group(group)
+    if len(dist.distributed_c10d._world.pg_map) > 1:
+        # Destroying them is not enough: torch's caches take an equal mesh of the next job for this one's.
+        return "it made process groups"
     return None

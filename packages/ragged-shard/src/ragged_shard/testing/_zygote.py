@@ -19,12 +19,11 @@ def main(control_fd: int, modules: list[str]) -> None:
     import torch.distributed.checkpoint
     import torch.distributed.tensor  # noqa: F401
 
-    import ragged_shard
     import ragged_shard.testing._worker as worker
+    from ragged_shard._torch_compat import IMPORTED_LATE
 
-    for name in modules:
+    for name in (*IMPORTED_LATE, *modules):
         importlib.import_module(name)
-    del ragged_shard
     control = socket.socket(fileno=control_fd)
     control.send(b"ready")
     while True:

@@ -1,0 +1,195 @@
+"""Full state dicts: whole, plain tensors on one rank or on all, into and out of modules whose parameters are
+distributed.
+
+torch's own helper (`set_model_state_dict` with ``full_state_dict=True``) slices by torch's placements, which
+are not these;
+for parameters still on the meta device it would go wrong without a word. Here a meta parameter raises.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+from ragged_shard import _comm
+from ragged_shard._distribute import scatter
+from ragged_shard._geometry import axis_parts, shard_box
+from ragged_shard._layout import Layout
+from ragged_shard._ops.operands import local_part
+from ragged_shard._tensor import RaggedDTensor
+
+
+def load_full_state_dict(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    rank0_only: bool = False,
+    strict: bool = True,
+) -> None:
+    """Load whole tensors into a module's parameters and buffers, ragged, DTensor or plain, in place.
+
+    With ``rank0_only`` the state dict counts on global rank 0 alone (others pass anything, ``{}`` say): each
+    tensor is scattered
+    from there, so that no other rank ever holds a whole one; it must then be on the module's meshes at their first
+    coordinate. Otherwise every rank has it and takes its own parts without communication. A check comes first, on all
+    ranks alike: nothing is written, and no rank waits for another, if a name or shape is wrong.
+
+    Values that are not tensors (extra state) are not supported.
+
+    Args:
+        module: its parameters must have storage: call ``to_empty`` first if they are on the meta device.
+        state_dict: name -> whole tensor; dtypes are cast to the module's.
+        rank0_only: only global rank 0 has the state dict.
+        strict: names must be exactly the module's; else those that both have are loaded.
+
+    Raises:
+        ValueError: a meta parameter, a wrong shape, missing or unexpected names (strict); on every rank.
+        TypeError: a value that is no plain tensor.
+    """
+    own = module.state_dict(keep_vars=True)
+    given: dict[str, tuple[int, ...]] | None = None
+    problem = None
+    if not rank0_only or dist.get_rank() == 0:
+        problem, given = _look(own, state_dict, strict)
+    if problem is None:
+        problem = _meta(own)
+    if rank0_only:
+        shared: list[Any] = [(problem, sorted(given or ()))]
+        dist.broadcast_object_list(shared, src=0)
+        first, names = shared[0]
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        problem = next((p for p in (first, *problems) if p is not None), None)
+    else:
+        names = sorted(given or ())
+    if problem is not None:
+        kind, text = problem
+        raise {"TypeError": TypeError, "ValueError": ValueError}[kind](f"load_full_state_dict: {text}")
+    with torch.no_grad():
+        for name in names:
+            _load(own[name], state_dict.get(name), rank0_only)
+
+
+def _look(
+    own: Mapping[str, Any], given: Mapping[str, Any], strict: bool
+) -> tuple[tuple[str, str] | None, dict[str, tuple[int, ...]]]:
+    """What is wrong with a state dict for this module, and the shapes of what will be loaded."""
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if strict and (missing or unexpected):
+        return ("ValueError", f"missing names {missing}, unexpected names {unexpected}"), {}
+    shapes = {}
+    for name in own.keys() & given.keys():
+        value = given[name]
+        if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
+            return ("TypeError", f"{name}: expected a whole plain tensor, got {type(value).__name__}"), {}
+        if tuple(value.shape) != tuple(own[name].shape):
+            found, wanted = tuple(value.shape), tuple(own[name].shape)
+            return ("ValueError", f"{name}: a tensor of shape {found} for one of shape {wanted}"), {}
+        shapes[name] = tuple(value.shape)
+    return None, shapes
+
+
+def _meta(own: Mapping[str, Any]) -> tuple[str, str] | None:
+    names = [name for name, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if not names:
+        return None
+    hint = "give them storage first, as in module.to_empty(device='cpu')"
+    return "ValueError", f"{names} are on the meta device; {hint}"
+
+
+def _load(target: torch.Tensor, whole: torch.Tensor | None, rank0_only: bool) -> None:
+    """One tensor, into place."""
+    device, dtype = target.device, target.dtype
+    if whole is not None:
+        whole = whole.detach().to(device=device, dtype=dtype)
+    elif isinstance(target, (DTensor, RaggedDTensor)):
+        # Shape and dtype are all that a receiving rank is asked for: one element, expanded, costs nothing.
+        whole = torch.empty((), device=device, dtype=dtype).expand(target.shape)
+    if isinstance(target, RaggedDTensor) and target._layout.axis is not None:
+        assert whole is not None
+        layout = target._layout
+        part = scatter(whole, layout, 0) if rank0_only else local_part(whole, layout)
+        target._local_tensor.copy_(part)
+    elif isinstance(target, (DTensor, RaggedDTensor)):
+        assert whole is not None
+        source = 0 if rank0_only else None
+        placed = torch_distribute_tensor(
+            whole.contiguous(), target.device_mesh, target.placements, src_data_rank=source
+        )
+        target.to_local().copy_(placed.to_local())
+    else:
+        if rank0_only:
+            whole = target.detach().clone() if whole is None else whole.contiguous()
+            dist.broadcast(whole, src=0)
+        assert whole is not None
+        target.detach().copy_(whole)
+
+
+def full_state_dict(
+    module: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers as whole, plain tensors that share no storage with it.
+
+    One tensor at a time. On all ranks, each costs what Ragged -> Replicate costs; with ``rank0_only`` the
+    parts go to the first rank of
+    each ragged axis alone (its own bytes from every other rank, one all_to_all_single) and other ranks get ``{}``.
+
+    Raises:
+        ValueError: a parameter on the meta device.
+        TypeError: an entry of the module's state dict that is no tensor.
+    """
+    own = module.state_dict(keep_vars=True)
+    problem = _meta(own)
+    if problem is not None:
+        raise ValueError(f"full_state_dict: {problem[1]}")
+    gathered = {}
+    keep = not rank0_only or dist.get_rank() == 0
+    for name, value in own.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"full_state_dict: {name} is a {type(value).__name__}, not a tensor")
+        with torch.no_grad():
+            whole = _whole(value, rank0_only)
+        if keep:
+            gathered[name] = whole.cpu() if cpu_offload else whole
+    return gathered
+
+
+def _whole(value: torch.Tensor, rank0_only: bool) -> torch.Tensor:
+    if isinstance(value, RaggedDTensor):
+        layout = value._layout
+        if rank0_only and layout.axis is not None and not layout.partial:
+            first = _to_first(value._local_tensor, layout)
+            if layout.cut_axes == (layout.axis,):
+                return first
+            rest = layout.replace(layout.axis, Replicate())
+            return RaggedDTensor._wrap(first, rest).full_tensor()
+        return value.full_tensor()
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.detach().clone()
+
+
+def _to_first(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Ragged -> whole on the first rank of the ragged axis.
+
+    Other ranks get a tensor of that shape without its values.
+    """
+    axis = layout.axis
+    assert axis is not None
+    neutral = layout.replace(axis, Replicate())
+    base = shard_box(
+        neutral.placements, tuple(layout.mesh.shape), tuple(layout.shape), layout.coordinate
+    ).sizes
+    ranks, rank = layout.axis_size(axis), layout.coordinate[axis]
+    counts = [math.prod(part.shape) for part in axis_parts(base, layout.ragged, ranks)]
+    if ranks == 1:
+        return local.clone().view(base)
+    send = [counts[rank]] + [0] * (ranks - 1)
+    receive = counts if rank == 0 else [0] * ranks
+    flat = _comm.all_to_all(local.reshape(-1), send, receive, layout.mesh.get_group(axis)).wait()
+    return flat.view(base) if rank == 0 else local.new_zeros(()).expand(base).contiguous()

@@ -1,0 +1,144 @@
+"""Gradients through to_local, from_local, redistribute and full_tensor, against plain autograd."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard.testing import record_collectives, run_ranks
+
+RAGGED = RaggedShard((0,), (1, 2, 3))
+FULL = torch.arange(24.0).view(6, 4)
+WEIGHTS = (torch.arange(24.0).view(6, 4) % 5) - 2
+
+
+def leaf(placements=(RAGGED,), mesh_shape=(3,)):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    return distribute_tensor(FULL.clone().requires_grad_(), mesh, placements)
+
+
+def through_full():
+    tensor = leaf()
+    (tensor.full_tensor() * WEIGHTS).sum().backward()
+    assert isinstance(tensor.grad, RaggedDTensor)
+    assert tensor.grad.placements == tensor.placements
+    with record_collectives() as record:
+        gradient = tensor.grad.full_tensor()
+    assert torch.equal(gradient, WEIGHTS)
+    assert len(record.kinds) == 1
+
+
+def test_full_tensor_gives_the_gradient_of_the_whole():
+    run_ranks(3, through_full)
+
+
+def gather_backward_bytes():
+    tensor = leaf()
+    whole = tensor.full_tensor()
+    with record_collectives() as record:
+        whole.backward(WEIGHTS)
+    assert record.kinds == []
+    assert torch.equal(tensor.grad.full_tensor(), WEIGHTS)
+    tensor.grad = None
+    whole = tensor.full_tensor(grad_placements=[Partial()])
+    with record_collectives() as record:
+        whole.backward(WEIGHTS * (dist.get_rank() + 1))
+    assert record.kinds == ["all_to_all"]
+    assert record.bytes_sent == (24 - tensor.to_local().numel()) * 4
+    assert torch.equal(tensor.grad.full_tensor(), WEIGHTS * 6)
+
+
+def test_backward_of_a_gather_is_local_and_of_summands_a_reduce_scatter():
+    run_ranks(3, gather_backward_bytes)
+
+
+def through_local():
+    tensor = leaf()
+    local = tensor.to_local()
+    assert local.requires_grad
+    (local * local).sum().backward()
+    assert torch.equal(tensor.grad.full_tensor(), 2 * FULL)
+    plain = torch.ones(dist.get_rank() + 1, 4, requires_grad=True)
+    wrapped = RaggedDTensor.from_local(plain * 3, tensor.device_mesh, tensor.placements, shape=(6, 4))
+    (wrapped.full_tensor() * WEIGHTS).sum().backward()
+    first, last = RAGGED.unit_range(dist.get_rank())
+    assert torch.equal(plain.grad, WEIGHTS[first:last] * 3)
+
+
+def test_to_local_and_from_local_pass_gradients_on():
+    run_ranks(3, through_local)
+
+
+def through_redistribute():
+    targets = [
+        RaggedShard((0,), (3, 2, 1)),
+        RaggedShard((0, 1), (1, 0, 11)),
+        Replicate(),
+        Shard(0),
+        Shard(1),
+        Partial(),
+    ]
+    for first, second in itertools.product(targets, repeat=2):
+        tensor = leaf()
+        moved = (tensor * 2).redistribute(placements=[first]).redistribute(placements=[second])
+        (moved.full_tensor() * WEIGHTS).sum().backward()
+        assert tensor.grad.placements == tensor.placements
+        assert torch.equal(tensor.grad.full_tensor(), 2 * WEIGHTS), (first, second)
+
+
+def test_any_chain_of_redistributions_passes_the_same_gradient():
+    run_ranks(3, through_redistribute)
+
+
+def from_partial(op):
+    mesh = init_device_mesh("cpu", (3,))
+    mine = (FULL * (dist.get_rank() + 1)).requires_grad_()
+    pending = RaggedDTensor.from_local(mine, mesh, [Partial(op)], shape=(6, 4))
+    settled = pending.redistribute(placements=[RAGGED])
+    assert torch.equal(settled.full_tensor(), FULL * (6 if op == "sum" else 2))
+    (settled.full_tensor() * WEIGHTS).sum().backward()
+    wanted = WEIGHTS if op == "sum" else WEIGHTS / 3
+    torch.testing.assert_close(mine.grad, wanted)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_each_summand_gets_the_derivative_by_itself(op):
+    run_ranks(3, from_partial, op)
+
+
+def two_axes():
+    for placements in (
+        (Replicate(), RaggedShard((0,), (1, 2))),
+        (RaggedShard((0,), (1, 2)), Shard(1)),
+        (RaggedShard((0,), (2, 1)), Replicate()),
+        (StridedRaggedShard((0,), (1, 2), 2), Shard(0)),
+        (Shard(1), RaggedShard((0,), (1, 5))),
+    ):
+        tensor = leaf(placements, (2, 2))
+        assert torch.equal(tensor.full_tensor(), FULL)
+        (tensor.full_tensor() * WEIGHTS).sum().backward()
+        assert tensor.grad.placements == placements
+        assert torch.equal(tensor.grad.full_tensor(), WEIGHTS), placements
+
+
+def test_gradients_of_2d_layouts_are_those_of_the_whole():
+    run_ranks(4, two_axes)
+
+
+def pointwise_graph():
+    tensor = leaf()
+    reference = FULL.clone().requires_grad_()
+    for x in (tensor, reference):
+        y = (x * 2 + 1).sigmoid() * x.relu() - x / 7
+        (y * y).sum().backward()
+    gradient = tensor.grad
+    got = gradient.full_tensor()
+    torch.testing.assert_close(got, reference.grad)
+
+
+def test_pointwise_graphs_with_a_sum_at_the_end_differentiate():
+    run_ranks(3, pointwise_graph)

@@ -1,0 +1,226 @@
+"""Distributed checkpoints: from any layout at 4 ranks into any layout at 1 to 4, and back, bit by bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard.testing import record_collectives, run_ranks
+
+SHAPES = {
+    "matrix": (24, 5), "vector": (12,), "cube": (4, 6, 3), "scalar": (), "tiny": (1, 3), "empty": (0, 4),
+    "odd": (3, 7),
+}  # fmt: skip
+DTYPES = {"matrix": torch.float32, "vector": torch.bfloat16, "cube": torch.uint8, "odd": torch.float64}
+
+
+def values():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: (torch.rand(shape, generator=generator) * 200).to(DTYPES.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+def ragged_placements(ranks):
+    units = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (2, 0, 1, 1)}[ranks]
+    hot = (0,) * (ranks - 1) + (1,)
+    return {
+        "matrix": RaggedShard((0,), units), "vector": RaggedShard((0,), units[::-1]), "cube": RaggedShard((0,
+        1), units),
+        "scalar": RaggedShard((), hot), "tiny": RaggedShard((0,), hot), "empty": RaggedShard((0,), units),
+        "odd": RaggedShard((0, 1), (0,) * (ranks - 1) + (21,)) if ranks == 1 else
+               RaggedShard((0, 1), (11, 10) + (0,) * (ranks - 2)),
+    }  # fmt: skip
+
+
+def state(kind, blank):
+    """The values, or zeros of their shapes, laid out in one way over all ranks."""
+    ranks = dist.get_world_size()
+    found = {}
+    for name, value in values().items():
+        value = torch.zeros_like(value) if blank else value
+        if kind == "ragged":
+            mesh = init_device_mesh("cpu", (ranks,))
+            value = distribute_tensor(value, mesh, [ragged_placements(ranks)[name]], src_data_rank=None)
+        elif kind == "hsdp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2))
+            placements = [Replicate(), ragged_placements(ranks // 2)[name]]
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        elif kind == "2d":
+            mesh = init_device_mesh("cpu", (ranks // 2, 2))
+            ragged = ragged_placements(ranks // 2)[name]
+            placements = [ragged, Replicate()]
+            if name == "matrix":
+                placements = [StridedRaggedShard((0,), ragged.local_units, 2), Shard(0)]
+            elif name == "cube":
+                placements = [RaggedShard((0, 1), ragged.local_units), Shard(2)]
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        elif kind == "shard":
+            mesh = init_device_mesh("cpu", (ranks,))
+            placements = [Shard(0) if value.ndim and value.numel() else Replicate()]
+            value = torch_distribute_tensor(value, mesh, placements)
+        else:
+            assert kind == "plain"
+        found[name] = value
+    return found
+
+
+def save(kind, folder):
+    dcp.save(state(kind, False), checkpoint_id=folder)
+
+
+def load(kind, folder):
+    loaded = state(kind, True)
+    pointers = {k: v.to_local().data_ptr() for k, v in loaded.items() if hasattr(v, "to_local")}
+    dcp.load(loaded, checkpoint_id=folder)
+    for name, value in values().items():
+        got = loaded[name]
+        full = got.full_tensor() if hasattr(got, "full_tensor") else got
+        assert full.dtype == value.dtype
+        assert torch.equal(full, value), (kind, name)
+    assert pointers == {k: v.to_local().data_ptr() for k, v in loaded.items() if hasattr(v, "to_local")}
+
+
+@pytest.mark.parametrize("kind", ["ragged", "hsdp", "2d"])
+def test_what_4_ranks_save_loads_at_any_world_size_in_any_layout(kind, tmp_path):
+    run_ranks(4, save, kind, tmp_path)
+    for ranks in (1, 2, 3, 4):
+        for target in ("ragged", "shard", "plain"):
+            run_ranks(ranks, load, target, tmp_path)
+    for target in ("hsdp", "2d"):
+        run_ranks(4, load, target, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shard"])
+def test_what_torchs_layouts_saved_loads_as_ragged(kind, tmp_path):
+    run_ranks(4 if kind == "shard" else 1, save, kind, tmp_path)
+    for ranks in (1, 2, 3, 4):
+        run_ranks(ranks, load, "ragged", tmp_path)
+    run_ranks(4, load, "2d", tmp_path)
+
+
+def offsets():
+    tensors = state("ragged", False)
+    with record_collectives() as record:
+        items = {name: tensor.__create_write_items__(name, tensor) for name, tensor in tensors.items()}
+        chunks = {name: tensor.__create_chunk_list__() for name, tensor in tensors.items()}
+    assert record.kinds == []
+    for name, tensor in tensors.items():
+        assert len(chunks[name]) <= max(1, 2 * len(tensor.placements[0].dims) - 1)
+        assert [item.tensor_data.chunk for item in items[name]] == chunks[name]
+        if tensor.numel():
+            assert sum(chunk.sizes.numel() for chunk in chunks[name]) == tensor.to_local().numel()
+        for item in items[name]:
+            view = tensor.__get_tensor_shard__(item.index)
+            assert view.shape == item.tensor_data.chunk.sizes
+            if view.numel():
+                assert view.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match="names none, or several"):
+        tensors["matrix"].__get_tensor_shard__(MetadataIndex("matrix", torch.Size([0, 1])))
+
+
+def test_offsets_are_computed_without_communication():
+    run_ranks(4, offsets)
+
+
+def refuse_partial():
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(torch.zeros(4), mesh, [Partial(), RaggedShard((0,), (1, 1))])
+    with pytest.raises(ValueError, match="pending reduction cannot be saved"):
+        tensor.__create_chunk_list__()
+    with pytest.raises(ValueError, match="pending reduction cannot be saved"):
+        tensor.__create_write_items__("w", tensor)
+
+
+def test_a_pending_reduction_cannot_be_saved():
+    run_ranks(4, refuse_partial)
+
+
+def build(kind, fill):
+    module = nn.Module()
+    for name, value in state(kind, True).items():
+        if value.dtype == torch.float32 and value.numel():
+            setattr(module, name, nn.Parameter(value))
+    if fill:
+        with torch.no_grad():
+            for name, param in module.named_parameters():
+                param.copy_(state(kind, False)[name])
+    return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def train(module, optimizer, kind):
+    for step in range(2):
+        grads = state(kind, False)
+        for name, param in module.named_parameters():
+            param.grad = grads[name] * (step + 1)
+        optimizer.step()
+
+
+def save_training(kind, folder):
+    module, optimizer = build(kind, True)
+    train(module, optimizer, kind)
+    whole_state = {
+        "model": get_model_state_dict(module),
+        "optim": get_optimizer_state_dict(module, optimizer),
+    }
+    dcp.save(whole_state, checkpoint_id=folder)
+
+
+def load_training(kind, folder):
+    reference, reference_optimizer = build("plain", True)
+    train(reference, reference_optimizer, "plain")
+    module, optimizer = build(kind, False)
+    found = {"model": get_model_state_dict(module), "optim": get_optimizer_state_dict(module, optimizer)}
+    dcp.load(found, checkpoint_id=folder)
+    set_model_state_dict(module, found["model"])
+    set_optimizer_state_dict(module, optimizer, found["optim"])
+    train(reference, reference_optimizer, "plain")
+    train(module, optimizer, kind)
+    for (name, a), b in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(a.detach()), b.detach()), name
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(whole(optimizer.state[a][key]), reference_optimizer.state[b][key]), (name, key)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "hsdp", "2d"])
+def test_training_goes_on_bit_by_bit_from_a_checkpoint_at_another_world_size(kind, tmp_path):
+    run_ranks(4, save_training, kind, tmp_path)
+    for ranks in (1, 2, 3, 4):
+        run_ranks(ranks, load_training, "ragged", tmp_path)
+    run_ranks(2, load_training, "shard", tmp_path)
+    run_ranks(1, load_training, "plain", tmp_path)
+
+
+def test_ragged_training_goes_on_from_checkpoints_of_torchs_layouts(tmp_path):
+    run_ranks(3, save_training, "shard", tmp_path / "shard")
+    run_ranks(1, save_training, "plain", tmp_path / "plain")
+    for ranks in (2, 4):
+        run_ranks(ranks, load_training, "ragged", tmp_path / "shard")
+        run_ranks(ranks, load_training, "ragged", tmp_path / "plain")
+
+
+def save_async(folder):
+    tensors = state("ragged", False)
+    dcp.async_save(tensors, checkpoint_id=folder).result()
+
+
+def test_async_save_works_too(tmp_path):
+    run_ranks(2, save_async, tmp_path)
+    run_ranks(3, load, "ragged", tmp_path)

@@ -1,0 +1,520 @@
+"""What each rule of the op table does, against the same op on the plain tensor."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard._ops.registry import HANDLERS
+from ragged_shard._ops.table import RULES
+from ragged_shard.testing import record_collectives, run_ranks
+
+RAGGED = RaggedShard((0,), (3, 0, 1))
+SHAPE = (4, 3, 2)
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool]
+
+
+def plain(dtype=torch.float32, shape=SHAPE, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) > 0.5
+    if not dtype.is_floating_point:
+        low = 0 if dtype == torch.uint8 else -9
+        return torch.randint(low, 9, shape, generator=generator).to(dtype)
+    return (torch.rand(shape, generator=generator) + 0.25).to(dtype)
+
+
+def spread(tensor, placements=(RAGGED,), mesh_shape=None):
+    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def same(ragged, wanted, what, layout=None):
+    if not isinstance(wanted, torch.Tensor):
+        assert ragged == wanted, what
+        return
+    assert isinstance(ragged, RaggedDTensor), what
+    if layout is not None:
+        assert ragged.placements == layout, what
+    assert ragged.shape == wanted.shape, what
+    assert ragged.dtype == ragged.to_local().dtype == wanted.dtype, what
+    torch.testing.assert_close(ragged.full_tensor(), wanted, rtol=0, atol=0, equal_nan=True, msg=str(what))
+
+
+def numbers(op):
+    """Arguments beside the first tensor, by the op's schema: tensors like it, and numbers."""
+    given = {}
+    for argument in op._schema.arguments[1:]:
+        kind = str(argument.type)
+        if argument.has_default_value():
+            continue
+        if kind == "Tensor":
+            given[argument.name] = "tensor"
+        elif kind == "Optional[Tensor]":
+            given[argument.name] = None
+        elif kind in ("number", "Union[complex, float, int]", "Scalar", "float"):
+            given[argument.name] = 2
+        elif kind in ("int", "SymInt"):
+            given[argument.name] = 1
+        elif kind == "Optional[str]":
+            given[argument.name] = "floor"
+        elif kind == "str":
+            given[argument.name] = "none"
+        elif kind == "bool":
+            given[argument.name] = False
+        else:
+            return None
+    return given
+
+
+def every_pointwise_op():
+    tried = set()
+    for name in RULES["pointwise"].ops.split():
+        for spelling, dtype in itertools.product((name, name + "_"), (torch.float32, torch.int8, torch.bool)):
+            packet = getattr(torch.ops.aten, spelling, None)
+            for op in [] if packet is None else (getattr(packet, o) for o in packet.overloads()):
+                given = numbers(op) if op in HANDLERS else None
+                if given is None or str(op._schema.arguments[0].type) != "Tensor":
+                    continue
+                values = {k: plain(dtype, seed=1) if v == "tensor" else v for k, v in given.items()}
+                if name == "masked_fill" or name == "where":
+                    values = {k: v > 0.5 if k in ("mask", "condition") else v for k, v in values.items()}
+                if name == "masked_fill" and isinstance(values["value"], torch.Tensor):
+                    values["value"] = torch.tensor(1).to(dtype)
+                if name == "fill" and isinstance(values["value"], torch.Tensor):
+                    values["value"] = torch.tensor(1).to(dtype)
+                first = plain(dtype)
+                if name == "where":
+                    first = first > 0.5
+                try:
+                    wanted = op(first.clone(), *values.values())
+                except (RuntimeError, NotImplementedError, TypeError):
+                    continue  # torch has no such op for the dtype
+                ragged = {
+                    k: spread(v) if isinstance(v, torch.Tensor) and v.ndim else v for k, v in values.items()
+                }
+                operand = spread(first)
+                with record_collectives() as record:
+                    got = op(operand, *ragged.values())
+                assert record.kinds == [], op
+                same(got, wanted, (op, dtype), (RAGGED,))
+                assert (got is operand) == spelling.endswith("_"), op
+                tried.add(name)
+    return tried
+
+
+def test_every_pointwise_op_is_the_plain_one_without_communication():
+    (tried,) = {frozenset(names) for names in run_ranks(3, every_pointwise_op, timeout=120)}
+    missing = set(RULES["pointwise"].ops.split()) - tried
+    # Schemas that the test makes no arguments for; they are called below.
+    assert missing <= {
+        "clamp",
+        "lerp",
+        "nan_to_num",
+        "threshold_backward",
+        "elu_backward",
+        "leaky_relu_backward",
+    }
+
+
+def operators():
+    x, y = plain(), plain(seed=1)
+    rx, ry = spread(x), spread(y)
+    scalar = torch.tensor(3.0)
+    replicate = DTensor.from_local(scalar, rx.device_mesh, [Replicate()])
+    ours = rx.sum()
+    cases = [
+        lambda a, b: a + b, lambda a, b: a - 2, lambda a, b: 2 - a, lambda a, b: a * b, lambda a, b: a / b,
+        lambda a, b: a ** 2, lambda a, b: 2**a, lambda a, b: a // 0.3, lambda a, b: a % 0.3, lambda a, b: -a,
+        lambda a, b: a == b, lambda a, b: a != 0.5, lambda a, b: a < b, lambda a, b: (a > 0.5) & (b < 0.5),
+        lambda a, b: ~(a > 0.5), lambda a, b: torch.where(a > b, a, b), lambda a, b: torch.where(a > b, a, 0.0),
+        lambda a, b: a.clamp(0.3, 0.7), lambda a, b: a.clamp(min=0.5), lambda a, b: torch.lerp(a, b, 0.3),
+        lambda a, b: torch.lerp(a, b, a), lambda a, b: a.nan_to_num(), lambda a, b: a.to(torch.bfloat16),
+        lambda a, b: a.double(), lambda a, b: a.int(), lambda a, b: a.isfinite(), lambda a, b: a.isinf(),
+        lambda a, b: torch.addcmul(a, a, b, value=2), lambda a, b: torch.addcdiv(a, a, b),
+        lambda a, b: a.masked_fill(b > 0.5, 0.0), lambda a, b: a.add(b, alpha=3),
+        lambda a, b: a.div(b, rounding_mode="trunc"), lambda a, b: torch.nn.functional.gelu(a),
+        lambda a, b: torch.nn.functional.silu(a), lambda a, b: a.round(decimals=1),
+        lambda a, b: torch.zeros_like(a), lambda a, b: torch.ones_like(a, dtype=torch.int64),
+        lambda a, b: torch.full_like(a, 7), lambda a, b: torch.empty_like(a).fill_(2), lambda a, b: a.clone(),
+        lambda a, b: a.detach(), lambda a, b: a.contiguous(), lambda a, b: a.new_zeros(a.shape),
+        lambda a, b: a.new_full(a.shape, 5), lambda a, b: torch.maximum(a, b, out=torch.empty_like(a)), lambda
+        a, b: torch.zeros_like(a).copy_(b),
+    ]  # fmt: skip
+    for i, case in enumerate(cases):
+        with record_collectives() as record:
+            got = case(rx, ry)
+        assert record.kinds == [], i
+        same(got, case(x, y), i, (RAGGED,))
+    for number in (scalar, replicate, ours, 3.0):
+        value = float(ours.item() if number is ours else 3.0)
+        same(rx * number, x * torch.tensor(value), "0-d", (RAGGED,))
+        same(number + rx, torch.tensor(value) + x, "0-d first", (RAGGED,))
+        changed = rx.clone().mul_(number)
+        same(changed, x * torch.tensor(value), "0-d in place", (RAGGED,))
+    for small in (torch.arange(2.0), torch.arange(3.0).view(3, 1), torch.arange(4.0).view(4, 1, 1), y):
+        operand = DTensor.from_local(small, rx.device_mesh, [Replicate()])
+        with record_collectives() as record:
+            got = rx + operand
+        assert record.kinds == []
+        same(got, x + small, "Replicate", (RAGGED,))
+        same(rx.clone().mul_(operand), x * small, "Replicate in place", (RAGGED,))
+
+
+@pytest.mark.parametrize("ranks", [3])
+def test_operators_take_ragged_replicate_and_number_operands(ranks):
+    run_ranks(ranks, operators)
+
+
+def foreach_lists():
+    xs = [plain(seed=i) for i in range(4)]
+    ys = [plain(seed=i + 9) for i in range(4)]
+    placements = [RAGGED, RaggedShard((0, 1), (1, 1, 2)), RaggedShard((0,), (0, 1, 0)), RAGGED]
+    rxs, rys = ([spread(v, [p]) for v, p in zip(vs, placements, strict=True)] for vs in (xs, ys))
+    number = torch.tensor(2.0)
+    cases = [
+        lambda a, b: torch._foreach_add(a, b), lambda a, b: torch._foreach_mul(a, 3.0),
+        lambda a, b: torch._foreach_mul(a, number), lambda a, b: torch._foreach_sqrt(a),
+        lambda a, b: torch._foreach_lerp(a, b, 0.25), lambda a, b: torch._foreach_addcdiv(a, a, b, value=2),
+        lambda a, b: torch._foreach_addcmul(a, a, b, [1.0, 2.0, 3.0, 4.0]), lambda a, b: torch._foreach_neg(a),
+        lambda a, b: torch._foreach_pow(a, 2), lambda a, b: torch._foreach_maximum(a, b),
+        lambda a, b: torch._foreach_div(a, [1.0, 2.0, 3.0, 4.0]), lambda a, b: torch._foreach_reciprocal(a),
+        lambda a, b: torch._foreach_sub(a, b, alpha=2), lambda a, b: torch._foreach_clamp_min(a, 0.5),
+    ]  # fmt: skip
+    for i, case in enumerate(cases):
+        with record_collectives() as record:
+            got = case(rxs, rys)
+        assert record.kinds == [], i
+        for a, b, p in zip(got, case(xs, ys), placements, strict=True):
+            same(a, b, i, (p,))
+    torch._foreach_mul_(rxs, rys)
+    torch._foreach_mul_(xs, ys)
+    torch._foreach_copy_(rys, rxs)
+    torch._foreach_zero_(rxs[:1])
+    for a, b in zip(rys, xs, strict=True):
+        same(a, b, "in place")
+    same(rxs[0], torch.zeros(SHAPE), "zero")
+
+
+def test_foreach_ops_follow_each_tensors_own_layout():
+    run_ranks(3, foreach_lists)
+
+
+def mixed_lists():
+    mesh = init_device_mesh("cpu", (3,))
+    x, y = plain(), plain(seed=5)
+    theirs = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+    local = torch.ones(3)
+    lists = [theirs, spread(y), local]
+    results = torch._foreach_mul(lists, 2.0)
+    assert type(results[0]) is DTensor
+    assert torch.equal(results[0].full_tensor(), x * 2)
+    same(results[1], y * 2, "ragged", (RAGGED,))
+    assert torch.equal(results[2], local * 2)
+    torch._foreach_add_(lists, lists)
+    assert torch.equal(lists[0].full_tensor(), x * 2)
+    same(lists[1], y * 2, "ragged")
+    norms = torch._foreach_norm([theirs, spread(y)])
+    values = [n.full_tensor().item() for n in norms]
+    assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
+    with pytest.raises(ValueError, match="different layouts"):
+        torch._foreach_add_([spread(x)], [theirs])
+
+
+def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
+    run_ranks(3, mixed_lists)
+
+
+def reductions(dtype, placement, mesh_shape):
+    placements = (placement,) if len(mesh_shape) == 1 else (Replicate(), placement)
+    x = plain(dtype)
+    rx = spread(x, placements, mesh_shape)
+    exact = {"rtol": 0, "atol": 0} if not dtype.is_floating_point else {"rtol": 1e-6, "atol": 1e-6}
+    if dtype == torch.bfloat16:
+        exact = {"rtol": 8e-3, "atol": 8e-3}
+    dims = [None, 0, 1, 2, (0, 1), (1, 2), (0, 2), -1]
+    calls = [(f, d, k) for f in ("sum", "amax", "amin", "any", "all") for d in dims for k in (False, True)]
+    if dtype.is_floating_point:
+        calls += [(f, d, k) for f in ("mean", "norm") for d in dims for k in (False, True)]
+    for name, dim, keepdim in calls:
+        if dim is None and (keepdim or name in ("amax", "amin")):
+            call = {"amax": torch.max, "amin": torch.min}.get(name)
+            if keepdim or call is None:
+                continue
+            got, wanted = call(rx), call(x)
+        else:
+            fn = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
+            if name in ("any", "all") and isinstance(dim, tuple):
+                continue
+            kwargs = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+            with record_collectives() as record:
+                got = fn(rx, **kwargs)
+            wanted = fn(x, **kwargs)
+            over = {d % 3 for d in ([dim] if isinstance(dim, int) else dim or range(3))}
+            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim)
+        assert got.dtype == wanted.dtype, (name, dim)
+        assert got.shape == wanted.shape, (name, dim)
+        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim)), **exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (1, 3)], ids=str)
+def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(dtype, mesh_shape):
+    for placement in (RAGGED, RaggedShard((0, 1), (1, 0, 2))):
+        run_ranks(3, reductions, dtype, placement, mesh_shape)
+
+
+def norms():
+    x, rx = plain(shape=SHAPE) - 0.6, spread(plain(shape=SHAPE) - 0.6)
+    for order in (1, 2, 3.5, float("inf"), 0, -1, float("-inf")):
+        for got, wanted in [
+            (torch.linalg.vector_norm(rx, order), torch.linalg.vector_norm(x, order)),
+            (torch.norm(rx, order), torch.norm(x, order)),
+        ]:
+            assert got.to_local().item() == pytest.approx(wanted.item(), rel=1e-6), order
+    for order in (1, 2, float("inf")):
+        with record_collectives() as record:
+            several = torch._foreach_norm([rx, rx * 2, rx.double().float()], order)
+        assert record.kinds == ["all_reduce"]
+        wanted = torch.linalg.vector_norm(x, order).item()
+        assert [n.item() for n in several] == pytest.approx([wanted, 2 * wanted, wanted], rel=1e-6)
+    huge = spread(torch.full(SHAPE, 3.9e18))  # the sum of squares overflows fp32, no rank's own does
+    assert torch.linalg.vector_norm(huge).item() == pytest.approx(3.9e18 * 24**0.5, rel=1e-6)
+
+
+def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
+    run_ranks(3, norms)
+
+
+def hsdp_norm():
+    x = plain()
+    tensor = spread(x, (Replicate(), RaggedShard((0,), (1, 3))), (2, 2))
+    both = spread(x, (RaggedShard((0,), (1, 3)), Shard(1)), (2, 2))
+    strided = spread(x, (StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (2, 2))
+    with record_collectives() as record:
+        norm = torch._foreach_norm([tensor])[0]
+    assert record.kinds == ["all_reduce"]
+    assert record.events[0].ranks == 2
+    assert record.bytes_sent == 8
+    for found in (norm, *torch._foreach_norm([both, strided])):
+        assert found.item() == pytest.approx(x.norm().item(), rel=1e-6)
+    for dim in (0, 1, 2, (0, 2)):
+        for ragged in (tensor, both, strided):
+            torch.testing.assert_close(ragged.sum(dim).full_tensor(), x.sum(dim))
+
+
+def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
+    run_ranks(4, hsdp_norm)
+
+
+def not_a_number():
+    for value, check in ((float("nan"), torch.isnan), (float("inf"), torch.isinf)):
+        for position in (0, 23):
+            x = plain()
+            x.view(-1)[position] = value
+            rx = spread(x)
+            assert check(rx.max()).item()
+            assert check(torch.linalg.vector_norm(rx, float("inf"))).item()
+            assert check(torch._foreach_norm([rx], float("inf"))[0]).item()
+            assert check(torch._foreach_norm([rx])[0]).item()
+            assert check(rx.sum()).item()
+            assert torch.isnan(rx.amax(0).full_tensor()).sum() == int(value != value)
+            assert rx.min().isnan().item() == (value != value)
+
+
+def test_nan_and_inf_reach_every_reduction_whichever_rank_has_them():
+    run_ranks(3, not_a_number)
+
+
+def scaler(kind):
+    mesh_shape, placements = ((3,), (RAGGED,)) if kind == "1d" else ((1, 3), (Replicate(), RAGGED))
+    for poison in (None, 0, 23):
+        x = plain()
+        if poison is not None:
+            x.view(-1)[poison] = float("inf")
+        grads = [spread(x, placements, mesh_shape), spread(plain(seed=3), placements, mesh_shape)]
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+        assert found.item() == float(poison is not None)
+        if poison is None:
+            same(grads[0], x * 0.5, "unscaled")
+
+
+@pytest.mark.parametrize("kind", ["1d", "hsdp"])
+def test_unscale_tells_every_rank_of_an_inf_on_one(kind):
+    run_ranks(3, scaler, kind)
+
+
+def equality():
+    x = plain()
+    rx = spread(x)
+    assert torch.equal(rx, rx.clone())
+    other = x.clone()
+    other[0, 0, 0] += 1
+    assert not torch.equal(rx, spread(other))
+    assert not torch.equal(rx, spread(plain(shape=(4, 3))))
+    assert torch.allclose(rx, spread(x + 1e-9))
+    assert not torch.allclose(rx, spread(other))
+
+
+def test_equal_gives_every_rank_the_same_answer():
+    run_ranks(3, equality)
+
+
+def views():
+    x = plain()
+    rx = spread(x)
+    storage = rx.to_local().data_ptr()
+    for shape in ((4, 6), (2, 2, 3, 2), (24,), (4, 3, 2, 1), (4, 1, 6), (12, 2)):
+        view = rx.view(shape)
+        assert view.to_local().data_ptr() == storage
+        same(view, x.view(shape), shape)
+        same(view.view(SHAPE), x, shape)
+    same(rx.unsqueeze(-1), x.unsqueeze(-1), "unsqueeze")
+    same(rx.unsqueeze(-1).squeeze(-1), x, "squeeze")
+    same(rx.flatten(1), x.flatten(1), "flatten")
+    same(rx.reshape(4, -1), x.reshape(4, -1), "reshape")
+    same(rx.view_as(rx), x, "view_as")
+    rx.view(-1).mul_(2)
+    same(rx, x * 2, "written through a view")
+    same(rx.view(6, 4), rx.full_tensor().view(6, 4), "another grouping", (RaggedShard((0, 1), (3, 0, 1)),))
+    with pytest.raises(NotImplementedError, match="has no rule for a ragged tensor"):
+        rx.expand(2, 4, 3, 2)
+    mixed = spread(x, (RAGGED, Shard(2)), (3, 1))
+    same(mixed.view(SHAPE), x, "the same shape")
+    with pytest.raises(NotImplementedError, match="has no rule for a ragged tensor"):
+        mixed.view(4, 6)
+
+
+def test_views_that_keep_the_cuts_share_storage_and_others_are_refused():
+    run_ranks(3, views)
+
+
+def refused():
+    rx = spread(plain(shape=(4, 4)))
+    full = plain(shape=(4, 4))
+    cases = {
+        "t": lambda: rx.t(), "transpose": lambda: rx.transpose(0, 1), "linear": lambda:
+        torch.nn.functional.linear(full, rx),
+        "mm": lambda: rx @ rx, "cat": lambda: torch.cat([rx, rx]), "stack": lambda: torch.stack([rx, rx]),
+        "var": lambda: rx.var(), "std": lambda: rx.std(), "index": lambda: rx[0], "slice": lambda: rx[1:3],
+        "chunk": lambda: rx.chunk(2), "cumsum": lambda: rx.cumsum(0), "sort": lambda: rx.sort(),
+        "softmax": lambda: rx.softmax(-1), "max dim": lambda: rx.max(0), "argmax": lambda: rx.argmax(),
+        "rand_like": lambda: torch.rand_like(rx), "normal_": lambda: rx.normal_(), "bernoulli": lambda:
+        rx.bernoulli(),
+        "item": lambda: rx.view(16).item() if False else spread(torch.ones(()), [RaggedShard((), (1, 0, 0))]).item(),
+        "out": lambda: torch.sum(rx, 0, out=torch.empty_like(rx)), "resize_": lambda: rx.resize_(3),
+        "new_zeros": lambda: rx.new_zeros(3), "embedding": lambda:
+        torch.nn.functional.embedding(torch.tensor([0]), rx),
+        "channels_last": lambda: spread(plain(shape=(4, 3, 2, 2))).clone(memory_format=torch.channels_last),
+    }  # fmt: skip
+    for name, case in cases.items():
+        with record_collectives() as record, pytest.raises(NotImplementedError) as caught:
+            case()
+        assert record.kinds == [], name
+        assert "aten." in str(caught.value), name
+    text = str(caught.value)
+    assert "ragged" in text
+    with pytest.raises(NotImplementedError, match=r"aten\.t\.default.*full_tensor\(\)"):
+        rx.t()
+
+
+def test_ops_without_a_rule_raise_with_op_and_remedy_and_gather_nothing():
+    run_ranks(3, refused)
+
+
+def foreign_operands():
+    x = plain()
+    rx = spread(x)
+    other = spread(x, [RaggedShard((0,), (1, 1, 2))])
+    theirs = DTensor.from_local(x, rx.device_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+    for operand in (other, theirs):
+        for call in (
+            lambda o: rx + o,
+            lambda o: rx.add_(o),
+            lambda o: o.mul_(rx),
+            lambda o: torch.where(rx > 0, rx, o),
+        ):
+            with pytest.raises(ValueError, match=r"different layouts|not laid out like") as caught:
+                call(operand)
+            assert "(3, 0, 1)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"plain tensor of shape \(4, 3, 2\) beside a ragged one"):
+        rx + x
+    with pytest.raises(ValueError, match="plain tensor"):
+        rx.copy_(x)
+    with pytest.raises(ValueError, match="writes an operand that is not laid out"):
+        torch.tensor(1.0).add_(spread(torch.ones(()), [RaggedShard((), (1, 0, 0))]))
+    with pytest.raises(ValueError, match="does not broadcast"):
+        rx + DTensor.from_local(torch.ones(5), rx.device_mesh, [Replicate()])
+    with pytest.raises(ValueError, match="does not broadcast"):
+        rx + DTensor.from_local(torch.ones(2, 4, 3, 2), rx.device_mesh, [Replicate()])
+    same(rx, x, "nothing was written")
+
+
+def test_operands_in_another_layout_raise_with_both_layouts():
+    run_ranks(3, foreign_operands)
+
+
+def pending():
+    x, y = plain(), plain(seed=1)
+    mesh = init_device_mesh("cpu", (2, 2))
+    ragged = RaggedShard((0,), (1, 3))
+    mine = [v * (0.25 if dist.get_rank() < 2 else 0.75) for v in (x, y)]
+    px, py = (
+        RaggedDTensor.from_local(
+            spread(v, (Replicate(), ragged), (2, 2)).to_local(), mesh, [Partial(), ragged], shape=SHAPE
+        )
+        for v in mine
+    )
+    settled = lambda t: t.redistribute(placements=[Replicate(), ragged]).full_tensor()  # noqa: E731
+    for got, wanted in [
+        (px + py, x + y), (px - py, x - y), (px * 2, x * 2), (2 * px, x * 2), (px / 4, x / 4), (-px, -x),
+        (px.clone(), x), (torch.zeros_like(px), x * 0), (px * torch.tensor(3.0), x * 3), (px.to(torch.float64),
+        x.double()),
+        (torch._foreach_mul([px], 2.0)[0], x * 2), (torch._foreach_add([px], [py])[0], x + y),
+        (px.view(4, 6), x.view(4, 6)),
+    ]:  # fmt: skip
+        torch.testing.assert_close(settled(got) if got.shape == x.shape else got.full_tensor(), wanted)
+    px2 = px.clone().add_(py)
+    torch.testing.assert_close(settled(px2), x + y)
+    total = px.sum()
+    assert total.placements == (Partial(), Replicate())
+    torch.testing.assert_close(total.full_tensor(), x.sum())
+    for bad in (
+        lambda: px + 1, lambda: px * py, lambda: 1 / px, lambda: px.sqrt(), lambda: px.norm(), lambda: px.max(),
+        lambda: torch.ones_like(px), lambda: px.fill_(1), lambda: torch._foreach_norm([px]), lambda: px > 0,
+        lambda: torch._foreach_add([px], 1.0), lambda: torch._foreach_addcmul([px], [px], [py]), lambda:
+        px.to(torch.int32),
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_([px], torch.zeros(1), torch.ones(1)),
+        lambda: px.div(2, rounding_mode="floor"), lambda: torch.equal(px, py), lambda: px.any(),
+        lambda: torch._foreach_zero_([px]) if False else torch._foreach_sqrt_([px]),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="pending reduction"):
+            bad()
+
+
+def test_a_pending_sum_takes_linear_ops_and_refuses_all_others():
+    run_ranks(4, pending)
+
+
+def beyond_ragged():
+    x = plain()
+    replicated = spread(x).redistribute(placements=[Replicate()])
+    assert torch.equal((replicated + 1).full_tensor(), x + 1)
+    assert torch.equal(replicated.view(12, 2).t().full_tensor(), x.view(12, 2).t())
+    sharded = spread(x).redistribute(placements=[Shard(1)])
+    assert torch.equal((sharded * 2).full_tensor(), x * 2)
+    assert torch.equal(sharded.sum(0).full_tensor(), x.sum(0))
+    before = sharded.to_local().data_ptr()
+    assert sharded.add_(1) is sharded
+    assert sharded.to_local().data_ptr() == before
+    assert torch.equal(sharded.full_tensor(), x + 1)
+    assert torch.equal(torch.stack([replicated.sum(), replicated.sum()]).full_tensor(), x.sum().repeat(2))
+
+
+def test_once_redistributed_to_torchs_layouts_torchs_ops_work():
+    run_ranks(3, beyond_ragged)

@@ -1,0 +1,263 @@
+"""Optimizers, clipping and loss scaling on ragged parameters, bit by bit against the unsharded run."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+from ragged_shard import RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
+from ragged_shard.testing import record_collectives, run_ranks
+
+SHAPES = [(24, 5), (12,), (4, 6, 3), (12, 1), (1, 7)]
+STEPS = 4
+
+
+def placements_of(ranks, two_d=False):
+    """One layout for each shape: uneven, empty shares, several prefix dims, one holder."""
+    units = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}[ranks]
+    hot = (0,) * (ranks - 1) + (1,)
+    found = [
+        RaggedShard((0,), units), RaggedShard((0,), units), RaggedShard((0, 1), units), RaggedShard((0,), hot),
+        RaggedShard((0,), hot),
+    ]  # fmt: skip
+    return [(Replicate(), p) if two_d else (p,) for p in found]
+
+
+def make(mesh, placements):
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    grads = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
+    plain = [nn.Parameter(w.clone()) for w in full]
+    ragged = [
+        nn.Parameter(distribute_tensor(w, mesh, p, src_data_rank=None))
+        for w, p in zip(full, placements, strict=True)
+    ]
+    return plain, ragged, grads
+
+
+def set_grads(params, grads, scale=1.0):
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = distribute_like(grad * scale, param, src_data_rank=None)
+
+
+def compare(plain, ragged, ulp=0):
+    for a, b in zip(plain, ragged, strict=True):
+        got, wanted = b.full_tensor(), a.detach()
+        if not ulp:
+            assert torch.equal(got, wanted), (got - wanted).abs().max()
+        else:
+            next_up = torch.nextafter(wanted, torch.full_like(wanted, math.inf)) - wanted
+            assert ((got - wanted).abs() <= ulp * next_up.abs() * 1.0001).all()
+
+
+def train(mesh_shape, optimizer, ulp=0):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
+    theirs, ours = optimizer(plain), optimizer(ragged)
+    for step in range(STEPS):
+        set_grads(plain, grads[step])
+        set_grads(ragged, grads[step])
+        with record_collectives() as record:
+            ours.step()
+        assert record.kinds == []
+        theirs.step()
+        ours.zero_grad(set_to_none=step % 2 == 0)
+    compare(plain, ragged, ulp)
+    for a, b in zip(plain, ragged, strict=True):
+        for key, value in theirs.state[a].items():
+            found = ours.state[b][key]
+            if isinstance(found, torch.Tensor) and found.ndim:
+                assert found.placements == b.placements
+                if not ulp:
+                    assert torch.equal(found.full_tensor(), value), key
+
+
+def adamw(**kwargs):
+    return functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **kwargs)
+
+
+EXACT = {
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
+    "SGD foreach": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "AdamW for-loop": adamw(foreach=False),
+    "AdamW foreach": adamw(foreach=True),
+    "AdamW amsgrad foreach": adamw(foreach=True, amsgrad=True),
+    "AdamW maximize for-loop": adamw(foreach=False, maximize=True),
+    "Adam foreach": functools.partial(torch.optim.Adam, lr=1e-2, foreach=True),
+    "Adagrad foreach": functools.partial(torch.optim.Adagrad, lr=1e-2, foreach=True),
+    "RMSprop foreach": functools.partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
+    "Adamax for-loop": functools.partial(torch.optim.Adamax, lr=1e-2, foreach=False),
+    "NAdam foreach": functools.partial(torch.optim.NAdam, lr=1e-2, foreach=True),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_optimizers_give_bit_equal_parameters_and_states_without_communication(name, mesh_shape):
+    run_ranks(math.prod(mesh_shape), train, mesh_shape, EXACT[name])
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_fused_optimizers_agree_but_for_the_ulps_of_simd_tails(optimizer, mesh_shape):
+    fused = functools.partial(optimizer, lr=1e-2, weight_decay=0.1, fused=True)
+    run_ranks(math.prod(mesh_shape), train, mesh_shape, fused, ulp=STEPS)
+
+
+def one_fused_step(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    plain, ragged, grads = make(mesh, placements_of(ranks))
+    for params in (plain, ragged):
+        set_grads(params, grads[0])
+        torch.optim.AdamW(params, lr=1e-2, fused=True).step()
+    compare(plain, ragged, ulp=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_fused_step_is_right_to_one_ulp(ranks):
+    run_ranks(ranks, one_fused_step, ranks)
+
+
+def tensor_lr(fused):
+    mesh = init_device_mesh("cpu", (3,))
+    plain, ragged, grads = make(mesh, placements_of(3))
+    for params in (plain, ragged):
+        optimizer = torch.optim.AdamW(
+            params, lr=torch.tensor(1e-2), fused=fused, foreach=False if not fused else None
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(2):
+            set_grads(params, grads[step])
+            optimizer.step()
+            schedule.step()
+    compare(plain, ragged, ulp=2 if fused else 0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_tensor_learning_rate_and_a_schedule_work(fused):
+    run_ranks(3, tensor_lr, fused)
+
+
+def clip(mesh_shape, norm_type, foreach):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
+    for max_norm in (0.5, 1e9):
+        set_grads(plain, grads[0])
+        set_grads(ragged, grads[0])
+        with record_collectives() as record:
+            got = nn.utils.clip_grad_norm_(ragged, max_norm, norm_type, foreach=foreach)
+        ranks = mesh_shape[-1]
+        assert len(record.kinds) == (0 if ranks == 1 else 1 if foreach else len(SHAPES))
+        assert all(event.ranks == ranks for event in record.events)
+        wanted = nn.utils.clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
+        total = got.full_tensor() if hasattr(got, "full_tensor") else got
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert got.item() == total.item()
+        assert bool(got < math.inf)
+        for a, b in zip(plain, ragged, strict=True):
+            torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=2e-6, atol=1e-7)
+    assert nn.utils.get_total_norm([p.grad for p in ragged]).item() == pytest.approx(
+        nn.utils.get_total_norm([p.grad for p in plain]).item(), rel=1e-6
+    )
+    nn.utils.clip_grad_value_(ragged, 0.1)
+    nn.utils.clip_grad_value_(plain, 0.1)
+    for a, b in zip(plain, ragged, strict=True):
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for-loop"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_clip_grad_norm_is_right_to_1e_6_with_one_collective_for_the_list(mesh_shape, norm_type, foreach):
+    run_ranks(math.prod(mesh_shape), clip, mesh_shape, norm_type, foreach)
+
+
+def clip_mixed():
+    mesh = init_device_mesh("cpu", (3,))
+    plain, ragged, grads = make(mesh, placements_of(3))
+    theirs = nn.Parameter(torch_distribute_tensor(plain[0].detach().clone(), mesh, [Shard(0)]))
+    params = [theirs, *ragged[1:]]
+    set_grads(plain, grads[0])
+    set_grads(params, grads[0])
+    got = nn.utils.clip_grad_norm_(params, 0.5)
+    wanted = nn.utils.clip_grad_norm_(plain, 0.5)
+    assert got.full_tensor().item() == pytest.approx(wanted.item(), rel=1e-6)
+    for a, b in zip(plain, params, strict=True):
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+    for optimizer in (adamw(foreach=True), adamw(foreach=False), adamw(fused=True)):
+        ours = optimizer(params)
+        ours.step()
+        optimizer(plain).step()
+        compare(plain[1:], params[1:], ulp=4)
+        torch.testing.assert_close(theirs.full_tensor(), plain[0].detach())
+
+
+def test_ragged_and_fsdp2_parameters_are_clipped_and_stepped_in_one_list():
+    run_ranks(3, clip_mixed)
+
+
+def clip_2d():
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for placements in (
+        (StridedRaggedShard((0,), (1, 3), 2), Shard(0)),
+        (RaggedShard((0,), (3, 5)), Shard(1)),
+        (Shard(1), RaggedShard((0,), (1, 1))),
+    ):
+        param = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, placements))
+        param.grad = distribute_like(full, param)
+        norm = nn.utils.clip_grad_norm_([param], 1.0)
+        assert norm.item() == pytest.approx(full.norm().item(), rel=1e-6)
+        torch.testing.assert_close(param.grad.full_tensor(), full / (full.norm() + 1e-6))
+
+
+def test_clipping_counts_each_element_once_on_2d_meshes():
+    run_ranks(4, clip_2d)
+
+
+def scaled(mesh_shape, fused):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
+    grads[1][0][23, 4] = math.inf  # one rank's alone
+    finals = []
+    for params in (plain, ragged):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
+        scaler.scale(torch.tensor(1.0))
+        for step in range(STEPS):
+            set_grads(params, grads[step], scaler.get_scale())
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        finals.append(scaler.get_scale())
+    assert finals[0] == finals[1] == 4.0
+    compare(plain, ragged, ulp=STEPS if fused else 0)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "for-loop"])
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(mesh_shape, fused):
+    run_ranks(math.prod(mesh_shape), scaled, mesh_shape, fused)
+
+
+def zero_gradient_fused():
+    mesh = init_device_mesh("cpu", (3,))
+    plain, ragged, grads = make(mesh, placements_of(3))
+    for params in (plain, ragged):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+        scaler.scale(torch.tensor(1.0))
+        set_grads(params, grads[0], 2.0)
+        params[0].grad = None
+        scaler.step(optimizer)  # unscales inside the fused step
+        scaler.update()
+    compare(plain, ragged, ulp=2)
+
+
+def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
+    run_ranks(3, zero_gradient_fused)
