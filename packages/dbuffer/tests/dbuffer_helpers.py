@@ -38,7 +38,8 @@ LAYOUTS = {"planned": layout_for, "split": split_layout}
 
 def mesh_of(*shape, names=None):
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names or ("replicate", "shard")[-len(shape) :])
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, shape, mesh_dim_names=names or ("replicate", "shard")[-len(shape) :])
 
 
 def make(layout="planned", *, mesh=None, dtype=torch.float32, align=8, **options):
@@ -68,13 +69,13 @@ def local_part(buffer, name, full):
 def assert_locals_equal(buffer, tensors):
     for name, view in buffer.local_views.items():
         torch.testing.assert_close(
-            view, local_part(buffer, name, tensors[name]).to(view.dtype), rtol=0, atol=0, msg=name
+            view, local_part(buffer, name, tensors[name]).to(view), rtol=0, atol=0, msg=name
         )
 
 
 def assert_views_equal(buffer, tensors):
     for name, view in buffer.views.items():
-        torch.testing.assert_close(view, tensors[name].to(view.dtype), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(view, tensors[name].to(view), rtol=0, atol=0, msg=name)
 
 
 def storage_bytes(tensors):

@@ -60,7 +60,10 @@ def reduce(layout, dtype, full_dtype, op, divide):
         start, stop = buffer.layout.local_range(name, dist.get_rank())
         exact = by in (1, 2, 4)
         torch.testing.assert_close(
-            view.reshape(-1).float(), want[start:stop], rtol=0 if exact else 2e-2, atol=0 if exact else 2e-2
+            view.reshape(-1).float().cpu(),
+            want[start:stop],
+            rtol=0 if exact else 2e-2,
+            atol=0 if exact else 2e-2,
         )
 
 

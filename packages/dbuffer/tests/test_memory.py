@@ -60,7 +60,7 @@ def backward_after_release(full_dtype):
     tensors = full_tensors()
     buffer.load_full(tensors)
     weight = torch.nn.Parameter(buffer.resting_views["weight"])
-    x = torch.ones(2, 6, dtype=full_dtype, requires_grad=True)
+    x = torch.ones(2, 6, dtype=full_dtype, device=buffer.device, requires_grad=True)
     buffer.all_gather().wait()
     y = torch.nn.functional.linear(x, weight).sum()
     buffer.release()
@@ -69,7 +69,8 @@ def backward_after_release(full_dtype):
     other.full[0].fill_(99.0)
     buffer.all_gather().wait()
     y.backward()
-    torch.testing.assert_close(x.grad, tensors["weight"].sum(0).expand(2, 6).to(full_dtype), rtol=0, atol=0)
+    want = tensors["weight"].sum(0).expand(2, 6).to(x)
+    torch.testing.assert_close(x.grad, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,29 @@
+"""The simulation of several ranks in one process does what the GPU tests take it to do."""
+
+import pytest
+import torch
+from dbuffer_helpers import SPECS, fill_views, full_tensors, make
+from simulated_ranks import simulated_ranks
+
+import dbuffer
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
+def test_every_simulated_rank_holds_what_this_one_holds(layout, full_dtype):
+    with simulated_ranks(4, "cpu") as mesh:
+        buffer = make(layout, mesh=mesh, full_dtype=full_dtype, check_ranks=False)
+        for shard in buffer.shard:
+            shard.copy_(torch.arange(len(shard)) % 100)
+        buffer.all_gather().wait()
+        for shard, full in zip(buffer.shard, buffer.full, strict=True):
+            assert full.view(4, -1).eq(shard.to(full_dtype)).all()
+        fill_views(buffer, full_tensors())
+        dbuffer.reduce_scatter([buffer], op="sum").wait()
+        for name, view in buffer.local_views.items():
+            held = full_tensors()[name].flatten()[: view.numel()].view(view.shape)
+            assert view.equal(4 * held)
+
+
+def test_all_tensors_of_the_helpers_are_small_enough_to_be_exact():
+    assert sum(spec.numel for spec in SPECS) < 1000

@@ -1,0 +1,72 @@
+"""Another wire form needs no change of the buffer: here, codes of one byte and a scale a rank."""
+
+import pytest
+import torch
+from dbuffer_helpers import full_tensors, make
+
+from dbuffer import CastOnWire, Transfer
+from ragged_shard.testing import RankError, record_collectives, run_ranks
+
+
+class Quantized:
+    """One-byte codes with one fp32 scale (kept in 16 bytes) for each rank and segment."""
+
+    def dtypes(self, shard, full):
+        if not shard.is_floating_point:
+            raise ValueError(f"{shard} cannot be quantized")
+        return (torch.int8,)
+
+    def encode(self, shards, own, full):
+        transfers = []
+        for shard, gathered in zip(shards, full, strict=True):
+            ranks = gathered.numel() // shard.numel()
+            scale = (shard.abs().max() / 127).clamp_min(1e-12).float().expand(4).contiguous()
+            codes = (shard / scale[0]).round().to(torch.int8)
+            transfers += [
+                Transfer(codes, torch.empty(ranks * codes.numel(), dtype=torch.int8)),
+                Transfer(scale, torch.empty(ranks * 4)),
+            ]
+        return transfers
+
+    def decode(self, transfers, full):
+        for index, gathered in enumerate(full):
+            codes, scales = (transfer.receive for transfer in transfers[2 * index : 2 * index + 2])
+            per_rank = codes.view(len(scales) // 4, -1) * scales[::4, None]
+            gathered.copy_(per_rank.view(-1))
+
+
+def gather(layout):
+    buffer, tensors = make(layout, align=16, full_dtype=torch.bfloat16, wire=Quantized()), full_tensors()
+    buffer.load_full(tensors)
+    with record_collectives() as record:
+        buffer.all_gather().wait()
+    assert record.kinds == ["all_gather"]
+    for name, view in buffer.views.items():
+        torch.testing.assert_close(view.float(), tensors[name], rtol=0, atol=0.1)
+    return sum(shard.numel() + 16 for shard in buffer.shard), record.bytes_sent
+
+
+@pytest.mark.parametrize("layout", ["planned", "split"])
+def test_a_quantizing_wire_form_plugs_in(layout):
+    for sent, recorded in run_ranks(2, gather, layout):
+        assert recorded == sent  # to the one other rank
+
+
+def misaligned():
+    make(align=8, full_dtype=torch.bfloat16, wire=Quantized())
+
+
+def test_what_travels_takes_part_in_the_alignment_check():
+    with pytest.raises(RankError, match=r"in torch\.int8; plan with align=16"):
+        run_ranks(1, misaligned)
+
+
+def test_the_cast_sends_shards_themselves_where_dtypes_agree():
+    shard, own, full = torch.ones(8), torch.zeros(8), torch.zeros(16)
+    (transfer,) = CastOnWire().encode((shard,), (own,), (full,))
+    assert transfer.send is shard
+    assert transfer.receive is full
+    own = own.bfloat16()
+    (transfer,) = CastOnWire().encode((shard,), (own,), (full.bfloat16(),))
+    assert transfer.send is own
+    assert own.eq(1).all()
