@@ -103,7 +103,6 @@ def walk(layout, depth, full_dtype, num_groups=5, steps=3):
     return peak, shards + recycler.stats.peak_bytes, shards, one, after_first, recycler.stats, len(sizes)
 
 
-@can_swap
 @pytest.mark.parametrize("layout", ["planned", "split"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,35 @@
+"""On CPU streams and events mean nothing, and code written for them runs."""
+
+import pytest
+from dbuffer_helpers import assert_views_equal, full_tensors, make
+
+from dbuffer import Recycler, device_layer, shared_recycler
+from ragged_shard.testing import run_ranks
+
+
+def on_a_stream():
+    buffer, tensors = make(), full_tensors()
+    layer = buffer.layer
+    stream = layer.new_stream()
+    assert stream is layer.current_stream() is None
+    buffer.load_full(tensors)
+    handle = buffer.all_gather(stream=stream, after=[layer.record()])
+    with layer.on(stream):
+        handle.wait()
+    layer.wait(layer.record(stream), stream)
+    layer.synchronize()
+    assert_views_equal(buffer, tensors)
+
+
+def test_collectives_take_streams_and_events_on_cpu():
+    run_ranks(2, on_a_stream)
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda_raises():
+    with pytest.raises(ValueError, match="device meta: buffers live on cpu or cuda"):
+        device_layer("meta")
+
+
+def test_one_recycler_of_the_process_serves_all_who_bring_none():
+    assert shared_recycler("cpu") is shared_recycler("cpu")
+    assert isinstance(shared_recycler("cpu"), Recycler)

@@ -1,0 +1,40 @@
+"""The README's Python runs, on one rank and on several."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ragged_shard.testing import run_ranks
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def readme():
+    if README.is_file():
+        return README.read_text()
+    return metadata.metadata("dbuffer").get_payload()  # outside the tree: what the wheel carries
+
+
+def run(snippet):
+    namespace = {}
+    exec(compile(snippet, "README.md", "exec"), namespace)
+    namespace["params"].all_gather().wait()
+    return {name: view.clone() for name, view in namespace["params"].views.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_example_trains_to_the_same_parameters_on_any_number_of_ranks(world_size):
+    (snippet,) = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
+    (alone,) = run_ranks(1, run, snippet)
+    for found in run_ranks(world_size, run, snippet):
+        for name, value in alone.items():
+            assert found[name].equal(value), name
+
+
+def test_every_public_name_that_the_readme_calls_exists():
+    import dbuffer
+
+    for name in set(re.findall(r"`(\w+)\(", readme())) - {"zero_", "copy_", "cast_from", "add_", "mul_"}:
+        assert hasattr(dbuffer, name) or hasattr(dbuffer.DBuffer, name), name
