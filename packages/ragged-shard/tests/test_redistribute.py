@@ -273,6 +273,26 @@ def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to(
     run_ranks(3, from_torch)
 
 
+def claims():
+    mesh = init_device_mesh("cpu", (3,))
+    ragged = [RaggedShard((0,), (1, 2, 3))]
+    liar = DTensor.from_local(torch.zeros(6, 2), mesh, ragged, shape=torch.Size([6, 2]), stride=(2, 1))
+    for op in (
+        lambda: liar + 1,
+        lambda: liar.detach(),
+        lambda: torch.nn.Parameter(liar),
+        lambda: liar.clone(),
+    ):
+        with pytest.raises(NotImplementedError, match="which torch made and does not understand"):
+            op()
+    with pytest.raises(TypeError, match="was not made by this package"):
+        redistribute(liar, placements=[Replicate()])
+
+
+def test_a_plain_dtensor_that_claims_a_ragged_placement_is_refused():
+    run_ranks(3, claims)
+
+
 def dtypes_case(dtype):
     mesh = init_device_mesh("cpu", (3,))
     full = whole((6, 4), dtype) if dtype != torch.bool else whole((6, 4)) % 3 == 0

@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -178,3 +182,23 @@ def torch_gathers():
 )
 def test_torchs_own_gathering_of_full_state_dicts_works_too():
     run_ranks(3, torch_gathers)
+
+
+def torch_loads(device, from_rank0):
+    module = nn.Module()
+    mesh = init_device_mesh("cpu", (3,))
+    blank = torch.empty(6, 4, device=device)
+    module.weight = nn.Parameter(distribute_tensor(blank, mesh, [RaggedShard((0,), (1, 2, 3))]))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+    given = {"weight": torch.arange(24.0).view(6, 4)} if not from_rank0 or dist.get_rank() == 0 else {}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        set_model_state_dict(module, given, options=options)
+
+
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("from_rank0", [True, False])
+def test_torchs_own_loading_of_full_state_dicts_raises_instead_of_mis_sizing(device, from_rank0):
+    run_ranks(3, torch_loads, device, from_rank0)

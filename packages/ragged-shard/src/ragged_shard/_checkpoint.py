@@ -6,6 +6,7 @@ chunk of the full tensor. A checkpoint knows nothing of ragged: it loads into an
 Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     local: torch.Tensor = tensor._local_tensor.detach()
     if not layout.shape.numel():
         return local.new_empty(layout.shape)
-    rest = 1
-    for size in region.box.sizes[region.prefix :]:
-        rest *= size
     inside = found[0].moved(tuple(-o for o in region.box.offsets))
-    return run_view(local, region.box.sizes, region.start * rest if region.ragged else 0, inside)
+    if not region.ragged:
+        return local[inside.slices()]
+    rest = math.prod(region.box.sizes[region.prefix :])
+    return run_view(local, region.box.sizes, region.start * rest, inside)

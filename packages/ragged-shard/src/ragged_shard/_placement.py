@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.tensor import Placement
 
-from ragged_shard._torch_compat import refuse_torch_redistribute
+from ragged_shard._torch_compat import refuse_torch_redistribute, refuse_torch_rules
 
 
 def _checked_ints(name: str, values: Any) -> tuple[int, ...]:
@@ -107,6 +107,7 @@ class RaggedShard(Placement):
         return self._key() == other._key()
 
     def __hash__(self) -> int:
+        refuse_torch_rules(self)
         return self._hash
 
     def __repr__(self) -> str:

@@ -182,17 +182,17 @@ class RaggedDTensor(BASE_CLASS):
         )
         return (_rebuild, state)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._layout, self.requires_grad)
-
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Any], flat: Any, outer_size: Any, outer_stride: Any
     ) -> "RaggedDTensor":
-        layout, requires_grad = flat
-        local = inner["_local_tensor"]
-        spec = make_spec(layout.mesh, layout.placements, outer_size, outer_stride, local.dtype)
-        return _wrap_traced(local, layout, spec, requires_grad)
+        # Taken apart by the base class, in the form that torch.compile wants of a DTensor.
+        placements, meta, third, requires_grad = flat
+        mesh, local = inner.get("device_mesh", third), inner["_local_tensor"]
+        layout = layout_of(mesh, placements, meta.shape)
+        return _wrap_traced(
+            local, layout, make_spec(mesh, placements, outer_size, outer_stride, local.dtype), requires_grad
+        )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return _checkpoint.write_items(fqn, self)

@@ -3,7 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only).
+`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, and
+`distributed_c10d._world` (which groups there are, for the test harness).
 """
 
 import sys
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import _foreach_supported_types as _OPTIM_FOREACH_TYPES  # noqa: N812
+from torch.utils._foreach_utils import _foreach_supported_types as _UTIL_FOREACH_TYPES  # noqa: N812
 
 Spec = DTensorSpec
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -40,6 +43,10 @@ class TensorWrapper(torch.Tensor):
     def placements(self) -> tuple[Any, ...]:
         """One placement for each mesh axis."""
         return self._spec.placements
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        spec = self._spec
+        return ["_local_tensor"], (spec.placements, spec.tensor_meta, spec.mesh, self.requires_grad)
 
 
 # What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
@@ -85,6 +92,16 @@ else:
         return wrapper
 
 
+def offer_foreach(cls: type[torch.Tensor]) -> None:
+    """Tell optimizers and clip_grad_norm_ that foreach ops take tensors of this class, as torch does for DTensor.
+
+    They choose foreach by exact type; without this, clipping would make one collective for each tensor.
+    """
+    for kinds in (_OPTIM_FOREACH_TYPES, _UTIL_FOREACH_TYPES):
+        if cls not in kinds:
+            kinds.append(cls)
+
+
 def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Start an all-gather of equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,6 +112,11 @@ def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, gro
     """Start a reduce-scatter into equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, source, op=op, group=group, async_op=True)
+
+
+def num_groups() -> int:
+    """How many process groups this process has, the default one included."""
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -117,4 +139,19 @@ def refuse_torch_redistribute(placement: Any) -> None:
         raise NotImplementedError(
             f"torch's DTensor.redistribute cannot make {placement}: it would keep every rank's tensor as it is. "
             "Use ragged_shard.redistribute(tensor, placements=...) instead"
+        )
+
+
+def refuse_torch_rules(placement: Any) -> None:
+    """Raise when torch's sharding rules are what hashes ``placement``: an op on a plain DTensor that claims it.
+
+    RaggedDTensor answers for its own ops, so this is a DTensor that torch itself has made around a local tensor of some
+    other shape; its helper for full state dicts does so for parameters on the meta device. The rules look up ops by
+    the hash of mesh and placements, which is the first and only thing they ask.
+    """
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.tensor._dtensor_spec":
+        raise NotImplementedError(
+            f"an op on a plain DTensor with placement {placement}, which torch made and does not understand: its local "
+            "tensor need not be the part that the placement names. Use ragged_shard's distribute_tensor, redistribute "
+            "or load_full_state_dict, or RaggedDTensor.from_local"
         )

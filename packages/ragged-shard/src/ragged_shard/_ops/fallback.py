@@ -1,14 +1,34 @@
 """Ops outside of the table, and tensors in torch's own layouts: no ragged operand, or a refusal."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ragged_shard._layout import Layout, contiguous_stride
 from ragged_shard._ops import operands
 from ragged_shard._tensor import RaggedDTensor
+
+# The gradient of a sum: one number seen as a whole tensor. Kept as it is, since each rank will look at its part only.
+_EXPAND = torch.ops.aten.expand.default
+
+
+def _map(fn: Callable[[Any], Any], value: Any) -> Any:
+    """``fn`` of each leaf of an op's arguments or results: single values and lists of them (cheaper than a pytree)."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)([_map(fn, entry) for entry in value])
+    return fn(value)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [entry for entry in value if isinstance(entry, torch.Tensor)]
+    return found
 
 
 def as_dtensor(value: Any) -> Any:
@@ -22,13 +42,13 @@ def as_dtensor(value: Any) -> Any:
         layout.placements,
         run_check=False,
         shape=layout.shape,
-        stride=contiguous_stride(layout.shape),
+        stride=value._local_tensor.stride() if layout.replicate else contiguous_stride(layout.shape),
     )
 
 
 def fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse an op on a ragged tensor; hand anything else to torch, or run it where all operands are Replicate."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = _tensors((*args, *kwargs.values()))
     ragged = operands.ragged_layout(leaves)
     if ragged is not None or torch.Tag.inplace_view in func.tags:
         raise refusal(func, ragged or next(t._layout for t in leaves if isinstance(t, RaggedDTensor)))
@@ -38,7 +58,7 @@ def fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done, result = _on_replicas(func, args, kwargs, leaves, layouts)
         if done:
             return args[0] if in_place and not isinstance(args[0], (list, tuple)) else result
-    result = func(*tree_map(as_dtensor, args), **tree_map(as_dtensor, kwargs))
+    result = func(*_map(as_dtensor, args), **{k: _map(as_dtensor, v) for k, v in kwargs.items()})
     return args[0] if in_place and isinstance(args[0], RaggedDTensor) else result
 
 
@@ -71,9 +91,8 @@ def _on_replicas(
     def local(value: Any) -> Any:
         return value._local_tensor if isinstance(value, RaggedDTensor) else value
 
-    result = func(*tree_map(local, args), **tree_map(local, kwargs))
-    outputs = [out for out in tree_leaves(result) if isinstance(out, torch.Tensor)]
-    if any(not out.is_contiguous() for out in outputs):
+    result = func(*_map(local, args), **{k: _map(local, v) for k, v in kwargs.items()})
+    if func is not _EXPAND and any(not out.is_contiguous() for out in _tensors((result,))):
         return False, None  # a transposed view, say: only a plain DTensor can carry its strides
 
     def wrap(value: Any) -> Any:
@@ -81,7 +100,7 @@ def _on_replicas(
             return value
         return RaggedDTensor._wrap(value, _replicated(first, value.shape))
 
-    return True, tree_map(wrap, result)
+    return True, _map(wrap, result)
 
 
 def _replicated(layout: Layout, shape: torch.Size) -> Layout:

@@ -1,0 +1,31 @@
+"""torch.compile of ops on ragged tensors (torch >= 2.12)."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
+from ragged_shard.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch.compile takes no such subclass"
+)
+
+
+def curve(a, b):
+    return (a * b + 1).sigmoid() * 2 - a
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (3,))
+    x = torch.arange(24.0).view(6, 4) / 24
+    ragged = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
+    got = torch.compile(curve, backend="aot_eager", fullgraph=True)(ragged, ragged)
+    assert isinstance(got, RaggedDTensor)
+    assert got.placements == ragged.placements
+    assert torch.equal(got.full_tensor(), curve(x, x))
+
+
+def test_a_compiled_pointwise_function_is_bit_equal():
+    run_ranks(3, compiled, timeout=120)

@@ -1,0 +1,61 @@
+"""The README: its snippets run, its op table is the code's."""
+
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ragged_shard._ops.registry import HANDLERS
+from ragged_shard._ops.table import RULES, markdown
+from ragged_shard.testing import run_ranks
+
+
+def readme():
+    """The file beside the tests, or the copy in the installed package's metadata."""
+    file = Path(__file__).parent.parent / "README.md"
+    if file.is_file():
+        return file.read_text()
+    found = importlib.metadata.metadata("ragged-shard")
+    return found.get_payload() or found["Description"]
+
+
+def snippets(kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```$", readme(), re.MULTILINE | re.DOTALL)
+
+
+def run_script(code):
+    assert dist.is_initialized()
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_snippets_run_one_after_another_as_one_script():
+    code = snippets("python")
+    assert len(code) >= 6
+    run_ranks(3, run_script, "\n".join(code))
+
+
+def test_the_test_snippet_passes(tmp_path):
+    (code,) = snippets("python test")
+    file = tmp_path / "snippet_of_readme.py"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location("snippet_of_readme", file)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, spec.name, module)
+        spec.loader.exec_module(module)
+        module.test_all_reduce_sums()
+
+
+def test_the_op_table_is_the_codes():
+    shown = re.search(r"<!-- op table -->\n(.*)\n<!-- end of op table -->", readme(), re.DOTALL)[1]
+    assert shown == markdown()
+
+
+def test_every_name_in_the_table_is_an_op_that_has_a_handler():
+    handled = {op._schema.name.removeprefix("aten::").rstrip("_") for op in HANDLERS}
+    for rule in RULES.values():
+        for name in rule.ops.split():
+            assert name.rstrip("_") in handled, name
