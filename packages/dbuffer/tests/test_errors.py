@@ -187,6 +187,10 @@ def busy():
     handle.wait()
     assert handle.waited
     assert not buffer.busy
+    buffer.wait()
+    buffer.all_gather()
+    buffer.wait()
+    assert not buffer.busy
     buffer.release()
     buffer.release()
 

@@ -25,7 +25,7 @@ from ._device import DeviceLayer, device_layer
 from ._geometry import gaps_of, pieces_of
 from ._handle import Handle
 from ._mesh import MeshView, view_mesh
-from ._recycler import Recycler, shared_recycler
+from ._recycler import Recycler, check_aligned, shared_recycler
 from ._wire import CastOnWire, WireForm
 
 Part = Literal["shard", "full"]
@@ -99,6 +99,8 @@ class DBuffer:
         rank = self.mesh_view.rank
         sizes = [segment.shard_size for segment in self.layout.segments]
         self.shard = tuple(torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes)
+        for shard in self.shard:
+            check_aligned(shard.data_ptr())
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and what each needs, in bytes
         if self.aliased:
             self._full = self._raw_full = self._own = self.shard
@@ -264,6 +266,11 @@ class DBuffer:
     ) -> Handle:
         """Reduce the shard over the replicas, in place; see `dbuffer.all_reduce`."""
         return _collectives.all_reduce([self], op=op, divide=divide, stream=stream, after=after)
+
+    def wait(self) -> None:
+        """Wait for the collective that is under way, if there is one: `Handle.wait` for whoever has lost the handle."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
 
     # -- the whole group at once: one call, whatever the number of tensors ------------------------------------------
 

@@ -53,9 +53,14 @@ def all_gather(
         pairs = [(t.receive, t.send) for _, transfers in parts for t in transfers if _must_travel(first, t)]
         work = compat.all_gather(pairs, first.mesh_view.group) if pairs else None
 
+        launched_on = first.layer.current_stream()
+
         def decode() -> None:
             for buffer, transfers in parts:
                 buffer._wire.decode(transfers, buffer._raw_full)
+                if any(t.receive is not full for t, full in zip(transfers, buffer._raw_full, strict=False)):
+                    # The wire form's own memory goes back to the launch's stream as soon as this returns.
+                    first.layer.wait(first.layer.record(), launched_on)
 
         return _handle("all_gather", buffers, work, decode)
 

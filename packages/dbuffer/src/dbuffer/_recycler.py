@@ -39,6 +39,12 @@ class RecyclerStats:
     reuses: int
 
 
+def check_aligned(address: int) -> None:
+    """Raise RuntimeError where memory from torch's allocator is off a 16-byte boundary."""
+    if address % _ALIGNMENT:
+        raise RuntimeError(f"torch's allocator returned memory at {address:#x}, not a multiple of 16 bytes")
+
+
 @dataclass(frozen=True)
 class _Block:
     storage: torch.UntypedStorage
@@ -95,10 +101,7 @@ class Recycler:
             self._reuses += 1
             return
         storage.resize_(nbytes)
-        if storage.data_ptr() % _ALIGNMENT:
-            raise RuntimeError(
-                f"torch's allocator returned memory at {storage.data_ptr():#x}, not a multiple of 16 bytes"
-            )
+        check_aligned(storage.data_ptr())
         self._homes[storage] = self._layer.current_stream()
         self._allocations += 1
         self._peak = max(self._peak, self._lent() + self._parked_bytes)
