@@ -103,7 +103,12 @@ def destroy():
     return os.getpid()
 
 
-@pytest.mark.parametrize("spoil", [leave_a_thread, destroy])
+def make_groups():
+    dist.new_group([0, 1])
+    return os.getpid()
+
+
+@pytest.mark.parametrize("spoil", [leave_a_thread, destroy, make_groups])
 def test_ranks_that_a_job_has_spoilt_are_replaced(spoil):
     assert not set(run_ranks(2, spoil)) & set(run_ranks(2, process))
 

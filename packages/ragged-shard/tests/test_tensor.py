@@ -340,3 +340,22 @@ def partial_sources():
 
 def test_hsdp_layouts_are_made_from_a_full_tensor():
     run_ranks(4, partial_sources)
+
+
+def data():
+    full, tensor = make(3, requires_grad=True)
+    param = nn.Parameter(tensor)
+    assert isinstance(param.data, RaggedDTensor)
+    assert param.data.to_local().data_ptr() == param.to_local().data_ptr()
+    param.data.mul_(2)
+    assert torch.equal(param.full_tensor(), full * 2)
+    param.data = tensor.detach().to(torch.float64).redistribute(placements=[RaggedShard((0,), (1, 2, 1))])
+    assert param.dtype == param.to_local().dtype == torch.float64
+    assert param.placements == (RaggedShard((0,), (1, 2, 1)),)
+    assert torch.equal(param.full_tensor(), full.double() * 2)
+    with pytest.raises(TypeError, match="can only be another ragged tensor"):
+        param.data = full
+
+
+def test_data_can_be_written_and_replaced():
+    run_ranks(3, data)

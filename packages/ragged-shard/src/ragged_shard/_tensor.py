@@ -20,6 +20,8 @@ from ragged_shard._layout import Layout, check_stride, layout_of
 from ragged_shard._ops.registry import HANDLERS
 from ragged_shard._torch_compat import BASE_CLASS, Spec, make_spec, new_wrapper
 
+_DATA: Any = torch.Tensor.data
+
 
 class RaggedDTensor(BASE_CLASS):
     """A distributed tensor with a RaggedShard placement (or with torch's own, on the way to and from one).
@@ -146,6 +148,23 @@ class RaggedDTensor(BASE_CLASS):
         whole = self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim)
         local: torch.Tensor = whole.to_local(grad_placements=grad_placements)
         return local.clone() if whole is self else local
+
+    @property
+    def data(self) -> "RaggedDTensor":
+        """The same tensor without autograd; assigning another ragged tensor takes over its local tensor and layout."""
+        found: RaggedDTensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RaggedDTensor):
+            raise TypeError(
+                f"data of a ragged tensor ({self._layout}) can only be another ragged tensor, got a "
+                f"{type(value).__name__}; distribute it first with ragged_shard.distribute_like"
+            )
+        _DATA.__set__(self, value)  # torch's own swaps shape and dtype, and knows of nothing else
+        self._local_tensor, self._layout = value._local_tensor, value._layout
+        self._spec = value._layout.spec(value._local_tensor.dtype)  # type: ignore[misc]  # a slot of the base
 
     @classmethod
     def __torch_dispatch__(

@@ -160,7 +160,11 @@ class _Zygote:
         """End it and what it left on disk."""
         self.control.close()
         if self.owner == os.getpid():
-            self.process.wait()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
