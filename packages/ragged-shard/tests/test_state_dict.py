@@ -202,3 +202,19 @@ def torch_loads(device, from_rank0):
 @pytest.mark.parametrize("from_rank0", [True, False])
 def test_torchs_own_loading_of_full_state_dicts_raises_instead_of_mis_sizing(device, from_rank0):
     run_ranks(3, torch_loads, device, from_rank0)
+
+
+def off_root():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    module = nn.Module()
+    module.w = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [RaggedShard((0,), (1, 3))]))
+    with pytest.raises(ValueError, match="does not begin at rank 0"):
+        load_full_state_dict(module, {"w": torch.ones(4, 2)}, rank0_only=True)
+    load_full_state_dict(module, {"w": torch.ones(4, 2)})
+    assert torch.equal(full_state_dict(module)["w"], torch.ones(4, 2))
+    gathered = full_state_dict(module, rank0_only=True)
+    assert list(gathered) == (["w"] if dist.get_rank() == 0 else [])
+
+
+def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
+    run_ranks(4, off_root, timeout=20)

@@ -82,13 +82,18 @@ class Region:
 
     def boxes(self) -> tuple[Box, ...]:
         """The fewest boxes of the full tensor that cover the region, in row-major order; none when empty."""
-        if not self.box.numel:
-            return ()
-        rest = self.box.sizes[self.prefix :]
-        found = range_boxes(self.box.sizes[: self.prefix], self.start, self.stop)
-        return tuple(
-            Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(self.box.offsets) for box in found
-        )
+        return _boxes_of(self)
+
+
+@lru_cache(maxsize=65536)
+def _boxes_of(held: Region) -> tuple[Box, ...]:
+    if not held.box.numel:
+        return ()
+    rest = held.box.sizes[held.prefix :]
+    found = range_boxes(held.box.sizes[: held.prefix], held.start, held.stop)
+    return tuple(
+        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(held.box.offsets) for box in found
+    )
 
 
 def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from ragged_shard import _comm
 from ragged_shard._distribute import scatter
 from ragged_shard._geometry import axis_parts, shard_box
-from ragged_shard._layout import Layout
+from ragged_shard._layout import Layout, describe_mesh
 from ragged_shard._ops.operands import local_part
 from ragged_shard._tensor import RaggedDTensor
 
@@ -48,7 +48,8 @@ def load_full_state_dict(
         strict: names must be exactly the module's; else those that both have are loaded.
 
     Raises:
-        ValueError: a meta parameter, a wrong shape, missing or unexpected names (strict); on every rank.
+        ValueError: a meta parameter, a mesh that does not begin at rank 0 (``rank0_only``), a wrong shape,
+        missing or unexpected names (strict); on every rank.
         TypeError: a value that is no plain tensor.
     """
     own = module.state_dict(keep_vars=True)
@@ -56,8 +57,7 @@ def load_full_state_dict(
     problem = None
     if not rank0_only or dist.get_rank() == 0:
         problem, given = _look(own, state_dict, strict)
-    if problem is None:
-        problem = _meta(own)
+    problem = problem or _meta(own) or (_off_root(own, True) if rank0_only else None)
     if rank0_only:
         shared: list[Any] = [(problem, sorted(given or ()))]
         dist.broadcast_object_list(shared, src=0)
@@ -102,6 +102,23 @@ def _meta(own: Mapping[str, Any]) -> tuple[str, str] | None:
     return "ValueError", f"{names} are on the meta device; {hint}"
 
 
+def _off_root(own: Mapping[str, Any], loading: bool) -> tuple[str, str] | None:
+    """Whether some tensor's mesh has another rank where rank 0 is taken to be: at its first coordinate.
+
+    Loading needs rank 0 in every mesh; gathering does without in meshes that rank 0 is not in.
+    """
+    for name, value in own.items():
+        if isinstance(value, (DTensor, RaggedDTensor)):
+            ranks = value.device_mesh.mesh.reshape(-1).tolist()
+            if ranks[0] != 0 and (loading or 0 in ranks):
+                mesh = describe_mesh(value.device_mesh)
+                return (
+                    "ValueError",
+                    f"{name} is on a {mesh} that does not begin at rank 0; use rank0_only=False",
+                )
+    return None
+
+
 def _load(target: torch.Tensor, whole: torch.Tensor | None, rank0_only: bool) -> None:
     """One tensor, into place."""
     device, dtype = target.device, target.dtype
@@ -124,10 +141,17 @@ def _load(target: torch.Tensor, whole: torch.Tensor | None, rank0_only: bool) ->
         target.to_local().copy_(placed.to_local())
     else:
         if rank0_only:
-            whole = target.detach().clone() if whole is None else whole.contiguous()
-            dist.broadcast(whole, src=0)
+            whole = _broadcast(target.detach().clone() if whole is None else whole.contiguous())
         assert whole is not None
         target.detach().copy_(whole)
+
+
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor, on every rank; by way of the GPU where the process group moves nothing else."""
+    if dist.get_backend() == "nccl" and not tensor.is_cuda:
+        return _broadcast(tensor.cuda()).to(tensor.device)
+    dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def full_state_dict(
@@ -140,11 +164,11 @@ def full_state_dict(
     each ragged axis alone (its own bytes from every other rank, one all_to_all_single) and other ranks get ``{}``.
 
     Raises:
-        ValueError: a parameter on the meta device.
+        ValueError: a parameter on the meta device; with ``rank0_only``, one on a mesh that does not begin at rank 0.
         TypeError: an entry of the module's state dict that is no tensor.
     """
     own = module.state_dict(keep_vars=True)
-    problem = _meta(own)
+    problem = _meta(own) or (_off_root(own, False) if rank0_only else None)
     if problem is not None:
         raise ValueError(f"full_state_dict: {problem[1]}")
     gathered = {}

@@ -151,7 +151,10 @@ class RaggedDTensor(BASE_CLASS):
 
     @property
     def data(self) -> "RaggedDTensor":
-        """The same tensor without autograd; assigning another ragged tensor takes over its local tensor and layout."""
+        """The same tensor without autograd.
+
+        Assigning another ragged tensor takes over its local tensor and layout.
+        """
         found: RaggedDTensor = _DATA.__get__(self)
         return found
 

@@ -145,7 +145,8 @@ def refuse_torch_redistribute(placement: Any) -> None:
 def refuse_torch_rules(placement: Any) -> None:
     """Raise when torch's sharding rules are what hashes ``placement``: an op on a plain DTensor that claims it.
 
-    RaggedDTensor answers for its own ops, so this is a DTensor that torch itself has made around a local tensor of some
+    RaggedDTensor answers for its own ops, so this is a DTensor that torch itself has made around a local
+    tensor of some
     other shape; its helper for full state dicts does so for parameters on the meta device. The rules look up ops by
     the hash of mesh and placements, which is the first and only thing they ask.
     """

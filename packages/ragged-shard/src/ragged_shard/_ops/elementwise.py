@@ -76,11 +76,15 @@ def foreach(op: Any) -> Handler:
         local_args: list[Any] = []
         for arg in args:
             if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
-                if type(arg[0]) is RaggedDTensor:
-                    if any(type(t) is not RaggedDTensor for t in arg) or [t._layout for t in arg] != layouts:
+                if type(arg[0]) is not torch.Tensor:
+                    # Only ragged tensors have a layout; list equality tests identity first, in C.
+                    try:
+                        if arg is not args[0] and [t._layout for t in arg] != layouts:
+                            return _foreach_mixed(func, args, kwargs)
+                    except AttributeError:
                         return _foreach_mixed(func, args, kwargs)
                     arg = [t._local_tensor for t in arg]
-                elif any(type(t) is not torch.Tensor or t.ndim for t in arg):
+                elif any([type(t) is not torch.Tensor or t.ndim for t in arg]):  # noqa: C419
                     return _foreach_mixed(func, args, kwargs)
             elif isinstance(arg, torch.Tensor) and (type(arg) is not torch.Tensor or arg.ndim):
                 arg = _scalar(arg, func)

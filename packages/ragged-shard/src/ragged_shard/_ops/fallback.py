@@ -15,7 +15,10 @@ _EXPAND = torch.ops.aten.expand.default
 
 
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    """``fn`` of each leaf of an op's arguments or results: single values and lists of them (cheaper than a pytree)."""
+    """``fn`` of each leaf of an op's arguments or results.
+
+    Single values and lists of them (cheaper than a pytree).
+    """
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)([_map(fn, entry) for entry in value])
     return fn(value)
