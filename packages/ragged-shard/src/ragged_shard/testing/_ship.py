@@ -62,8 +62,14 @@ _loaded: dict[tuple[str, str], tuple[int, types.ModuleType]] = {}
 
 
 def _find(name: str, file: str, changed: int, qualname: str) -> Any:
-    """In the rank: the object, its module loaded from its file under the name it has in the test process."""
+    """The object: in a rank its module is loaded from its file, under the name that it has in the test process.
+
+    In the test process, on the way back, the module is there, and must not become a second one with other classes.
+    """
     key = (name, file)
+    here = sys.modules.get(name)
+    if key not in _loaded and here is not None and getattr(here, "__file__", None) == file:
+        _loaded[key] = (changed, here)
     if key not in _loaded or _loaded[key][0] != changed:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
