@@ -73,6 +73,17 @@ def test_to_local_and_from_local_pass_gradients_on():
     run_ranks(3, through_local)
 
 
+def wrong_grad_placements():
+    tensor = leaf()
+    local = tensor.to_local(grad_placements=[Replicate()])
+    with pytest.raises(ValueError, match="grad_placements"):
+        local.sum().backward()
+
+
+def test_gradients_that_cannot_lie_as_said_raise():
+    run_ranks(3, wrong_grad_placements)
+
+
 def through_redistribute():
     targets = [
         RaggedShard((0,), (3, 2, 1)),

@@ -125,6 +125,17 @@ def test_layouts_that_mean_nothing_raise(placements, mesh_shape, shape, error, m
         geo.validate(placements, mesh_shape, shape)
 
 
+def test_a_shard_on_an_axis_to_the_left_cuts_first_so_a_plain_ragged_cut_is_made_inside_its_parts():
+    placements = (Shard(0), RaggedShard((0,), (1, 2)))
+    geo.validate(placements, (2, 2), (12, 2))
+    regions = [geo.region(placements, (2, 2), (12, 2), (i, j)) for i in range(2) for j in range(2)]
+    assert [(r.boxes()[0].offsets[0], r.local_shape[0]) for r in regions] == [(0, 2), (2, 4), (6, 2), (8, 4)]
+    with pytest.raises(ValueError, match=r"do not divide into sum.local_units.=3 .*|in the part at"):
+        geo.validate(placements, (2, 2), (8, 2))
+    with pytest.raises(ValueError, match="to its right make no parts"):
+        geo.validate((Shard(0), StridedRaggedShard((0,), (1, 1), 2)), (2, 2), (12, 2))
+
+
 def test_a_shard_of_a_prefix_dimension_composes_when_no_cut_goes_through_it():
     placements = (RaggedShard((0, 1), (1, 3)), Shard(1))
     geo.validate(placements, (2, 2), (4, 6, 2))

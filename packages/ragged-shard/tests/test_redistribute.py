@@ -123,6 +123,22 @@ def test_strided_ragged_with_shard_0_keeps_the_full_tensor(mesh_shape):
     run_ranks(math.prod(mesh_shape), strided_case, mesh_shape, (24, 8))
 
 
+def left_of_ragged():
+    shape = (24, 6)
+    first = (Shard(0), RaggedShard((0,), (1, 3)))
+    others = [
+        (Shard(0), RaggedShard((0, 1), (5, 1))), (Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(0)),
+        (Shard(1), RaggedShard((0,), (1, 3))), (Shard(0), Partial()), (Partial(), RaggedShard((0,), (1, 1))),
+        (StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (RaggedShard((0,), (1, 1)), Shard(1)),
+    ]  # fmt: skip
+    pairs = [(first, other) for other in others] + [(other, first) for other in others]
+    check_pairs((2, 2), shape, pairs)
+
+
+def test_a_ragged_cut_inside_the_parts_of_a_shard_to_its_left_keeps_the_full_tensor():
+    run_ranks(4, left_of_ragged)
+
+
 def moved_bytes(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     rank = dist.get_rank()

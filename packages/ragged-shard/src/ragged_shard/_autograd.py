@@ -68,6 +68,11 @@ class ToLocal(torch.autograd.Function):
         wanted = gradient_layout(ctx.layout)
         given = ctx.grad_layout or wanted
         local = grad.contiguous()
+        if given.local_shape is not None and local.shape != given.local_shape:
+            raise ValueError(
+                f"grad_placements {given.placements} give this rank a gradient of shape "
+                f"{tuple(given.local_shape)}, but to_local's result has shape {tuple(local.shape)}"
+            )
         if wanted.axis is not None and given != wanted:
             local = _redistribute.start(local, given, wanted).wait()
             given = wanted

@@ -256,26 +256,32 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
         raise ValueError(
             f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
         )
-    inside = [(i, p.dim) for i, p in enumerate(placements) if type(p) is Shard and p.dim < k]
+    # Shards on axes to the left cut first anyway; those to the right would cut the ragged parts, unless it is strided.
+    after = [i for i, p in enumerate(placements) if i > axis and type(p) is Shard and p.dim < k]
     if isinstance(placement, StridedRaggedShard):
-        parts = math.prod(mesh_shape[i] for i, _ in inside)
-        if not inside or parts != placement.split_factor:
+        parts = math.prod(mesh_shape[i] for i in after)
+        if not after or parts != placement.split_factor:
             raise ValueError(
-                f"{where}: split_factor={placement.split_factor}, but the Shard axes make "
-                f"{parts if inside else 'no'} parts of dims {placement.dims}"
+                f"{where}: split_factor={placement.split_factor}, but the Shard axes to its right make "
+                f"{parts if after else 'no'} parts of dims {placement.dims}"
             )
-        for coordinate in _corners(mesh_shape):
-            box = shard_box(placements, mesh_shape, shape, coordinate)
-            _check_divides(box.sizes, placement, f"{where}, in the part at {coordinate}")
-        return
-    _check_divides(shape, placement, where)
-    for _, dim in inside:
-        slab = math.prod(shape[dim:k])
-        if any(ragged_range(placement, shape, rank)[1] % max(slab, 1) for rank in range(len(units))):
-            raise ValueError(
-                f"{where}: a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
-                "StridedRaggedShard, which cuts inside each of its parts"
-            )
+        after = []
+    first = tuple(Replicate() if i in after else p for i, p in enumerate(placements))
+    for coordinate in _corners(mesh_shape):
+        base = shard_box(first, mesh_shape, shape, coordinate).sizes
+        _check_divides(base, placement, where if base == shape else f"{where}, in the part at {coordinate}")
+        for i in after:
+            _check_uncut(base, placement, placements[i].dim, where)
+
+
+def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: str) -> None:
+    slab = max(math.prod(base[dim : len(placement.dims)]), 1)
+    cuts = [ragged_range(placement, base, rank)[1] for rank in range(len(placement.local_units))]
+    if any(cut % slab for cut in cuts):
+        raise ValueError(
+            f"{where}: a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
+            "StridedRaggedShard, which cuts inside each of its parts"
+        )
 
 
 def _check_divides(shape: Ints, placement: RaggedShard, where: str) -> None:

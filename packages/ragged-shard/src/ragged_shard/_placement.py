@@ -146,7 +146,8 @@ class StridedRaggedShard(RaggedShard):
     Args:
         dims: as for RaggedShard.
         local_units: as for RaggedShard; relative to one part.
-        split_factor: how many parts the other axes make of the prefix (product of their sizes), at least 2.
+        split_factor: how many parts the Shard axes to the right make of the prefix: the product of their sizes, at
+            least 2. Shard axes to the left cut first anyway: beside them a plain RaggedShard does.
     """
 
     __slots__ = ("split_factor",)
