@@ -318,6 +318,24 @@ def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
     run_ranks(4, hsdp_norm)
 
 
+def sliced_meshes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    x = plain()
+    tensors = [
+        distribute_tensor(x, mesh["shard"], [RaggedShard((0,), (1, 3))], src_data_rank=None) for _ in range(3)
+    ]
+    with record_collectives() as record:
+        norms = torch._foreach_norm(tensors)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros(1), torch.ones(1))
+    assert record.kinds == ["all_reduce"] * 2
+    assert norms[2].item() == pytest.approx(x.norm().item(), rel=1e-6)
+    assert torch.equal((tensors[0] + tensors[1]).full_tensor(), x + x)
+
+
+def test_equal_slices_of_a_mesh_are_one_mesh():
+    run_ranks(4, sliced_meshes)
+
+
 def not_a_number():
     for value, check in ((float("nan"), torch.isnan), (float("inf"), torch.isinf)):
         for position in (0, 23):

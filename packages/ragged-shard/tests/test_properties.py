@@ -13,10 +13,9 @@ from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool)
-settings.register_profile(
-    "ranks", deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck)
+RANKS = settings(
+    deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
-settings.load_profile("ranks")
 
 
 def content(shape, dtype):
@@ -101,12 +100,13 @@ def follow(shape, dtype, mesh_shape, steps):
         assert torch.equal(direct.to_local(), tensor.to_local())
 
 
+@RANKS
 @given(chains())
 def test_any_chain_of_redistributions_ends_where_a_direct_one_does(case):
     run_ranks(math.prod(case[2]), follow, *case)
 
 
-@settings(max_examples=60)
+@settings(RANKS, max_examples=60)
 @given(chains_2d())
 def test_any_chain_on_a_2d_mesh_ends_where_a_direct_one_does(case):
     run_ranks(math.prod(case[2]), follow, *case)
@@ -130,6 +130,7 @@ def arithmetic(shape, dtype, mesh_shape, steps):
         assert torch.equal(got, x.to(torch.float32).sum(dim))
 
 
+@RANKS
 @given(chains())
 def test_ops_and_reductions_of_any_ragged_tensor_are_those_of_the_whole(case):
     run_ranks(math.prod(case[2]), arithmetic, *case)

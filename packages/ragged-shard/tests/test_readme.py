@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_the_test_snippet_passes(tmp_path):
     spec = importlib.util.spec_from_file_location("snippet_of_readme", file)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, spec.name, module)
+        patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         module.test_all_reduce_sums()
 

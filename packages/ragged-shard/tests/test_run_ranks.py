@@ -44,6 +44,14 @@ def echo(value):
     return value
 
 
+def grown(case):
+    return Case(case.factor + 1)
+
+
+def test_classes_come_back_as_the_test_modules_own():
+    assert run_ranks(2, grown, Case(1)) == [Case(2)] * 2
+
+
 def process():
     return os.getpid()
 

@@ -285,7 +285,7 @@ def foreach_norm(op: Any) -> Handler:
                     "redistribute Partial to Replicate first"
                 )
             else:
-                groups.setdefault((id(layout.mesh), layout.cut_axes, tensor.dtype), []).append(i)
+                groups.setdefault((layout.mesh, layout.cut_axes, tensor.dtype), []).append(i)
         if others:
             torch_args = ([tensors[i] for i in others], *args[1:])
             found = func(*torch_args, **kwargs) if groups else fallback(func, torch_args, kwargs)

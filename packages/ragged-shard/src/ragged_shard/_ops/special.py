@@ -37,7 +37,7 @@ def unscale(op: Any) -> Handler:
             layout = tensor._layout
             for axis in layout.cut_axes:
                 if layout.axis_size(axis) > 1:
-                    groups[(id(layout.mesh), axis)] = layout.mesh.get_group(axis)
+                    groups[(layout.mesh, axis)] = layout.mesh.get_group(axis)
         for group in groups.values():
             _comm.all_reduce(flag, dist.ReduceOp.MAX, group)
         return None

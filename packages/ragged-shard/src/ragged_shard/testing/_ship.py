@@ -67,8 +67,9 @@ def _find(name: str, file: str, changed: int, qualname: str) -> Any:
     In the test process, on the way back, the module is there, and must not become a second one with other classes.
     """
     key = (name, file)
-    here = sys.modules.get(name)
-    if key not in _loaded and here is not None and getattr(here, "__file__", None) == file:
+    here = sys.modules.get("__main__" if name == "__ranks_main__" else name)
+    if key not in _loaded and os.path.abspath(getattr(here, "__file__", None) or "") == file:
+        assert here is not None
         _loaded[key] = (changed, here)
     if key not in _loaded or _loaded[key][0] != changed:
         spec = importlib.util.spec_from_file_location(name, file)
