@@ -292,5 +292,4 @@ def main():
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: files in it may be named like the packages that they measure
     sys.exit(main())

@@ -281,8 +281,8 @@ def from_torch():
         theirs = DTensor.from_local(full, mesh, [Replicate()]).redistribute(placements=[placement])
         ours = redistribute(theirs, placements=[RaggedShard((0,), (1, 5, 1))])
         assert torch.equal(ours.full_tensor(), full)
-    with pytest.raises(NotImplementedError, match=r"use ragged_shard\.redistribute|Use ragged_shard"):
-        theirs.redistribute(placements=[RaggedShard((0,), (1, 5, 1))])
+        with pytest.raises(NotImplementedError, match="Use ragged_shard's redistribute"):
+            theirs.redistribute(placements=[RaggedShard((0,), (1, 5, 1))])
 
 
 def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to():
@@ -299,7 +299,7 @@ def claims():
         lambda: torch.nn.Parameter(liar),
         lambda: liar.clone(),
     ):
-        with pytest.raises(NotImplementedError, match="which torch made and does not understand"):
+        with pytest.raises(NotImplementedError, match="torch does not understand"):
             op()
     with pytest.raises(TypeError, match="was not made by this package"):
         redistribute(liar, placements=[Replicate()])

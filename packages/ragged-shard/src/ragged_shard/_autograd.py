@@ -1,8 +1,7 @@
 """Gradients through the calls that leave or enter a layout: to_local, from_local, redistribute.
 
 A gradient has the placements of the tensor it belongs to, Partial turned into Replicate (what DTensor
-guarantees too):
-each rank's gradient is the derivative by its own local tensor.
+guarantees too): each rank's gradient is the derivative by its own local tensor.
 """
 
 from typing import Any

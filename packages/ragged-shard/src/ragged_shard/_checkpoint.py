@@ -1,9 +1,8 @@
 """Distributed checkpoints, through the protocol that DTensor has: boxes computed locally, nothing gathered.
 
 A rank's range of the flattened prefix becomes the fewest N-d boxes (at most 2 * len(dims) - 1), each written
-and read as a
-chunk of the full tensor. A checkpoint knows nothing of ragged: it loads into any layout at any world size.
-Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
+and read as a chunk of the full tensor. A checkpoint knows nothing of ragged: it loads into any layout at any
+world size. Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
 """
 
 import math

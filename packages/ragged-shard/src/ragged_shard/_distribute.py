@@ -27,12 +27,11 @@ def distribute_tensor(
 ) -> RaggedDTensor:
     """Lay out a full tensor; every rank calls it with the full tensor's shape and dtype.
 
-    With ``src_data_rank`` an integer, the data is that of the mesh's rank with this coordinate on every axis: one
-    all_to_all_single along the ragged axis (the source sends ``T - own`` bytes, the others nothing), then a
+    With ``src_data_rank`` an integer, the data is that of the mesh's rank with this coordinate on every axis:
+    one all_to_all_single along the ragged axis (the source sends ``T - own`` bytes, the others nothing), then a
     broadcast of the local part along each axis of replicas, after one all-reduce of 24 bytes per axis that
-    makes every rank
-    raise if one was given something else. With None each rank takes its part of its own tensor and nothing is
-    communicated.
+    makes every rank raise if one was given something else. With None each rank takes its part of its own tensor
+    and nothing is communicated.
 
     Args:
         tensor: the full tensor; moved to the mesh's device type. Meta tensors give meta parts (nothing sent).
@@ -91,8 +90,7 @@ def scatter(whole: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
     everywhere).
 
     Axis after axis: the Shard axes first, since the ragged cut is made inside their parts, the replicas last,
-    since the
-    parts are small by then.
+    since the parts are small by then.
     """
     mesh = layout.mesh
     shape = tuple(layout.shape)
@@ -147,8 +145,7 @@ def distribute_like(
     """Lay out a full tensor as another one is: as `distribute_tensor` on its mesh with its placements.
 
     ``like`` may be a RaggedDTensor, a DTensor of torch's own (then the result is one too) or a plain tensor
-    (then ``tensor``
-    itself comes back, on its device). Communicates what `distribute_tensor` does.
+    (then ``tensor`` itself comes back, on its device). Communicates what `distribute_tensor` does.
 
     Raises:
         ValueError: the shapes differ, or as `distribute_tensor` does.

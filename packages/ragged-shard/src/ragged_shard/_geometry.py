@@ -2,16 +2,14 @@
 
 Two views of the same thing:
 
-* **A part on one mesh axis** (`axis_part`): the other axes have already cut the tensor down to a *base* of
-some shape;
-  along one axis each rank holds all of it (Replicate, Partial), a flat range of it (Ragged, and ``Shard(0)``),
+* **A part on one mesh axis** (`axis_part`): the other axes have already cut the tensor down to a *base* of some
+  shape; along one axis each rank holds all of it (Replicate, Partial), a flat range of it (Ragged, and ``Shard(0)``),
   or a slab of it (``Shard(d)``). Redistribution works here.
 * **A region of the full tensor** (`region`): a box, cut out by the Shard axes, and a range of its flattened prefix.
   Checkpoints and reductions along a dimension work here.
 
-All results are cached: they depend on placements, mesh shape and tensor shape alone (units, local shapes,
-offsets: the
-metadata that veScale-FSDP, arXiv 2602.22437 section 4, keeps beside a tensor).
+All results are cached: they depend on placements, mesh shape and tensor shape alone (units, local shapes, offsets:
+the metadata that veScale-FSDP, arXiv 2602.22437 section 4, keeps beside a tensor).
 """
 
 import math

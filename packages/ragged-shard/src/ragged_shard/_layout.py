@@ -122,10 +122,7 @@ def contiguous_stride(shape: Any) -> tuple[int, ...]:
 
 
 def check_stride(shape: Any, stride: Any, what: str) -> None:
-    """.
-
-    Aise unless a tensor of this shape and stride is row-major contiguous (a layout is a run of row-major elements).
-    """
+    """Raise unless a tensor of this shape and stride is row-major contiguous, as a run of elements must be."""
     wanted = contiguous_stride(shape)
     if len(stride) != len(wanted):
         raise ValueError(f"{what}: stride {tuple(stride)} for a {len(wanted)}-d shape {tuple(shape)}")
@@ -140,8 +137,7 @@ def layout_of(mesh: DeviceMesh, placements: Any, shape: Any) -> Layout:
     """The layout of these three, validated once and interned.
 
     The mesh counts by identity (the entry keeps it alive, so its id is not reused): after a process group is
-    destroyed and
-    made anew an equal mesh must not lead to the dead one's groups.
+    destroyed and made anew an equal mesh must not lead to the dead one's groups.
     """
     placements = placements if type(placements) is tuple else tuple(placements)
     key = (id(mesh), placements, shape)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.tensor import Placement
 
-from ragged_shard._torch_compat import refuse_torch_redistribute, refuse_torch_rules
+from ragged_shard._torch_compat import refuse_torch_rules
 
 
 def _checked_ints(name: str, values: Any) -> tuple[int, ...]:
@@ -128,8 +128,7 @@ class RaggedShard(Placement):
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """False; raises when torch's own redistribution asks, which would keep every rank's tensor as it is."""
-        refuse_torch_redistribute(self)
+        """False: no reduction is pending."""
         return False
 
 

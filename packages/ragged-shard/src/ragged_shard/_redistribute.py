@@ -16,15 +16,13 @@ own(r):
     Ragged      Partial            none                   0 (own part in zeros; times N for avg)
 
 where no byte changes rank there is no collective. Uneven shares are never padded: an all-gather padded to the
-largest share
-would send (N-1) * max(own) from every rank, never less than the all_to_all. Changes on an axis that is not
-ragged, while another is,
-act on local tensors through torch's own redistribution (an all-reduce for (Partial, Ragged) -> (Replicate, Ragged)).
-Everything else is a sequence of such steps: un-rag, let torch change the rest, rag again.
+largest share would send (N-1) * max(own) from every rank, never less than the all_to_all. Changes on an axis
+that is not ragged, while another is, act on local tensors through torch's own redistribution (an all-reduce for
+(Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of such steps: un-rag, let torch change
+the rest, rag again.
 
-After section 4.2 of veScale-FSDP (arXiv 2602.22437); the published code gathers in full for Ragged -> Shard
-and all-reduces for
-Partial -> Ragged.
+After section 4.2 of veScale-FSDP (arXiv 2602.22437); the published code gathers in full for Ragged -> Shard and
+all-reduces for Partial -> Ragged.
 """
 
 import math

@@ -2,8 +2,8 @@
 distributed.
 
 torch's own helper (`set_model_state_dict` with ``full_state_dict=True``) slices by torch's placements, which
-are not these;
-for parameters still on the meta device it would go wrong without a word. Here a meta parameter raises.
+are not these; for parameters still on the meta device it would go wrong without a word. Here a meta parameter
+raises.
 """
 
 import math
@@ -34,10 +34,10 @@ def load_full_state_dict(
     """Load whole tensors into a module's parameters and buffers, ragged, DTensor or plain, in place.
 
     With ``rank0_only`` the state dict counts on global rank 0 alone (others pass anything, ``{}`` say): each
-    tensor is scattered
-    from there, so that no other rank ever holds a whole one; it must then be on the module's meshes at their first
-    coordinate. Otherwise every rank has it and takes its own parts without communication. A check comes first, on all
-    ranks alike: nothing is written, and no rank waits for another, if a name or shape is wrong.
+    tensor is scattered from there, so that no other rank ever holds a whole one; it must then be on the
+    module's meshes at their first coordinate. Otherwise every rank has it and takes its own parts without
+    communication. A check comes first, on all ranks alike: nothing is written, and no rank waits for another,
+    if a name or shape is wrong.
 
     Values that are not tensors (extra state) are not supported.
 
@@ -159,9 +159,9 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """A module's parameters and buffers as whole, plain tensors that share no storage with it.
 
-    One tensor at a time. On all ranks, each costs what Ragged -> Replicate costs; with ``rank0_only`` the
-    parts go to the first rank of
-    each ragged axis alone (its own bytes from every other rank, one all_to_all_single) and other ranks get ``{}``.
+    One tensor at a time. On all ranks, each costs what Ragged -> Replicate costs; with ``rank0_only`` the parts
+    go to the first rank of each ragged axis alone (its own bytes from every other rank, one all_to_all_single)
+    and other ranks get ``{}``.
 
     Raises:
         ValueError: a parameter on the meta device; with ``rank0_only``, one on a mesh that does not begin at rank 0.

@@ -1,9 +1,8 @@
 """RaggedDTensor: a DTensor of which each rank holds a contiguous run of whole blocks.
 
-It is a DTensor (torch >= 2.12) with its own dispatch, so nothing of torch is replaced: `isinstance(t,
-DTensor)` holds,
-`placements`, `device_mesh` and the checkpoint protocol are where they are on any DTensor. What an op does is
-in `_ops.table`.
+It is a DTensor (torch >= 2.12) with its own dispatch, so nothing of torch is replaced: `isinstance(t, DTensor)`
+holds, `placements`, `device_mesh` and the checkpoint protocol are where they are on any DTensor. What an op
+does is in `_ops.table`.
 """
 
 import zlib
@@ -26,10 +25,9 @@ _DATA: Any = torch.Tensor.data
 class RaggedDTensor(BASE_CLASS):
     """A distributed tensor with a RaggedShard placement (or with torch's own, on the way to and from one).
 
-    Make one with `distribute_tensor`, `distribute_like` or `RaggedDTensor.from_local`; the constructor is not public.
-    The local tensor has shape ``(local_prefix, *shape[len(dims):])`` and may be empty. Ops are those of the
-    table in the README;
-    any other raises NotImplementedError, and none gathers data behind the user's back.
+    Make one with `distribute_tensor`, `distribute_like` or `RaggedDTensor.from_local`; the constructor is not
+    public. The local tensor has shape ``(local_prefix, *shape[len(dims):])`` and may be empty. Ops are those of
+    the table in the README; any other raises NotImplementedError, and none gathers data behind the user's back.
     """
 
     # The local tensor's slot is named anew: torch's checkpoint staging copies the slots that a class itself names.
@@ -115,8 +113,7 @@ class RaggedDTensor(BASE_CLASS):
         """The same tensor in another layout on the same mesh. Differentiable.
 
         What each step sends is tabled, with its bytes, in `ragged_shard._redistribute`. A layout that does not
-        change costs nothing
-        and gives this very tensor; otherwise the result has storage of its own.
+        change costs nothing and gives this very tensor; otherwise the result has storage of its own.
 
         Args:
             device_mesh: this tensor's mesh, or None.
@@ -141,8 +138,7 @@ class RaggedDTensor(BASE_CLASS):
         """The whole tensor, plain, on every rank: redistribute to Replicate, then to_local. Differentiable.
 
         Costs what Ragged -> Replicate costs (one collective per mesh axis that is not Replicate). Backward of
-        the gather
-        communicates nothing, since the gradient is taken to be the same on all ranks; say
+        the gather communicates nothing, since the gradient is taken to be the same on all ranks; say
         ``grad_placements=[Partial()]`` where each rank's is a summand, and it is reduce-scattered.
         """
         whole = self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim)

@@ -127,32 +127,17 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     raise KeyError(name)
 
 
-def refuse_torch_redistribute(placement: Any) -> None:
-    """Raise when torch's redistribution is what asks ``placement.is_partial()``.
-
-    torch's planner knows its own placements only. Given another one as the target it leaves each rank's tensor as it
-    is and labels it with that placement: a tensor that lies. This question is the one thing it asks first.
-    """
-    caller = sys._getframe(2)
-    module = caller.f_globals.get("__name__", "")
-    if module.startswith("torch.distributed.tensor.") and "redistribute" in caller.f_code.co_name:
-        raise NotImplementedError(
-            f"torch's DTensor.redistribute cannot make {placement}: it would keep every rank's tensor as it is. "
-            "Use ragged_shard.redistribute(tensor, placements=...) instead"
-        )
-
-
 def refuse_torch_rules(placement: Any) -> None:
-    """Raise when torch's sharding rules are what hashes ``placement``: an op on a plain DTensor that claims it.
+    """Raise when torch's own DTensor code is what hashes ``placement``.
 
-    RaggedDTensor answers for its own ops, so this is a DTensor that torch itself has made around a local
-    tensor of some
-    other shape; its helper for full state dicts does so for parameters on the meta device. The rules look up ops by
-    the hash of mesh and placements, which is the first and only thing they ask.
+    RaggedDTensor answers for its own ops and never asks. So this is a plain DTensor that claims the placement, or is asked
+    to become one: torch's redistribution keeps each rank's tensor as it is and labels it so, and its helper for full state
+    dicts wraps whole tensors for parameters on the meta device. Both lie. Their hash of mesh and placements is the
+    first thing, and the only one, that tells.
     """
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.tensor._dtensor_spec":
         raise NotImplementedError(
-            f"an op on a plain DTensor with placement {placement}, which torch made and does not understand: its local "
-            "tensor need not be the part that the placement names. Use ragged_shard's distribute_tensor, redistribute "
-            "or load_full_state_dict, or RaggedDTensor.from_local"
+            f"an op on, or a redistribution of, a plain DTensor with placement {placement}: torch does not understand "
+            "it, and the local tensor need not be the part that it names. Use ragged_shard's redistribute, "
+            "distribute_tensor or load_full_state_dict, or RaggedDTensor.from_local"
         )

@@ -77,10 +77,7 @@ def refusal(func: Any, layout: Layout) -> NotImplementedError:
 def _on_replicas(
     func: Any, args: Any, kwargs: Any, leaves: list[torch.Tensor], layouts: list[Layout]
 ) -> tuple[bool, Any]:
-    """.
-
-    Un an op on the local tensors if every operand is the same on all ranks of one mesh (saves DTensor's dispatch).
-    """
+    """Run an op on the local tensors if all operands are the same on all ranks of a mesh: saves DTensor's dispatch."""
     first = layouts[0]
     for leaf in leaves:
         if isinstance(leaf, RaggedDTensor):

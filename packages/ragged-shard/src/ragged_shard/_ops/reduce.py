@@ -1,11 +1,9 @@
 """Rules for ops that sum up over elements: norms, sum, mean, min, max, any, all.
 
 Over all elements, or over a dimension that is cut, each rank reduces what it holds and one all-reduce for each
-cut mesh axis
-(8 bytes per tensor for a norm, the size of the result otherwise) puts the parts together; the result is
-Replicate there. Over
-dimensions that no rank cuts it is local and the result stays ragged. Axes that hold replicas take no part, so an HSDP
-tensor reduces only over its ragged axis.
+cut mesh axis (8 bytes per tensor for a norm, the size of the result otherwise) puts the parts together; the
+result is Replicate there. Over dimensions that no rank cuts it is local and the result stays ragged. Axes that
+hold replicas take no part, so an HSDP tensor reduces only over its ragged axis.
 
 NaN is carried through min, max and the infinity norm beside the values: not every backend's MAX keeps it.
 """

@@ -1,9 +1,7 @@
 """The table: which op follows which rule. What is not in it is refused; the README prints it.
 
 Names are aten's; a rule covers the op's functional and in-place overloads (``out=`` where pointwise). `RULES`
-is data:
-rule -> (what it
-does, how handlers are made, ops).
+is data: rule -> (what it does, how handlers are made, ops).
 """
 
 from collections.abc import Callable

@@ -11,8 +11,8 @@
         assert run_ranks(3, total) == [3.0, 3.0, 3.0]
 
 How it works (`_pool`, `_zygote`, `_worker`, `_ship`): the first call of a process starts one helper, which
-imports torch once and
-forks ranks from it in milliseconds; ranks of one world size stay, process group and all, for the next call.
+imports torch once and forks ranks from it in milliseconds; ranks of one world size stay, process group and all,
+for the next call.
 """
 
 from ragged_shard.testing._counting import Collective, Record, record_collectives

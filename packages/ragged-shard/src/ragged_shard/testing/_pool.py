@@ -45,11 +45,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank of a process group; return the results, a list by rank.
 
-    Ranks are real processes with torch.distributed initialised (gloo on CPU, NCCL with one GPU for each rank
-    on CUDA) and
-    one thread each; they stay for the next call. ``fn`` must be a top-level function (or a partial of one), of
-    a test module
-    too; arguments and results are pickled. Every rank starts from the same random seed.
+    Ranks are real processes with torch.distributed initialised (gloo on CPU, NCCL with one GPU for each rank on
+    CUDA) and one thread each; they stay for the next call. ``fn`` must be a top-level function (or a partial of
+    one), of a test module too; arguments and results are pickled. Every rank starts from the same random seed.
 
     Args:
         world_size: number of ranks.

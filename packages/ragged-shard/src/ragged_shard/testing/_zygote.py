@@ -1,10 +1,9 @@
 """A process that imports torch once and forks ranks from itself: a rank costs milliseconds and shares the
 imported pages.
 
-It has one thread and starts no process group, so forking it is safe. Commands come over a socket, one message each:
-``fork`` (with the rank's own socket as file descriptor) answers with a pid, ``reap <pid>`` with an exit
-status. When the
-socket closes, the test process is gone, and so is this.
+It has one thread and starts no process group, so forking it is safe. Commands come over a socket, one message
+each: ``fork`` (with the rank's own socket as file descriptor) answers with a pid, ``reap <pid>`` with an exit
+status. When the socket closes, the test process is gone, and so is this.
 """
 
 import os

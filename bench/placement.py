@@ -1,6 +1,6 @@
 """ragged-shard: what an optimizer step and gradient clipping cost the host, beside torch's own DTensor with Shard(0).
 
-python bench/ragged_shard.py        the same figures as a table: medians, all systems alternating in one process
+python bench/placement.py        the same figures as a table: medians, all systems alternating in one process
 
 The 75 tensors of a Llama-style model of 31.6M parameters, this process standing for rank 1 of 64 (torch's fake process
 group: collectives return at once), so that what is left is mostly the host's work for each op: finding the rule, taking
@@ -14,7 +14,6 @@ Time is thread CPU time, milliseconds, one thread.
 
 import os
 import statistics
-import sys
 import time
 
 SYSTEMS = ("ragged", "dtensor", "plain")
@@ -180,5 +179,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: in it this file goes by the package's name
     main()
