@@ -130,10 +130,10 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 def refuse_torch_rules(placement: Any) -> None:
     """Raise when torch's own DTensor code is what hashes ``placement``.
 
-    RaggedDTensor answers for its own ops and never asks. So this is a plain DTensor that claims the placement, or is asked
-    to become one: torch's redistribution keeps each rank's tensor as it is and labels it so, and its helper for full state
-    dicts wraps whole tensors for parameters on the meta device. Both lie. Their hash of mesh and placements is the
-    first thing, and the only one, that tells.
+    RaggedDTensor answers for its own ops and never asks. So this is a plain DTensor that claims the placement,
+    or is asked to become one: torch's redistribution keeps each rank's tensor as it is and labels it so, and
+    its helper for full state dicts wraps whole tensors for parameters on the meta device. Both lie. Their hash
+    of mesh and placements is the first thing, and the only one, that tells.
     """
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.tensor._dtensor_spec":
         raise NotImplementedError(
