@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-# DESIGN's one-way road: a package may need those before it in this list, never those after it.
+# Imports go one way: a package may need those before it in this list, never those after it.
 ORDER = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
 
 
