@@ -21,7 +21,7 @@ from layout_planner._place import Item
 
 _MAX_GRIDS = 6  # 203 ways to put together
 _MAX_PARTITIONS = 12  # of them packed
-_MAX_MOVES = 16  # of single tensors
+_MAX_MOVES = 8  # of single tensors
 _ENOUGH = 1 << 12  # padding of less than one part in so many is not worth a search
 
 
