@@ -1,6 +1,6 @@
 """One flat buffer per group of parameters: views instead of copies, collectives in place.
 
-After veScale-FSDP (arXiv 2602.22437), section 5. Start with `DBuffer`.
+After the DBuffer of veScale-FSDP (arXiv 2602.22437). Start with `DBuffer`.
 """
 
 from ._buffer import DBuffer

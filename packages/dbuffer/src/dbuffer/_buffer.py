@@ -1,4 +1,4 @@
-"""DBuffer: the flat memory of one group, cut over ranks and gathered in place. After veScale-FSDP, section 5.
+"""DBuffer: the flat memory of one group, cut over ranks and gathered in place. After veScale-FSDP.
 
     rank 0   shard [  S ]----.
     rank 1   shard [  S ]----+--all-gather-->  full [  S  |  S  |  S  ]   on every rank, for as long as it is needed

@@ -31,8 +31,7 @@ def all_gather(
     """Gather the shards of all `buffers` into their full buffers: one all-gather, coalesced, over the shard dimension.
 
     Gives each rank's wire form to all others: (N-1) * shard bytes in the wire's dtype sent by each rank. Full
-    buffers without memory get it first, on `stream`. World size 1 communicates nothing. After veScale-FSDP,
-    section 5.
+    buffers without memory get it first, on `stream`. World size 1 communicates nothing. After veScale-FSDP.
 
     Args:
         buffers: of one mesh and device, none busy; dtypes may differ.

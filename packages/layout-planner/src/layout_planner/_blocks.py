@@ -135,13 +135,6 @@ class BlockGrid:
             0 <= offset <= self.numel and (offset % self.period) % self.block == 0
         ) or offset == self.numel
 
-    def floor(self, offset: int) -> int:
-        """The last cut point at or before `offset`, which lies in [0, numel]."""
-        if offset == self.numel:
-            return offset
-        start = offset - offset % self.period
-        return start + (offset - start) // self.block * self.block
-
 
 def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None) -> BlockGrid:
     """The cut points that `block` leaves in a tensor of this shape.

@@ -19,7 +19,7 @@ def plan(
     """Pack the tensors of one group into equal shards, cutting no block, with the least padding found.
 
     Pure: the same arguments give the same layout in every process, on every rank and every Python. Searches
-    are bounded by counts of steps, never by time (veScale-FSDP, arXiv 2602.22437, section 5, plans one
+    are bounded by counts of steps, never by time (veScale-FSDP, arXiv 2602.22437, plans one
     buffer; segments go beyond it).
 
     Args:

@@ -1,8 +1,8 @@
 """Which shard sizes are worth trying.
 
 The least feasible S is the load of some rank, hence a sum of whole blocks (`Sums`). And a tensor longer than
-2S has two boundaries inside it, one S apart, so S is a multiple of its block (`forced`). Sizes that are
-neither are never the least one.
+2S has two boundaries inside it, one S apart, so S is a multiple of its block. Sizes that fail
+either are never the least one.
 """
 
 import math
@@ -72,8 +72,10 @@ def candidates(items: Sequence[Item], align: int, start: int, stop: int | None =
 
 
 def coarse(items: Sequence[Item], align: int, start: int) -> list[int]:
-    """A few sizes above `start` of every scale: multiples of the grids of the 1, 2, ... longest tensors, and
-    at last one that holds everything on one rank, which always fits."""
+    """A few sizes above `start` of every scale, the last of which always fits: everything on one rank.
+
+    Multiples of the grids of the 1, 2, ... longest tensors, and steps of one part in 32.
+    """
     total = sum(item.size for item in items)
     found, step = {total}, align
     for item in _by_length(items):

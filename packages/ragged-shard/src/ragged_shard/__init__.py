@@ -1,6 +1,6 @@
 """RaggedShard: a DTensor placement in which each rank holds a contiguous run of whole blocks.
 
-After veScale-FSDP (arXiv 2602.22437), section 4. Start with `distribute_tensor` or `RaggedDTensor.from_local`.
+After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute_tensor` or `RaggedDTensor.from_local`.
 """
 
 import torch as _torch

@@ -9,7 +9,7 @@ Two views of the same thing:
   Checkpoints and reductions along a dimension work here.
 
 All results are cached: they depend on placements, mesh shape and tensor shape alone (units, local shapes, offsets:
-the metadata that veScale-FSDP, arXiv 2602.22437 section 4, keeps beside a tensor).
+the metadata that veScale-FSDP, arXiv 2602.22437, keeps beside a tensor).
 """
 
 import math

@@ -30,7 +30,7 @@ def _checked_ints(name: str, values: Any) -> tuple[int, ...]:
 class RaggedShard(Placement):
     """Each rank of a mesh axis holds a contiguous run of units of the flattened leading dimensions.
 
-    Definition 1 of veScale-FSDP (arXiv 2602.22437, section 4).
+    The format of that name in veScale-FSDP (arXiv 2602.22437).
 
     Args:
         dims: the dimensions that are flattened and cut: a prefix ``(0, 1, ..., k-1)``; ``()`` cuts nothing

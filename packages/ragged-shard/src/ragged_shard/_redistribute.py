@@ -21,7 +21,7 @@ that is not ragged, while another is, act on local tensors through torch's own r
 (Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of such steps: un-rag, let torch change
 the rest, rag again.
 
-After section 4.2 of veScale-FSDP (arXiv 2602.22437); the published code gathers in full for Ragged -> Shard and
+After veScale-FSDP (arXiv 2602.22437); the published code gathers in full for Ragged -> Shard and
 all-reduces for Partial -> Ragged.
 """
 

@@ -143,10 +143,6 @@ def _joined(buffer: torch.Tensor, how: Reduction, layout: Layout) -> torch.Tenso
     return torch.where(packed[1] != 0, math.nan, packed[0])
 
 
-def _same(total: torch.Tensor, count: int) -> torch.Tensor:
-    return total
-
-
 def _sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reduction:
     integral = not x.is_floating_point() and not x.is_complex()
     out = dtype or (torch.int64 if integral else x.dtype)
