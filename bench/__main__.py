@@ -1,0 +1,23 @@
+"""`python -m bench VERB ...`: see README.md in this folder for what each verb does."""
+
+import importlib
+import sys
+
+VERBS = {
+    "speed": "tokens/s, CPU time, step parts and peak memory of all systems",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Hand the rest of the line to the verb's module."""
+    if not arguments or arguments[0] not in VERBS:
+        width = max(map(len, VERBS))
+        print("python -m bench VERB [--help]\n")
+        print("\n".join(f"  {verb:{width}}  {what}" for verb, what in VERBS.items()))
+        return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
+    module = importlib.import_module(f".{arguments[0].replace('-', '_')}", __package__)
+    return module.main(arguments[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
