@@ -1,7 +1,6 @@
-"""Optimizers that work on whole blocks of sharded parameters.
+"""Optimizers that work on whole blocks of sharded parameters."""
 
-Not built yet: nothing is exported.
-"""
+from block_optim._base import BlockOptimizer
 
-__version__ = "0.0.0"
-__all__: list[str] = []
+__version__ = "0.1.0"
+__all__ = ["BlockOptimizer"]

@@ -1,0 +1,106 @@
+"""Whether a step goes ahead: every rank gives the same answer about non-finite gradients.
+
+    known already        GradScaler's `found_inf`, or `step(grad_norm=...)`      no collective
+    one rank             this rank's own check                                   no collective
+    several              the own check, then MAX over each process group that    4 bytes, one all_reduce for each
+                         cuts a parameter: launched at once, waited for last
+
+Ranks along a Replicate axis hold the same gradients, so those axes are not asked.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate
+
+from block_optim._params import Param
+from block_optim._runs import Run, find_runs
+from block_optim._torch_compat import DISTRIBUTED, local_of, non_finite_check
+
+
+def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
+    """The process groups over whose ranks some parameter is cut, in a fixed order; those of one rank left out."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for param in params:
+        if param.mesh is None:
+            continue
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Replicate) or param.mesh.size(axis) == 1:
+                continue
+            group = param.mesh.get_group(axis)
+            found.setdefault(group.group_name, group)
+    return list(found.values())
+
+
+class Agreement:
+    """A flag of 4 bytes on its way round the ranks. `wait()` gives the answer, the same everywhere."""
+
+    def __init__(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._flag = flag
+        self._groups = list(groups)
+        self._work = self._launch() if self._groups else None
+
+    def _launch(self) -> dist.Work | None:
+        work: dist.Work | None = dist.all_reduce(
+            self._flag, dist.ReduceOp.MAX, group=self._groups.pop(0), async_op=True
+        )
+        return work
+
+    def wait(self) -> torch.Tensor:
+        """The agreed flag: 0 where all gradients on all ranks are finite, on the device it was given on."""
+        while self._work is not None:
+            self._work.wait()
+            self._work = self._launch() if self._groups else None
+        return self._flag
+
+
+def norm_is_finite(norm: torch.Tensor | float) -> bool:
+    """Whether the gradients' total norm, which is the same on every rank, is finite.
+
+    A DTensor whose reduction is pending (torch's `clip_grad_norm_` returns one for DTensors) is reduced here, by
+    one all-reduce; a plain, a Replicate or a ragged norm costs nothing.
+    """
+    if isinstance(norm, DISTRIBUTED):
+        pending = any(isinstance(p, Partial) for p in norm.placements)
+        norm = norm.full_tensor() if pending else local_of(norm)
+    return math.isfinite(float(norm))
+
+
+class GradientCheck:
+    """This rank's own check: one pass over the local gradients, a handful of calls however many there are.
+
+    The sum of a run of gradients is finite unless one of them is not (NaN and infinity stay what they are in sums),
+    or unless it overflows, or something in a gap between the gradients is not; so only a sum that is not finite is
+    looked into, gradient by gradient.
+    """
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._runs: list[Run] = []
+        self._cells: list[torch.Tensor] = []
+        self._sums = torch.empty(0)
+        self._flag: torch.Tensor | None = None
+
+    def __call__(self, grads: Sequence[torch.Tensor], version: int, device: torch.device) -> torch.Tensor:
+        """A 0-d fp32 tensor on ``device``: 0 where all gradients are finite, else 1."""
+        if self._flag is None or self._flag.device != device:
+            self._flag = torch.zeros((), device=device)
+        flag = self._flag
+        flag.zero_()
+        if device.type != "cpu":
+            for dtype in {g.dtype for g in grads}:
+                same = [g for g in grads if g.dtype == dtype]
+                non_finite_check(same, flag)
+            return flag
+        if version != self._version:
+            self._runs = find_runs(grads)
+            self._sums = torch.zeros(len(self._runs))
+            self._cells = list(self._sums.unbind())
+            self._version = version
+        for run, cell in zip(self._runs, self._cells, strict=True):
+            torch.sum(run.view(grads), 0, dtype=torch.float32, out=cell)
+        if not math.isfinite(sum(self._sums.tolist())):
+            flag.fill_(float(not all(bool(torch.isfinite(g).all()) for g in grads)))
+        return flag

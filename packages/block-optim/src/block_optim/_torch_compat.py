@@ -1,0 +1,55 @@
+"""Every name of torch that is private or differs between releases, in one place.
+
+Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+
+Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
+under a distributed one (`_local_tensor`, without the view that `to_local()` costs), and the hooks that
+`Optimizer.load_state_dict` runs.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ragged_shard import RaggedDTensor
+
+DISTRIBUTED = (DTensor, RaggedDTensor)
+
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_sub_: Callable[..., None] = torch._foreach_sub_
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_div_: Callable[..., None] = torch._foreach_div_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
+foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
+foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
+foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor under a distributed one, the tensor itself otherwise. No view, no autograd, no communication."""
+    if isinstance(tensor, DISTRIBUTED):
+        local: torch.Tensor = tensor._local_tensor
+        return local
+    return tensor
+
+
+def load_pre_hooks(optimizer: Any) -> Iterable[Any]:
+    """What `register_load_state_dict_pre_hook` has collected."""
+    return tuple(optimizer._optimizer_load_state_dict_pre_hooks.values())
+
+
+def load_post_hooks(optimizer: Any) -> Iterable[Any]:
+    """What `register_load_state_dict_post_hook` has collected."""
+    return tuple(optimizer._optimizer_load_state_dict_post_hooks.values())
+
+
+def non_finite_check(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
+    """Set ``flag`` (0-d fp32, on the tensors' device) to 1 where some element is not finite; one multi-tensor kernel.
+
+    It multiplies by 1 in passing, which changes no finite number.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones((), device=flag.device))
