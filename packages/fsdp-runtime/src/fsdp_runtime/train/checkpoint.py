@@ -1,0 +1,238 @@
+"""Checkpoints that are whole or not there: written beside their final name, and renamed when every byte is on disk.
+
+    checkpoints/step-000100.part/   DCP's files of all ranks, run.json; synced
+    checkpoints/step-000100/        the same folder, renamed: complete
+    checkpoints/latest              a file with the name of the newest complete one, replaced in one step
+
+A save that is killed leaves only a ``.part`` folder, which nothing loads and the next run removes.
+"""
+
+import json
+import os
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from .errors import TrainError, one_line
+
+_PART = ".part"
+RUN_FILE = "run.json"
+
+
+@dataclass
+class _Pending:
+    step: int
+    future: Any  # of DCP's save
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: of the run; ``checkpoints`` is made below it.
+        keep: how many complete ones stay.
+        group: a process group with gloo, for DCP's coordination beside the training's own collectives; None for one
+            process.
+    """
+
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.keep, self.group = folder / "checkpoints", keep, group
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._pending: _Pending | None = None
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for part in self.folder.glob(f"*{_PART}"):  # of a save that was killed
+                shutil.rmtree(part)
+
+    def start(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]
+    ) -> None:
+        """Begin to save; training may go on as soon as this returns (values are copied to the host first).
+
+        Collective. `about` becomes ``run.json``.
+        """
+        assert self._pending is None, "finish the last save first"
+        part = self.folder / (name_of(step) + _PART)
+        weights, state = get_state_dict(model, optimizer)
+        writer = dcp.FileSystemWriter(part, sync_files=True, overwrite=True)
+        future: Any
+        try:
+            if self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+                _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
+            future = dcp.async_save(
+                {"model": weights, "optimizer": state}, storage_writer=writer, process_group=self.group
+            )
+        except (
+            Exception
+        ) as error:  # reported like a failure of the write itself: at a step's end, by all ranks
+            future = Future()
+            future.set_exception(error)
+        self._pending = _Pending(step, future)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way or waits to be finished."""
+        return self._pending is not None
+
+    def failed(self) -> bool:
+        """Whether this rank knows already that the save under way has failed."""
+        pending = self._pending
+        return pending is not None and pending.future.done() and pending.future.exception() is not None
+
+    def written(self) -> bool:
+        """Whether this rank knows that the save under way is complete on disk."""
+        return self._pending is not None and self._pending.future.done()
+
+    def finish(self) -> int | None:
+        """Wait for the save under way and make it the latest; returns its step. All ranks call it.
+
+        Raises:
+            TrainError: it could not be written; the folder of the one before stays the latest.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        part = self.folder / (name_of(pending.step) + _PART)
+        try:
+            pending.future.result()
+            if self.rank == 0:
+                self._publish(part, pending.step)
+        except Exception as error:
+            if self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            newest = latest(self.folder.parent)
+            stays = f"{newest} stays" if newest else "there is no older one"
+            raise TrainError(f"cannot save {part.with_suffix('')}: {_root_cause(error)}; {stays}") from error
+        return pending.step
+
+    def _publish(self, part: Path, step: int) -> None:
+        final = self.folder / name_of(step)
+        _sync_folder(part)
+        if final.exists():  # saved before a resume from an older one
+            shutil.rmtree(final)
+        os.rename(part, final)
+        _sync_folder(self.folder)
+        _write_synced(self.folder / "latest.part-file", final.name)
+        os.replace(self.folder / "latest.part-file", self.folder / "latest")
+        _sync_folder(self.folder)
+        complete = sorted(_complete(self.folder), key=lambda path: path.name)
+        for old in [path for path in complete if path.name < final.name][: -(self.keep - 1) or None]:
+            shutil.rmtree(old)
+
+
+def name_of(step: int) -> str:
+    """The folder's name; sorts by step."""
+    return f"step-{step:08d}"
+
+
+def latest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None. Trusts ``latest``, falls back on the folders' names."""
+    folder = run / "checkpoints"
+    pointer = folder / "latest"
+    if pointer.is_file():
+        named = folder / pointer.read_text().strip()
+        if _is_complete(named):
+            return named
+    complete = sorted(_complete(folder), key=lambda path: path.name)
+    return complete[-1] if complete else None
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / ".metadata").is_file() and (folder / RUN_FILE).is_file()
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [p for p in folder.glob("step-*") if not p.name.endswith(_PART) and _is_complete(p)]
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run.
+
+    Raises:
+        TrainError: no complete checkpoint.
+    """
+    try:
+        about: dict[str, Any] = json.loads((checkpoint / RUN_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise TrainError(f"{checkpoint} is no checkpoint of fsdp-train: {one_line(error)}") from error
+    return about
+
+
+def load(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
+) -> None:
+    """Fill model and optimizer from a checkpoint written at any world size. Collective.
+
+    Raises:
+        TrainError: files are missing or damaged.
+    """
+    weights, state = get_state_dict(model, optimizer)
+    try:
+        dcp.load(
+            {"model": weights, "optimizer": state},
+            storage_reader=dcp.FileSystemReader(checkpoint),
+            process_group=group,
+        )
+    except Exception as error:
+        raise TrainError(f"cannot load {checkpoint}: {_root_cause(error)}") from error
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def describe(model: nn.Module) -> dict[str, list[Any]]:
+    """Names, shapes and dtypes of a model's parameters, to tell one model from another."""
+    return {
+        name.removeprefix("module."): [list(p.shape), str(p.dtype).removeprefix("torch.")]
+        for name, p in model.named_parameters()
+    }
+
+
+def check_same_model(checkpoint: Path, saved: dict[str, Any], model: nn.Module) -> None:
+    """Raise, naming the first difference, if a checkpoint is of another model."""
+    mine = describe(model)
+    for name in sorted(saved.keys() | mine.keys()):
+        if saved.get(name) != mine.get(name):
+            raise TrainError(
+                f"{checkpoint} is a checkpoint of another model: {name} is {_shown(saved.get(name))} there and "
+                f"{_shown(mine.get(name))} here"
+            )
+
+
+def _shown(entry: list[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[1]} {'x'.join(map(str, entry[0])) or 'scalar'}"
+
+
+def _root_cause(error: BaseException) -> str:
+    """The deepest cause in one line; DCP wraps what ranks raised."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, wrapped = sorted(failures.items())[0]
+        inner = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        return f"rank {rank}: {_root_cause(inner)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return one_line(error)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

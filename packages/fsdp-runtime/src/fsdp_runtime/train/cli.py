@@ -1,0 +1,144 @@
+"""The command line. Without a subcommand it trains; under torchrun it joins, else it starts its own ranks."""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .config import RunConfig, add_run_options, run_config
+from .errors import TrainError
+
+_NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
+_EPILOG = "Subcommands: compare, optimizers, plan, export; each has --help."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``fsdp-train``; returns the exit status: 0, 2 for what a user can mend, 128 + n after signal n."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "compare": _compare,
+        "optimizers": _optimizers,
+        "plan": _plan,
+        "export": _export,
+    }
+    try:
+        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise TrainError(f"{', '.join(missing)} not installed: pip install 'fsdp-runtime[train]'")
+        if arguments and arguments[0] in commands:
+            if "RANK" in os.environ:
+                raise TrainError(f"{arguments[0]} starts its own ranks: run it without torchrun")
+            return commands[arguments[0]](arguments[1:])
+        return _train(arguments)
+    except TrainError as error:
+        print(f"fsdp-train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _parser(name: str, text: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"fsdp-train {name}".strip(), description=text)
+
+
+def _train(argv: list[str]) -> int:
+    parser = _parser("", "Pretrain a small transformer on real text, sharded over all local ranks.")
+    parser.epilog = _EPILOG
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    config = run_config(options)
+    if "RANK" in os.environ:
+        from .worker import run_rank
+
+        if options.ranks is not None and options.ranks != int(os.environ["WORLD_SIZE"]):
+            raise TrainError(f"--ranks {options.ranks} under a torchrun of {os.environ['WORLD_SIZE']} ranks")
+        return run_rank(config)
+    from .launch import pick_ranks, start_ranks
+
+    ranks = pick_ranks(config, options.ranks)
+    config.check(ranks)
+    finished = start_ranks(config, ranks)
+    print(closing_lines(finished.summary, argv), file=sys.stderr)
+    return 128 + finished.stopped_by if finished.summary.get("stopped") and finished.stopped_by else 0
+
+
+def closing_lines(summary: dict[str, Any], argv: Sequence[str] = ()) -> str:
+    """What a run says last."""
+    out, steps = summary["out"], summary["steps"]
+    if summary["stopped"]:
+        resume = shlex.join([*(a for a in argv if a != "--resume"), "--resume"])
+        if "--out" not in argv:
+            resume += f" --out {out}"
+        return f"stopped after step {steps}, saved in {out}; go on with: fsdp-train {resume}"
+    if summary["loss"] is None:
+        return f"nothing to do: {out} has all {steps} steps"
+    held = summary["held_out_loss"]
+    said = "" if held is None else f", held out {held:.4f}"
+    return (
+        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
+        f"metrics, curves.png and checkpoints are in {out}"
+    )
+
+
+def _compare(argv: list[str]) -> int:
+    from .compare import compare_systems
+
+    parser = _parser("compare", "The same model, data and steps on each system in turn.")
+    parser.add_argument("--systems", default="fsdp_runtime,fsdp2,ddp,deepspeed", help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: 3)")
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    return compare_systems(
+        _for_comparison(options), options.systems.split(","), options.rounds, options.ranks
+    )
+
+
+def _optimizers(argv: list[str]) -> int:
+    from .compare import compare_optimizers
+    from .optimizers import OPTIMIZERS
+
+    parser = _parser(
+        "optimizers", "The same model, data and steps with each optimizer; all curves in one plot."
+    )
+    parser.add_argument("--optimizers", default=",".join(n for n in OPTIMIZERS if n != "torch-sgd"))
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    return compare_optimizers(run_config(options), options.optimizers.split(","), options.ranks)
+
+
+def _for_comparison(options: argparse.Namespace) -> RunConfig:
+    """A comparison is short, saves nothing and uses torch's optimizer, which every system takes."""
+    for name, value in (("steps", 40), ("save_every", 0), ("eval_every", 0), ("optimizer", "torch-adamw")):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return run_config(options)
+
+
+def _plan(argv: list[str]) -> int:
+    from .plan import print_plan
+
+    parser = _parser(
+        "plan", "What each rank will hold, unit by unit; with --measure, beside a run of a few steps."
+    )
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    return print_plan(run_config(options), options.ranks)
+
+
+def _export(argv: list[str]) -> int:
+    from .export import export
+
+    parser = _parser("export", "Write a checkpoint's model as one safetensors file that plain torch loads.")
+    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("output", nargs="?", help="default: model.safetensors in the run's folder")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    options = parser.parse_args(argv)
+    return export(options.run, options.output, options.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

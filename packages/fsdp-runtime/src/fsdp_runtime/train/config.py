@@ -1,0 +1,199 @@
+"""What a run is: one frozen dataclass, filled from the command line, checked before anything starts."""
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .batches import check_division
+from .errors import TrainError
+from .model import PRESETS, ModelConfig
+
+SYSTEMS = ("fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a rank needs to know."""
+
+    model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
+    hf_config: str | None = None
+    data: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    dtype: str = "uint16"
+    vocab_size: int | None = None
+    seq_len: int = 256
+    batch: int = 24
+    accumulate: int = 1
+    steps: int = 250
+    warmup: int = 20
+    optimizer: str = "adamw"
+    lr: float | None = None
+    min_lr: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "fp32"
+    checkpointing: bool = False
+    seed: int = 0
+    system: str = "fsdp_runtime"
+    block: str = "none"
+    reshard: bool = True
+    eval_every: int = 50
+    eval_batches: int = 4
+    log_every: int = 1
+    save_every: int = 100
+    keep: int = 2
+    out: str | None = None
+    resume: bool = False
+    plot: bool = True
+    device: str = "auto"
+    measure: bool = False
+
+    def check(self, world_size: int) -> None:
+        """Raise `TrainError` for anything that can be told without data and without other ranks."""
+        for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "keep", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "seed", "min_lr"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise TrainError(f"--lr {self.lr}: expected a positive number")
+        for name, known in (
+            ("system", SYSTEMS),
+            ("precision", PRECISIONS),
+            ("device", ("auto", "cpu", "cuda")),
+        ):
+            if getattr(self, name) not in known:
+                raise TrainError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
+        if self.system == "one" and world_size > 1:
+            raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
+        if self.block != "none" and self.system != "fsdp_runtime":
+            raise TrainError(f"--block {self.block}: only fsdp_runtime respects blocks, not {self.system}")
+        if self.system == "deepspeed" and (self.save_every or self.resume):
+            raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise TrainError("--device cuda: torch finds no CUDA device here")
+        if self.hf_config and not Path(self.hf_config).is_file():
+            raise TrainError(f"--hf-config {self.hf_config}: no such file")
+        check_division(self.batch, world_size, self.accumulate)
+
+    def learning_rate(self, step: int, peak: float) -> float:
+        """Linear warm-up to `peak`, then a cosine down to ``min_lr * peak`` at the last step."""
+        if step < self.warmup:
+            return peak * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return peak * (self.min_lr + (1 - self.min_lr) * cosine)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for a checkpoint or another process."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "RunConfig":
+        """The inverse of `to_json`."""
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**{**values, "model": ModelConfig(**data["model"])})
+
+
+# flag, field, type, help. Fields of the model come after; None as type is a switch.
+_RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
+    ("--hf-config", "hf_config", str, "build a transformers model from this config file instead"),
+    ("--dtype", "dtype", str, "type of .bin token files"),
+    ("--vocab-size", "vocab_size", int, "tokens are below this (default: 256 for text, else looked up)"),
+    ("--seq-len", "seq_len", int, "tokens of a sequence"),
+    ("--batch", "batch", int, "sequences of a global batch, whatever the number of ranks"),
+    ("--accumulate", "accumulate", int, "microbatches of a batch"),
+    ("--steps", "steps", int, "optimizer steps"),
+    ("--warmup", "warmup", int, "steps of linear warm-up; a cosine follows"),
+    ("--optimizer", "optimizer", str, "adamw, adamw8bit, muon, shampoo, soap or torch-adamw"),
+    ("--lr", "lr", float, "peak learning rate (default: the optimizer's own)"),
+    ("--min-lr", "min_lr", float, "last learning rate, as a share of the peak"),
+    ("--weight-decay", "weight_decay", float, "of matrices"),
+    ("--clip", "clip", float, "largest gradient norm; 0 does not clip"),
+    ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
+    ("--checkpointing", "checkpointing", None, "recompute each block's activations in backward"),
+    ("--seed", "seed", int, "of initial values and of the shuffle"),
+    ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
+    ("--block", "block", str, "what may not be cut: none, rows:N, tile:RxC, elements:N, whole"),
+    ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
+    ("--eval-batches", "eval_batches", int, "held-out batches"),
+    ("--log-every", "log_every", int, "steps between lines of metrics"),
+    ("--save-every", "save_every", int, "steps between checkpoints; 0 for none"),
+    ("--keep", "keep", int, "checkpoints kept"),
+    ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
+    ("--resume", "resume", None, "go on from the newest checkpoint of the run"),
+    ("--device", "device", str, "auto, cpu or cuda"),
+    ("--measure", "measure", None, "count the peak of live bytes beside the plan's"),
+)
+_MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
+    ("--dim", "dim", int),
+    ("--layers", "num_layers", int),
+    ("--heads", "num_heads", int),
+    ("--kv-heads", "num_kv_heads", int),
+    ("--ff-dim", "ff_dim", int),
+    ("--experts", "num_experts", int),
+    ("--top-k", "top_k", int),
+    ("--aux-weight", "aux_weight", float),
+)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options that make a `RunConfig`, and `--ranks`."""
+    run = parser.add_argument_group("run")
+    run.add_argument("--ranks", type=int, help="local ranks (default: all GPUs, else all CPU cores)")
+    run.add_argument("--data", nargs="+", default=[], metavar="PATH", help="files, folders or globs")
+    run.add_argument(
+        "--held-out", nargs="+", default=[], metavar="PATH", help="held-out files (default: a share)"
+    )
+    defaults = RunConfig()
+    for flag, name, kind, text in _RUN_FLAGS:
+        if kind is None:
+            run.add_argument(flag, dest=name, action="store_true", help=text)
+        else:
+            default = getattr(defaults, name)
+            shown = "" if default is None or "default" in text else f" (default: {default})"
+            run.add_argument(flag, dest=name, type=kind, default=None, help=text + shown)
+    run.add_argument(
+        "--no-reshard", action="store_true", help="keep blocks gathered between forward and backward"
+    )
+    run.add_argument("--no-plot", action="store_true", help="draw no curves at the end")
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", choices=sorted(PRESETS), default="small", help="sizes (default: small)")
+    for flag, name, kind in _MODEL_FLAGS:
+        model.add_argument(flag, dest=name, type=kind, help=f"instead of the preset's {name}")
+    model.add_argument("--tied", action=argparse.BooleanOptionalAction, default=None, help="head = embedding")
+
+
+def run_config(options: argparse.Namespace) -> RunConfig:
+    """The run that parsed options describe."""
+    chosen = {n: getattr(options, n) for _, n, _ in _MODEL_FLAGS if getattr(options, n) is not None}
+    if options.tied is not None:
+        chosen["tied"] = options.tied
+    try:
+        model = dataclasses.replace(PRESETS[options.preset], **chosen)
+    except ValueError as error:
+        raise TrainError(f"the model: {error}") from error
+    values = {n: getattr(options, n) for _, n, _, _ in _RUN_FLAGS if getattr(options, n) is not None}
+    values.setdefault("precision", "bf16" if pick_device(values.get("device", "auto")) == "cuda" else "fp32")
+    return RunConfig(
+        model=model,
+        data=tuple(options.data),
+        held_out=tuple(options.held_out),
+        reshard=not options.no_reshard,
+        plot=not options.no_plot,
+        **values,
+    )
+
+
+def pick_device(asked: str) -> str:
+    """The device type of a run."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"

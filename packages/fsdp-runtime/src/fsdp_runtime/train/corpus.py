@@ -1,0 +1,209 @@
+"""Which files are training and held-out text, and their tokens as one long run.
+
+Text files are bytes as tokens (256 of them); `.npy` and `.bin` files are token arrays, mapped, not read. Nothing is
+copied: a corpus is a list of arrays and where each begins.
+"""
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import TrainError
+
+ARRAYS = (".npy", ".bin")
+HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token arrays end to end. `names` are for messages."""
+
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...]
+    starts: Any  # (files + 1,) int64, in tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all files."""
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> Any:
+        """Tokens [start, stop) as int64, across files if need be."""
+        out = np.empty(stop - start, dtype=np.int64)
+        file = int(np.searchsorted(self.starts, start, side="right")) - 1
+        position = start
+        while position < stop:
+            begin, end = int(self.starts[file]), int(self.starts[file + 1])
+            upto = min(stop, end)
+            out[position - start : upto - start] = self.arrays[file][position - begin : upto - begin]
+            position, file = upto, file + 1
+        return out
+
+    def name_at(self, position: int) -> str:
+        """The file that holds the token at `position`."""
+        return self.names[int(np.searchsorted(self.starts, position, side="right")) - 1]
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A training and a held-out corpus over one vocabulary; `identity` tells one data set from another."""
+
+    train: Corpus
+    held_out: Corpus
+    vocab_size: int
+    source: str
+    identity: str
+
+
+def read_data(
+    paths: Sequence[str], *, dtype: str, vocab_size: int | None, held_out: Sequence[str], seq_len: int
+) -> TextData:
+    """Find and split the files, and open them.
+
+    Args:
+        paths: files, folders or globs; empty for the text of this interpreter's standard library.
+        dtype: of `.bin` files.
+        vocab_size: of token arrays; None to take the largest token found (one pass over the files).
+        held_out: files, folders or globs to hold out; empty to split `paths` by a hash of each file's name.
+        seq_len: sequences that both sides must have at least one of.
+
+    Raises:
+        TrainError: no files, an unreadable or empty one, text and arrays mixed, tokens that do not fit the
+            vocabulary, or too few tokens for one sequence.
+    """
+    files = _expand(paths) if paths else _standard_library()
+    source = (
+        ", ".join(paths) if paths else f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
+    )
+    held = _expand(held_out) if held_out else {}
+    train = {name: path for name, path in files.items() if path not in held.values()}
+    if not held:
+        held = {name: path for name, path in train.items() if _is_held_out(name)}
+        train = {name: path for name, path in train.items() if name not in held}
+    arrays = _open_all({**train, **held}, dtype)
+    sides = [_corpus(train, arrays), _corpus(held, arrays)]
+    if (
+        min(side.num_tokens for side in sides) <= seq_len and not held_out
+    ):  # too few files: hold out their ends
+        sides = _split_ends(files, arrays)
+    for side, label in zip(sides, ("training", "held-out"), strict=True):
+        if side.num_tokens <= seq_len:
+            raise TrainError(
+                f"a sequence of {seq_len} tokens is longer than the {label} data ({side.num_tokens} tokens of "
+                f"{source}, {len(files)} files): give more with --data or a shorter --seq-len"
+            )
+    size = _vocabulary(arrays, vocab_size)
+    digest = hashlib.sha256()
+    for side in sides:
+        digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
+    return TextData(sides[0], sides[1], size, source, digest.hexdigest()[:16])
+
+
+def _standard_library() -> dict[str, Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    found = (path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    files = {str(path.relative_to(root)): path for path in found if path.is_file() and path.stat().st_size}
+    if not files:
+        raise TrainError(f"this Python has no standard library text in {root}: give text with --data PATH")
+    return dict(sorted(files.items()))
+
+
+def _expand(paths: Sequence[str]) -> dict[str, Path]:
+    """Files by a name that does not depend on where the data lies: relative to the folder that was given."""
+    files: dict[str, Path] = {}
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            below = (p for p in path.rglob("*") if p.is_file())
+            parts = {str(p.relative_to(path)): p for p in below}
+            found = {n: p for n, p in parts.items() if not n.startswith(".") and "/." not in n}
+        elif path.exists():
+            found = {path.name: path}
+        else:
+            found = {Path(p).name: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+        if not found:
+            what = "holds no files" if path.is_dir() else "matches no file"
+            raise TrainError(f"no data: {given!r} {what}")
+        for name, file in found.items():
+            files[name if name not in files else str(file)] = file
+    return dict(sorted(files.items()))
+
+
+def _is_held_out(name: str) -> bool:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64
+
+
+def _open_all(files: dict[str, Path], dtype: str) -> dict[str, Any]:
+    kinds = {path.suffix in ARRAYS for path in files.values()}
+    if len(kinds) > 1:
+        raise TrainError(
+            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
+        )
+    return {name: _open(path, dtype) for name, path in files.items()}
+
+
+def _open(path: Path, dtype: str) -> Any:
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif path.suffix == ".bin":
+            if path.stat().st_size % np.dtype(dtype).itemsize:
+                raise TrainError(f"{path} is no array of {dtype}: {path.stat().st_size} bytes; say --dtype")
+            array = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+        else:
+            raw = path.read_bytes()
+            if b"\0" in raw[:8192]:
+                raise TrainError(
+                    f"{path} is not text (it has zero bytes): leave it out, by a glob for instance"
+                )
+            array = np.frombuffer(raw, dtype=np.uint8)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TrainError(f"cannot read {path}: {reason}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TrainError(f"{path} holds {array.dtype} of shape {array.shape}, expected integer tokens (n,)")
+    return array
+
+
+def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
+    return _joined([(name, arrays[name]) for name in files])
+
+
+def _joined(parts: list[tuple[str, Any]]) -> Corpus:
+    parts = [(name, array) for name, array in parts if len(array)]
+    starts = np.cumsum([0] + [len(array) for _, array in parts])
+    return Corpus(tuple(array for _, array in parts), tuple(name for name, _ in parts), starts)
+
+
+def _split_ends(files: dict[str, Path], arrays: dict[str, Any]) -> list[Corpus]:
+    cut = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
+    return [
+        _joined([(name, arrays[name][: cut[name]]) for name in files]),
+        _joined([(name, arrays[name][cut[name] :]) for name in files]),
+    ]
+
+
+def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
+    if all(array.dtype == np.uint8 for array in arrays.values()):
+        if asked is not None and asked < _BYTES:
+            raise TrainError(f"--vocab-size {asked} is too small for bytes, expected at least {_BYTES}")
+        return asked or _BYTES
+    if asked is not None:
+        return asked  # batches are checked as they are read
+    largest, least = 0, 0
+    for array in arrays.values():
+        for start in range(0, len(array), 1 << 24):
+            piece = array[start : start + (1 << 24)]
+            largest, least = max(largest, int(piece.max())), min(least, int(piece.min()))
+    if least < 0:
+        raise TrainError(f"the data has negative tokens ({least})")
+    return largest + 1

@@ -1,0 +1,72 @@
+"""What the machine can do and how much of it is in use: peaks for MFU, memory, times."""
+
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+# Dense bf16 peak by vendors' data sheets, FLOP/s; matched in this order against the device's name.
+PEAK_BF16: tuple[tuple[str, float], ...] = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("B100", 1.75e15),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s that MFU is measured against; None where it is not known (CPUs, fp32, other GPUs)."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_BF16 if key in name), None)
+
+
+def memory_mb(device: torch.device) -> float:
+    """Peak memory of this rank so far, MB: allocated CUDA memory, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resident_peak_mb()
+
+
+def resident_peak_mb() -> float:
+    """Peak resident memory of this process so far, MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+
+
+@dataclass
+class StepClock:
+    """Wall and CPU seconds between calls of `lap`. On CUDA, `lap` waits for the device only if told to."""
+
+    device: torch.device
+    wall: float = field(default_factory=time.perf_counter)
+    cpu: float = field(default_factory=lambda: sum(os.times()[:2]))
+
+    def lap(self, synchronize: bool = False) -> tuple[float, float]:
+        """Wall and CPU seconds of this process since the last lap."""
+        if synchronize and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now, used = time.perf_counter(), sum(os.times()[:2])
+        passed = now - self.wall, used - self.cpu
+        self.wall, self.cpu = now, used
+        return passed

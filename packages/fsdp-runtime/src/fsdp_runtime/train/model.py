@@ -1,0 +1,266 @@
+# ruff: noqa: N803, N806  (capitals are dimensions)
+"""A Llama-style transformer, dense or mixture-of-experts, top to bottom. It knows nothing of sharding.
+
+Suffixes name dimensions: B sequences, T positions, D model, H heads, K heads of keys and values, C channels of a
+head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N tokens, V vocabulary.
+
+    tokens_BT -> embed -> [ x + attention(norm(x)) ; x + feed_forward(norm(x)) ] x layers -> norm -> head -> logits_BTV
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a transformer; `num_experts` 0 is a dense one."""
+
+    vocab_size: int = 256
+    dim: int = 192
+    num_layers: int = 4
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    ff_dim: int = 512
+    num_experts: int = 0
+    top_k: int = 2
+    aux_weight: float = 0.01
+    tied: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ff_dim", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ValueError(
+                f"dim {self.dim} over {self.num_heads} heads gives {self.dim / self.num_heads:g} channels a head, "
+                "expected an even whole number"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads do not divide by {self.num_kv_heads} key/value heads")
+        if self.num_experts < 0 or 0 < self.num_experts < self.top_k:
+            raise ValueError(f"{self.num_experts} experts, of which each token takes {self.top_k}")
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.dim // self.num_heads
+
+
+# ff_dim is per expert where there are experts.
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ff_dim=88),
+    "tiny-moe": ModelConfig(
+        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ff_dim=40, num_experts=5, tied=False
+    ),
+    "small": ModelConfig(),
+    "small-moe": ModelConfig(ff_dim=256, num_experts=8, top_k=2),
+    "30m": ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=4, ff_dim=1536, tied=False),
+    "125m": ModelConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, ff_dim=2560, tied=False),
+    "350m": ModelConfig(dim=1024, num_layers=24, num_heads=16, num_kv_heads=8, ff_dim=2816, tied=False),
+    "1b": ModelConfig(dim=2048, num_layers=18, num_heads=16, num_kv_heads=8, ff_dim=6144, tied=False),
+    "1b-moe": ModelConfig(
+        dim=1024, num_layers=16, num_heads=16, num_kv_heads=8, ff_dim=1024, num_experts=16, tied=False
+    ),
+    "7b": ModelConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ff_dim=11008, tied=False),
+}
+
+
+def rope_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's rotation, fp32, each (T, C/2)."""
+    frequency_C = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle_TC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C)
+    return angle_TC.cos(), angle_TC.sin()
+
+
+def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Rotary embedding: channel pairs (i, i + C/2) turned by their position's angle, in fp32."""
+    left, right = x_BHTC.float().chunk(2, dim=-1)
+    turned = torch.cat((left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC), dim=-1)
+    return turned.to(x_BHTC.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: H query heads share K heads of keys and values."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, C = config.num_heads, config.num_kv_heads, config.head_dim
+        self.wq = nn.Linear(config.dim, self.num_heads * C, bias=False)
+        self.wk = nn.Linear(config.dim, self.num_kv_heads * C, bias=False)
+        self.wv = nn.Linear(config.dim, self.num_kv_heads * C, bias=False)
+        self.wo = nn.Linear(self.num_heads * C, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+        """(B, T, D) in and out."""
+        B, T, _ = x_BTD.shape
+        q_BHTC = self.wq(x_BTD).view(B, T, self.num_heads, -1).transpose(1, 2)
+        k_BKTC = self.wk(x_BTD).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
+        v_BKTC = self.wv(x_BTD).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
+        y_BHTC = F.scaled_dot_product_attention(
+            rotate(q_BHTC, cos_TC, sin_TC),
+            rotate(k_BKTC, cos_TC, sin_TC),
+            v_BKTC,
+            is_causal=True,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return self.wo(y_BHTC.transpose(1, 2).reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate x) * w_up x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(config.dim, config.ff_dim, bias=False)
+        self.w_up = nn.Linear(config.dim, config.ff_dim, bias=False)
+        self.w_down = nn.Linear(config.ff_dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, D) in and out, and no balancing loss."""
+        y_BTD = self.w_down(F.silu(self.w_gate(x_BTD)) * self.w_up(x_BTD))
+        return y_BTD, x_BTD.new_zeros((), dtype=torch.float32)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes through the `top_k` experts that its router likes best; no token is dropped.
+
+    The experts' weights are stacked: one parameter (E, out, in) per projection.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, E = config.top_k, config.num_experts
+        self.router = nn.Linear(config.dim, E, bias=False)
+        self.w_gate = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
+        self.w_up = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
+        self.w_down = nn.Parameter(torch.empty(E, config.dim, config.ff_dim))
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, D) in and out, and the balancing loss."""
+        probs_BTE = self.router(x_BTD).float().softmax(dim=-1)
+        weight_BTk, chosen_BTk = probs_BTE.topk(self.top_k, dim=-1)
+        weight_BTk = weight_BTk / weight_BTk.sum(dim=-1, keepdim=True)
+
+        x_ND = x_BTD.flatten(0, 1)
+        order_S = chosen_BTk.flatten().argsort(stable=True)  # pairs by expert; S = N * top_k
+        token_S = order_S // self.top_k
+        counts_E = torch.bincount(chosen_BTk.flatten(), minlength=probs_BTE.shape[-1])
+        y_SD = self._experts(x_ND[token_S], counts_E) * weight_BTk.flatten()[order_S, None].to(x_ND.dtype)
+        y_ND = torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
+        return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk)
+
+    def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
+        """Pairs sorted by expert, each through its expert's SwiGLU."""
+        if (
+            x_SD.is_cuda and x_SD.dtype == torch.bfloat16
+        ):  # one kernel for all experts, and no sync with the host
+            offsets_E = counts_E.cumsum(0).to(torch.int32)
+            gate_SF = F.grouped_mm(x_SD, self.w_gate.transpose(1, 2), offs=offsets_E)
+            up_SF = F.grouped_mm(x_SD, self.w_up.transpose(1, 2), offs=offsets_E)
+            return F.grouped_mm(F.silu(gate_SF) * up_SF, self.w_down.transpose(1, 2), offs=offsets_E)
+        parts = x_SD.split(self.split_sizes(counts_E, len(x_SD)))
+        # unbind: the backward of all slices of a stack is one stack, not a sum of E padded ones.
+        experts = zip(parts, self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
+        return torch.cat([F.silu(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
+
+    def split_sizes(self, counts_E: Tensor, total: int) -> list[int]:
+        """How many pairs each expert gets, on the host. Where values do not exist (meta), an even split."""
+        if counts_E.is_meta or type(counts_E).__name__ == "FakeTensor":
+            E = len(counts_E)
+            return [total // E + (e < total % E) for e in range(E)]
+        sizes: list[int] = counts_E.tolist()
+        return sizes
+
+
+def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
+    """E * sum over experts of (share of choices) * (mean probability), per sequence, averaged; 1 when even.
+
+    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches.
+    """
+    E = probs_BTE.shape[-1]
+    counts_BE = probs_BTE.new_zeros(len(probs_BTE), E).scatter_add(
+        1, chosen_BTk.flatten(1), torch.ones_like(chosen_BTk, dtype=probs_BTE.dtype).flatten(1)
+    )
+    share_BE = counts_BE / chosen_BTk[0].numel()
+    return E * (share_BE * probs_BTE.mean(dim=1)).sum(dim=-1).mean()
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each after a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ff_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ff = MixtureOfExperts(config) if config.num_experts else SwiGLU(config)
+
+    def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, D) in and out, and the layer's balancing loss."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TC, sin_TC)
+        y_BTD, aux = self.ff(self.ff_norm(x_BTD))
+        return x_BTD + y_BTD, aux
+
+
+class Transformer(nn.Module):
+    """The whole model; `checkpointing` recomputes each block in backward instead of keeping its activations."""
+
+    def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config, self.checkpointing = config, checkpointing
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head the embedding, where the configuration says so (`to_empty` parts them)."""
+        if self.config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (B, T, V) and the balancing loss, a mean over layers."""
+        x_BTD = self.embed(tokens_BT)
+        config = self.config
+        cos_TC, sin_TC = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
+        aux = x_BTD.new_zeros((), dtype=torch.float32)
+        for block in self.blocks:
+            if self.checkpointing and self.training:
+                x_BTD, layer_aux = checkpoint(block, x_BTD, cos_TC, sin_TC, use_reentrant=False)
+            else:
+                x_BTD, layer_aux = block(x_BTD, cos_TC, sin_TC)
+            aux = aux + layer_aux / config.num_layers
+        return self.head(self.norm(x_BTD)), aux
+
+
+def init_parameter(config: ModelConfig, name: str, value: Tensor, generator: torch.Generator) -> None:
+    """Write a parameter's initial values: ones for norms, else normal; narrower where a residual is written."""
+    if "norm" in name:
+        value.fill_(1.0)
+        return
+    writes_residual = name.endswith(("wo.weight", "w_down.weight", "w_down"))
+    std = 0.02 / math.sqrt(2 * config.num_layers) if writes_residual else 0.02
+    value.normal_(0.0, std, generator=generator)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of forward and backward for one token: 6 per weight used, and attention's.
+
+    Weights used: all but the embedding's (the head counts, tied or not) and the experts not chosen. Attention:
+    12 * layers * dim * seq_len, without the halving for causality, as is usual for MFU.
+    """
+    C = config.head_dim
+    attention = config.dim * C * (2 * config.num_heads + 2 * config.num_kv_heads)
+    ff = 3 * config.dim * config.ff_dim
+    if config.num_experts:
+        ff = ff * config.top_k + config.dim * config.num_experts
+    weights = config.num_layers * (attention + ff) + config.dim * config.vocab_size
+    return 6.0 * weights + 12.0 * config.num_layers * config.dim * seq_len

@@ -1,0 +1,99 @@
+"""The optimizers that `--optimizer` knows: a table from a name to how it is built."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import TrainError
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One row: the class by name, its own learning rate here, and what else it is given."""
+
+    source: str  # "torch" or "block_optim"
+    cls: str
+    lr: float
+    extra: tuple[tuple[str, Any], ...] = ()
+    matrices_apart: bool = False  # it takes matrices; the rest goes to AdamW
+    takes_norm: bool = False  # step(grad_norm=...)
+
+
+_BETAS = ("betas", (0.9, 0.95))
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "torch-adamw": OptimizerSpec("torch", "AdamW", 2e-3, (_BETAS,)),
+    "torch-sgd": OptimizerSpec("torch", "SGD", 0.3, (("momentum", 0.9),)),
+    "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,)),
+    "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,)),
+    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (), matrices_apart=True),
+    "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3),
+    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3),
+}
+
+
+def optimizer_spec(name: str) -> OptimizerSpec:
+    """The row of a name.
+
+    Raises:
+        TrainError: no such row.
+    """
+    if name not in OPTIMIZERS:
+        raise TrainError(f"--optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+def not_available(name: str) -> str | None:
+    """Why an optimizer cannot be built here, or None."""
+    spec = optimizer_spec(name)
+    if spec.source == "torch":
+        return None
+    try:
+        import block_optim
+    except ImportError:
+        return "block-optim is not installed (pip install 'fsdp-runtime[train]')"
+    if not hasattr(block_optim, spec.cls):
+        return f"block_optim {block_optim.__version__} has no {spec.cls}"
+    return None
+
+
+def make_optimizer(
+    name: str, model: nn.Module, *, lr: float | None, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Build an optimizer over a sharded (or plain) model's parameters.
+
+    Norms and other vectors get no weight decay. `lr` None takes the table's.
+
+    Raises:
+        TrainError: an unknown or missing optimizer.
+    """
+    spec, reason = optimizer_spec(name), not_available(name)
+    if reason:
+        raise TrainError(f"--optimizer {name}: {reason}")
+    peak = spec.lr if lr is None else lr
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if spec.source == "torch":
+        kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, spec.cls)
+        return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
+    import block_optim
+
+    kind = getattr(block_optim, spec.cls)
+    return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
+
+
+def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
+    """Matrices with weight decay, vectors without; a group that would be empty is left out."""
+    matrices, vectors = [], []
+    for _, parameter in named:
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [(matrices, weight_decay), (vectors, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def peak_lr(name: str, lr: float | None) -> float:
+    """The learning rate that a run reaches after warm-up."""
+    return optimizer_spec(name).lr if lr is None else lr

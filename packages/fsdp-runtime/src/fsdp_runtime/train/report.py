@@ -1,0 +1,135 @@
+"""What a run says: a bar or lines on the terminal, JSON lines in a file, and curves at the end. Rank 0 only."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+METRICS = "metrics.jsonl"
+CURVES = "curves.png"
+
+
+class Report:
+    """The file of metrics, and a progress bar on a terminal or a line now and then elsewhere.
+
+    Args:
+        folder: of the run.
+        start, steps: first step, and how many there are in all. Lines of a file from `start` on are dropped: they
+            are of steps that a killed run made and that are made again.
+        quiet: write the file only.
+    """
+
+    def __init__(self, folder: Path, start: int, steps: int, *, quiet: bool) -> None:
+        self.steps, self.quiet = steps, quiet
+        path = folder / METRICS
+        kept = [entry for entry in read_metrics(path) if entry["step"] < start] if start else []
+        partial = path.with_suffix(".tmp")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        os.replace(partial, path)
+        self.file: TextIO = path.open("a", buffering=1)
+        self.bar: Any = None
+        self.task: Any = None
+        if not quiet and sys.stderr.isatty():
+            self.bar, self.task = _bar(steps, start)
+        self.every = max(1, steps // 25)
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """One training step's figures."""
+        self.file.write(json.dumps({"kind": "train", **entry}) + "\n")
+        if self.bar is not None:
+            self.bar.update(self.task, completed=entry["step"] + 1, said=said(entry))
+        elif not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
+            self.say(f"step {entry['step'] + 1:>6}/{self.steps}  {said(entry)}")
+
+    def held_out(self, step: int, loss: float) -> None:
+        """A held-out loss, after `step` steps."""
+        self.file.write(json.dumps({"kind": "held_out", "step": step, "loss": loss}) + "\n")
+        self.say(f"step {step:>6}/{self.steps}  held-out loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """A line of text."""
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
+        elif not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Report":
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.file.close()
+
+
+def said(entry: dict[str, Any]) -> str:
+    """A step's figures as people read them."""
+    parts = [
+        f"loss {entry['loss']:.4f}",
+        f"{entry['tokens_per_s']:,.0f} tokens/s",
+        f"{1000 * entry['step_s']:.0f} ms",
+        f"{entry['memory_mb']:.0f} MB",
+    ]
+    if entry.get("mfu") is not None:
+        parts.append(f"MFU {100 * entry['mfu']:.1f} %")
+    return "  ".join(parts)
+
+
+def _bar(steps: int, start: int) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    return bar, bar.add_task("training", total=steps, completed=start, said="")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics file; a last line that a killed run left half written is dropped."""
+    entries = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def losses(entries: list[dict[str, Any]], kind: str) -> tuple[list[int], list[float]]:
+    """Steps and losses of one kind ("train" or "held_out")."""
+    chosen = [entry for entry in entries if entry["kind"] == kind and math.isfinite(entry["loss"])]
+    return [entry["step"] for entry in chosen], [entry["loss"] for entry in chosen]
+
+
+def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
+    """Training losses as lines and held-out losses as points, a colour for each run, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    for number, (name, entries) in enumerate(runs.items()):
+        colour = f"C{number % 10}"
+        steps, values = losses(entries, "train")
+        axes.plot(steps, values, color=colour, alpha=0.9, linewidth=1.2, label=name)
+        steps, values = losses(entries, "held_out")
+        if steps:
+            axes.plot(steps, values, "o", color=colour, markersize=5, label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,254 @@
+"""The one seam between the training loop and what shards the model: an adapter for each system.
+
+A system gets a model on the meta device (or a built one) and gives back one that trains; backward and the
+optimizer's step go through it, because DeepSpeed wants them to itself.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ragged_shard import distribute_like
+
+from .config import RunConfig
+from .errors import TrainError
+
+Initialise = Callable[[str, Tensor], None]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def wrap_order(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that become units: each layer. The root, with what is left, comes after."""
+    names = set(getattr(model, "_no_split_modules", None) or ("Block",))
+    for module in model.modules():
+        if type(module).__name__ in names:
+            yield module
+
+
+class System:
+    """One process, no sharding; what the others share."""
+
+    name = "one"
+
+    def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
+        self.config, self.device, self.mesh = config, device, mesh
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard the model, give it its values and its optimizer. `initialise` is None where it has values."""
+        model = self.wrap(self.materialise(model, initialise))
+        return model, make_optimizer(model)
+
+    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
+        """Move the model to the device and write its initial values, one whole parameter at a time."""
+        if initialise is None:
+            return model.to(self.device)
+        model.to_empty(device=self.device)
+        tie = getattr(model, "tie_weights", None)
+        if tie is not None and not isinstance(self, FullyShard):
+            tie()
+        for name, parameter in model.named_parameters():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            initialise(name, whole)
+            with torch.no_grad():
+                mine = distribute_like(whole.to(self.device), parameter, src_data_rank=None)
+                parameter.copy_(mine)
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Make a materialised model train on all ranks."""
+        return model
+
+    def autocast(self) -> Any:
+        """Around forward, where the system does not cast parameters itself."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16", cache_enabled=False
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients."""
+        loss.backward()
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Clip, call `step` with the gradients' norm, and clear. Returns the norm, 0-d."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        limit = self.config.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        step(norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+class FullyShard(System):
+    """fsdp_runtime or FSDP2: the same calls, another import."""
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard on the meta device, so that no rank ever holds the whole model."""
+        self.shard(model)
+        model = self.materialise(model, initialise)
+        return model, make_optimizer(model)
+
+    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
+        """As the base; a model that has values was moved when it was sharded."""
+        return model if initialise is None else super().materialise(model, initialise)
+
+    def shard(self, model: nn.Module) -> None:
+        """`fully_shard` on each layer, then on the root."""
+        fully_shard, more = self.fully_shard()
+        bf16 = self.config.precision == "bf16"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        for module in wrap_order(model):
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                reshard_after_forward=self.config.reshard,
+                mp_policy=policy,
+                **more,
+            )
+        fully_shard(model, mesh=self.mesh, mp_policy=policy, **more)
+
+    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The function, and the arguments that only it has."""
+        raise NotImplementedError
+
+    def autocast(self) -> Any:
+        """Parameters and inputs are cast by the policy."""
+        return torch.autocast(self.device.type, enabled=False)
+
+
+class FSDP2(FullyShard):
+    """torch.distributed.fsdp.fully_shard."""
+
+    name = "fsdp2"
+
+    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Torch's."""
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard, {}
+
+
+class Runtime(FullyShard):
+    """fsdp_runtime.fully_shard, with `--block` as its block policy."""
+
+    name = "fsdp_runtime"
+
+    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Ours."""
+        import fsdp_runtime
+
+        fully_shard: Callable[..., Any] = getattr(fsdp_runtime, "fully_shard")  # noqa: B009
+        block = parse_block_option(self.config.block)
+        return fully_shard, {"block_policy": None if block is None else lambda name, p: block}
+
+
+class DDP(System):
+    """torch's DistributedDataParallel: not sharded."""
+
+    name = "ddp"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Gradients are all-reduced in buckets."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class DeepSpeed(System):
+    """DeepSpeed ZeRO-3 with the same optimizer; backward, clipping and step are the engine's."""
+
+    name = "deepspeed"
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The engine shards a materialised model."""
+        import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        model = self.materialise(model, initialise)
+        settings = {
+            "train_batch_size": self.config.batch,
+            "gradient_accumulation_steps": self.config.accumulate,
+            "gradient_clipping": self.config.clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.config.precision == "bf16"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "steps_per_print": 10**9,
+        }
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model), config=settings, dist_init_required=False
+        )
+        self.engine = engine
+        return engine, optimizer
+
+    def autocast(self) -> Any:
+        """The engine casts."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def backward(self, loss: Tensor) -> None:
+        """The engine divides by the microbatches itself; the loop has done so already."""
+        self.engine.backward(loss * self.config.accumulate)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
+    ) -> Tensor:
+        """The engine's step."""
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(float(norm if norm is not None else 0.0), device=self.device)
+
+
+_ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP2, DDP, DeepSpeed, System)}
+
+
+def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
+    """The adapter of ``config.system``.
+
+    Raises:
+        TrainError: the system is not installed.
+    """
+    reason = not_installed(config.system)
+    if reason:
+        raise TrainError(f"--system {config.system}: {reason}")
+    return _ADAPTERS[config.system](config, device, mesh)
+
+
+def not_installed(system: str) -> str | None:
+    """Why a system cannot run here, or None."""
+    if system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        return "not installed (pip install deepspeed)"
+    if system == "fsdp_runtime":
+        import fsdp_runtime
+
+        if not hasattr(fsdp_runtime, "fully_shard"):
+            return "this version of fsdp_runtime has no fully_shard"
+    if system in ("ddp", "fsdp2") and not dist.is_available():
+        return "this torch was built without torch.distributed"
+    return None
+
+
+def parse_block_option(text: str) -> Any:
+    """A planner block from ``--block``, None for "none"."""
+    if text == "none":
+        return None
+    from layout_planner import parse_block
+
+    try:
+        return parse_block(text)
+    except ValueError as error:
+        raise TrainError(f"--block {text!r}: {error}") from error

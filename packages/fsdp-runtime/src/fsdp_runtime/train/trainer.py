@@ -1,0 +1,408 @@
+"""The training loop: one run on one rank, from configuration to the last checkpoint.
+
+    set up (all ranks agree or all raise) -> [ batch -> forward, backward -> clip, step -> figures ] -> save -> leave
+
+One small all-reduce per step carries the loss and two flags, "asked to stop" and "a save failed", and is read one
+step later: so ranks stop at the same step, nobody waits for a flag, and the device is never waited for.
+"""
+
+import dataclasses
+import math
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from . import checkpoint as ckpt
+from .batches import Batches
+from .config import RunConfig, pick_device
+from .corpus import TextData, read_data
+from .errors import TrainError, agreed
+from .hardware import StepClock, memory_mb, peak_flops
+from .model import ModelConfig, Transformer, flops_per_token, init_parameter
+from .optimizers import make_optimizer, optimizer_spec, peak_lr
+from .report import CURVES, METRICS, Report, draw_curves, read_metrics
+from .systems import System, make_system
+
+_BAD_LOSSES = 5  # this many losses in a row that are no numbers end a run
+
+
+@dataclass
+class _Sums:
+    """The figures of a step on their way: reduced over ranks, not yet read."""
+
+    step: int
+    values: Tensor  # (loss, norm, bad steps, stop, save failed, CPU seconds, memory)
+    work: Any
+    lr: float
+
+
+@dataclass
+class StopFlag:
+    """Whether this rank was asked to stop: by a signal, by the launcher's file, or because the launcher died."""
+
+    stop_file: Path | None = None
+    parent: int = field(default_factory=os.getppid)
+    received: int = 0
+
+    def __call__(self) -> bool:
+        """Look."""
+        launched = self.stop_file is not None
+        if launched and not self.received and (self.stop_file.exists() or os.getppid() != self.parent):
+            self.received = signal.SIGTERM
+        return bool(self.received)
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM for it inside."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.received = number
+
+        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Trainer:
+    """One rank of a run. `torch.distributed` is initialised, except for a run in one process without it.
+
+    Args:
+        config: the run.
+        out: its folder, the same on every rank.
+        quiet: print nothing.
+        stop: what is asked, at every step, whether to stop.
+
+    Raises:
+        TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
+    """
+
+    def __init__(
+        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
+        distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        config.check(self.world_size)
+        optimizer_spec(config.optimizer)
+        self.device = torch.device(pick_device(config.device))
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        with agreed("reading the data"):
+            self.data = read_data(
+                config.data,
+                dtype=config.dtype,
+                vocab_size=config.vocab_size,
+                held_out=config.held_out,
+                seq_len=config.seq_len,
+            )
+            self.batches = self._batches(self.data, held_out=False)
+            self.held_out = self._batches(self.data, held_out=True)
+        mesh = init_device_mesh(self.device.type, (self.world_size,)) if distributed else None
+        self.system: System = make_system(config, self.device, mesh)
+        self.model, self.optimizer = self._build()
+        self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
+        self.checkpoints: ckpt.Checkpoints | None = None
+        self.step = 0
+        self._saved, self._bad = -1, 0
+        self._last_held_out: float | None = None
+        self._last_entry: dict[str, Any] = {}
+        self._lap = (0.0, 0.0)  # wall and CPU seconds of the last step
+        if config.resume:
+            self._resume()
+        if config.save_every:
+            with agreed("making the run's folder"):
+                self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group)
+        self.flops = self._flops()
+        self.peak = peak_flops(self.device, config.precision)
+
+    def _batches(self, data: TextData, *, held_out: bool) -> Batches:
+        config = self.config
+        return Batches(
+            corpus=data.held_out if held_out else data.train,
+            seq_len=config.seq_len,
+            batch=config.batch,
+            accumulate=config.accumulate,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=12345 if held_out else config.seed,
+            vocab_size=data.vocab_size,
+        )
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        config = self.config
+
+        def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+            return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
+
+        if config.hf_config:
+            from .hf import build_hf_model
+
+            model = build_hf_model(config.hf_config, config.seed, self.data.vocab_size, config.checkpointing)
+            return self.system.build(model, None, optimizer_of)
+        sizes = model_config(config, self.data.vocab_size)
+        with torch.device("meta"):
+            skeleton = Transformer(sizes, checkpointing=config.checkpointing)
+
+        def initialise(name: str, value: Tensor) -> None:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed}/{name}".encode()))
+            init_parameter(sizes, name, value, generator)
+
+        return self.system.build(skeleton, initialise, optimizer_of)
+
+    def _flops(self) -> float:
+        if self.config.hf_config:
+            used = sum(p.numel() for n, p in self.model.named_parameters() if "embed" not in n)
+            return 6.0 * used
+        return flops_per_token(model_config(self.config, self.data.vocab_size), self.config.seq_len)
+
+    # What makes a batch what it is: a resumed run must not differ in these.
+    def _identity(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "seed": config.seed,
+            "seq_len": config.seq_len,
+            "batch": config.batch,
+            "data": self.data.identity,
+        }
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_json(),
+            "identity": self._identity(),
+            "parameters": ckpt.describe(self.model),
+            "vocab_size": self.data.vocab_size,
+            "world_size": self.world_size,
+        }
+
+    def _resume(self) -> None:
+        with agreed("resuming"):
+            found = ckpt.latest(self.out)
+            if found is None:
+                raise TrainError(f"--resume: {self.out} has no complete checkpoint")
+            about = ckpt.read_about(found)
+            ckpt.check_same_model(found, about["parameters"], self.model)
+            if about["config"]["optimizer"] != self.config.optimizer:
+                raise TrainError(
+                    f"{found} has the state of {about['config']['optimizer']}, --optimizer is {self.config.optimizer}"
+                )
+            for name, mine in self._identity().items():
+                if about["identity"][name] != mine:
+                    raise TrainError(
+                        f"{found} was made with {name} {about['identity'][name]}, this run has {mine}"
+                    )
+            if about["step"] > self.config.steps:
+                raise TrainError(f"{found} is beyond --steps {self.config.steps}")
+        ckpt.load(found, self.model, self.optimizer, self.group)
+        self.step = int(about["step"])
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, or until asked to stop; save; return a summary (the same on every rank but times).
+
+        Raises:
+            TrainError: a save failed, or the loss is no number.
+        """
+        config = self.config
+        first, begun = self.step, time.perf_counter()
+        report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
+        clock, waiting = StepClock(self.device), None
+        stopped = False
+        try:
+            if report:
+                report.__enter__()
+                report.say(self._headline())
+            if first == 0 and config.eval_every and config.steps:
+                self._held_out(report)
+            clock.lap(synchronize=True)
+            while self.step < config.steps and not stopped:
+                sums = self._train_step()
+                self._lap = clock.lap()
+                if waiting is not None:
+                    stopped = self._read(waiting, report)
+                waiting = sums
+                self.step += 1
+                boundary = self.step % config.eval_every == 0 if config.eval_every else False
+                if (boundary or self.step == config.steps) and config.eval_every:
+                    self._read(waiting, report)
+                    waiting = None
+                    self._held_out(report)
+                    clock.lap(synchronize=True)
+                if self.checkpoints and (config.save_every and self.step % config.save_every == 0):
+                    self._save(report)
+            if waiting is not None:
+                self._read(waiting, report)
+            if self.checkpoints:
+                self._save(report, last=True)
+        finally:
+            if report:
+                report.__exit__(None, None, None)
+        summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
+        if self.rank == 0 and config.plot and not summary["stopped"]:
+            entries = read_metrics(self.out / METRICS)
+            draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
+        return summary
+
+    def _train_step(self) -> _Sums:
+        """Forward and backward over this rank's microbatches, and the optimizer's step."""
+        config = self.config
+        lr = config.learning_rate(self.step, peak_lr(config.optimizer, config.lr))
+        set_learning_rate(self.optimizer, lr)
+        torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
+        loss = torch.zeros((), device=self.device)
+        self.model.train()
+        for tokens, targets in self.batches.microbatches(self.step, self.device):
+            with self.system.autocast():
+                cross_entropy, aux = losses_of(self.model, tokens, targets)
+            loss += cross_entropy.detach() / config.accumulate
+            self.system.backward((cross_entropy + self._aux_weight() * aux) / config.accumulate)
+        norm = self.system.step(self.model, self.optimizer, self._optimizer_step)
+        return self._reduce(loss, norm, lr)
+
+    def _aux_weight(self) -> float:
+        return self.config.model.aux_weight
+
+    def _optimizer_step(self, norm: Tensor) -> None:
+        step: Callable[..., Any] = self.optimizer.step
+        if optimizer_spec(self.config.optimizer).takes_norm:
+            step(grad_norm=norm)
+        else:
+            step()
+
+    def _reduce(self, loss: Tensor, norm: Tensor, lr: float) -> _Sums:
+        flags = [float(self.stop()), float(self.checkpoints is not None and self.checkpoints.failed())]
+        local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
+        values = torch.cat(
+            (loss.double().view(1), norm.double().view(1) / self.world_size, local.to(self.device))
+        )
+        work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
+        return _Sums(self.step, values, work, lr)
+
+    def _read(self, sums: _Sums, report: Report | None) -> bool:
+        """Take in a step's figures; True if some rank was asked to stop. The same on every rank."""
+        if sums.work is not None:
+            sums.work.wait()
+        loss, norm, stop, failed, cpu, memory = sums.values.tolist()
+        loss /= self.world_size
+        config = self.config
+        tokens_per_s = config.batch * config.seq_len / max(self._lap[0], 1e-9)
+        self._bad = 0 if math.isfinite(loss) else self._bad + 1
+        entry = {
+            "step": sums.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": sums.lr,
+            "tokens_per_s": tokens_per_s,
+            "step_s": self._lap[0],
+            "cpu_s": cpu,
+            "memory_mb": memory / self.world_size,
+            "epoch": self.batches.epoch(sums.step + 1),
+        }
+        if self.peak:
+            entry["mfu"] = tokens_per_s * self.flops / (self.peak * self.world_size)
+        self._last_entry = entry
+        if report and (sums.step % config.log_every == 0 or sums.step + 1 == config.steps):
+            report.step(entry)
+        if failed and self.checkpoints:
+            self.checkpoints.finish()
+        if self._bad >= _BAD_LOSSES:
+            raise TrainError(
+                f"the loss has been {loss} for {_BAD_LOSSES} steps, up to step {sums.step + 1}: "
+                "try a lower --lr, a longer --warmup or --clip"
+            )
+        return bool(stop > 0)
+
+    @torch.no_grad()
+    def _held_out(self, report: Report | None) -> float:
+        """Mean loss over the first held-out batches, which are the same at every call and world size. Collective."""
+        self.model.eval()
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
+        for number in range(count):
+            for tokens, targets in self.held_out.microbatches(number, self.device):
+                with self.system.autocast():
+                    total += losses_of(self.model, tokens, targets)[0].double()
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        loss = float(total) / (count * self.config.accumulate * self.world_size)
+        self._last_held_out = loss
+        if report:
+            report.held_out(self.step, loss)
+        return loss
+
+    def _save(self, report: Report | None, *, last: bool = False) -> None:
+        """Finish the save under way and start one of this step; the last one is waited for. Collective."""
+        assert self.checkpoints is not None
+        newest = self.checkpoints.finish()
+        already = newest == self.step or (last and self._saved == self.step)
+        if not already:
+            self.checkpoints.start(self.step, self.model, self.optimizer, self._about())
+            self._saved = self.step
+            if last:
+                self.checkpoints.finish()
+        if report and last:
+            report.say(f"saved {ckpt.latest(self.out)}")
+
+    def _summary(self, stopped: bool, first: int, seconds: float) -> dict[str, Any]:
+        config, entry = self.config, self._last_entry
+        return {
+            "out": str(self.out),
+            "system": config.system,
+            "optimizer": config.optimizer,
+            "world_size": self.world_size,
+            "steps": self.step,
+            "first_step": first,
+            "stopped": stopped,
+            "loss": entry.get("loss"),
+            "held_out_loss": self._last_held_out,
+            "seconds": seconds,
+            "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
+        }
+
+    def _headline(self) -> str:
+        count = sum(p.numel() for p in self.model.parameters())
+        config = self.config
+        return (
+            f"{count / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} "
+            f"rank{'s' if self.world_size > 1 else ''}, {config.optimizer}, {config.precision}, "
+            f"{config.batch} x {config.seq_len} tokens a step, {self.data.train.num_tokens / 1e6:.1f}M tokens of "
+            f"{self.data.source}"
+        )
+
+
+def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
+    """The model's sizes, with the data's vocabulary."""
+    return dataclasses.replace(config.model, vocab_size=vocab_size)
+
+
+def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats per token, a mean, and the model's balancing loss (0 where it has none)."""
+    out = model(tokens)
+    logits, aux = out if isinstance(out, tuple) else (out.logits, tokens.new_zeros((), dtype=torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), aux
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its learning rate; a group's ``lr_scale`` multiplies it."""
+    for group in optimizer.param_groups:
+        value = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
