@@ -4,6 +4,8 @@ import importlib
 import sys
 
 VERBS = {
+    "counts": "exact counts of one step: collectives, bytes, calls, live memory",
+    "padding": "how much each layout rule pads real models, for the report",
     "speed": "tokens/s, CPU time, step parts and peak memory of all systems",
 }
 

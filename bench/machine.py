@@ -1,4 +1,4 @@
-"""The machine that figures come from: what it is, whether it is quiet enough to tell, and how much memory a process had.
+"""The machine that figures come from: what it is, whether it is quiet enough to tell, a process's memory.
 
 A time is kept only if the machine was quiet. Three looks, each of them cheap:
 

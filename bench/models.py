@@ -1,3 +1,4 @@
+# ruff: noqa: N803, N806, N812 - shape suffixes (B batch, L length, D dim, T tokens, E experts, H heads, K head dim)
 """Small Llama-style models, free of any parallelism: dense, with separate experts, with stacked experts.
 
 `build(shape)` returns a module whose `.blocks` are what a system wraps one by one. Importing this file imports torch.

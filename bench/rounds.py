@@ -99,7 +99,7 @@ def build_all(names: list[str], job: Any) -> tuple[dict[str, Any], dict[str, str
 def check(
     trainers: dict[str, Any], clock: "Clock", steps: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Losses of the first steps, averaged over ranks, and who differs from the first system (which is the reference)."""
+    """Losses of the first steps, averaged over ranks, and who differs from the first system, the reference."""
     losses = {name: [clock.mean_loss(trainer) for _ in range(steps)] for name, trainer in trainers.items()}
     tolerance = TOLERANCE[clock.job.precision] * (1 if clock.job.optimizer == "adamw" else 10)
     differ = {}

@@ -4,7 +4,8 @@ python -m bench speed [--workload dense] [--ranks 2] ...      table; writes resu
 
 Times: one launch, every system built in the same ranks, in alternating rounds; ratios are taken within a round and
 the median over rounds is reported, so that a slow minute hits all alike. Memory: one launch for each system, since
-a process's peak cannot be told apart by system. Exit code 3, and nothing written, when the machine was too busy to tell.
+a process's peak cannot be told apart by system. Exit code 3, and nothing written, when the machine was too busy
+to tell.
 """
 
 import argparse

@@ -68,6 +68,12 @@ WORKLOADS = {
         ),
         _workload("tiny", 2, 16, dim=48, layers=2, heads=3, inner=96, vocab=128),
         _workload("tiny-moe", 2, 16, dim=48, layers=2, heads=3, inner=32, vocab=128, experts=5),
+        # For the committed counts: what matters is structure, not size.
+        _workload("gate", 1, 16, dim=64, layers=3, heads=4, inner=176, vocab=512),
+        _workload(
+            "gate-stacked", 1, 16, dim=60, layers=2, heads=4, inner=60, vocab=256, experts=3, stacked=True
+        ),
+        _workload("gate-prime", 1, 16, dim=61, layers=2, heads=1, inner=127, vocab=251),
         # For one GPU: the layer sizes of an 8B model, few of them.
         _workload("gpu-dense", 4, 2048, dim=4096, layers=8, heads=32, inner=14336, vocab=32768),
         _workload(
@@ -102,10 +108,10 @@ def batch_of(workload: Workload, step: int, rank: int, device: str = "cpu") -> t
 
 def loss_of(model: Any, batch: tuple[Any, Any]) -> Any:
     """Mean cross-entropy of one batch."""
-    import torch.nn.functional as F
+    from torch.nn.functional import cross_entropy
 
     tokens, targets = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+    return cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
 def describe(workload: Workload) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""Exact counts of one step, the same on any machine: collectives, bytes, dispatcher calls, live memory.
+
+python -m bench counts                     8, 64, 1024 simulated ranks and 2, 4 real ones; writes results/counts.json
+python -m bench counts --write-expected    also the committed expectations that the tests hold our own counts to
+
+A simulated world is torch's fake process group: this process stands for rank 0, collectives send nothing, and all
+else is as it would be, up to the last byte. Every figure is what a system does beyond the same model's own step with
+no sharding at all.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .launch import launch
+
+SIMULATED, REAL = (8, 64, 1024), (2, 4)
+SYSTEMS = ("ours", "fsdp2")
+EXPECTED = Path(__file__).resolve().parent / "expected_counts.json"
+# What the tests compare: small models, so that it takes seconds. (workload, ranks, what may be compared)
+GATE = (("gate", 8), ("gate", 64), ("gate", 1024), ("gate-stacked", 8), ("gate-prime", 7))
+
+
+@contextmanager
+def simulated(ranks: int) -> Iterator[Any]:
+    """A mesh of so many ranks that are not there; this process is rank 0, with one thread."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def plain(workload: str) -> dict[str, Any]:
+    """The same model's own step: what is subtracted."""
+    from .counting import count
+    from .systems import Job
+    from .workloads import WORKLOADS
+
+    with simulated(1) as mesh:
+        return count("plain", Job(WORKLOADS[workload], mesh))
+
+
+def compare(workload: str, ranks: int, systems: tuple[str, ...], base: dict[str, Any]) -> dict[str, Any]:
+    """`outside` of each system that can run, in one simulated world; of the others the reason."""
+    from .counting import count, outside
+    from .systems import Job, why_not
+    from .workloads import WORKLOADS
+
+    found: dict[str, Any] = {}
+    with simulated(ranks) as mesh:
+        job = Job(WORKLOADS[workload], mesh)
+        for name in systems:
+            reason = why_not(name, job)
+            found[name] = {"skipped": reason} if reason else outside(count(name, job), base)
+    return found
+
+
+def gate() -> dict[str, Any]:
+    """Our own counts for the regression gate."""
+    bases = {workload: plain(workload) for workload, _ in GATE}
+    figures = {}
+    for workload, ranks in GATE:
+        found = compare(workload, ranks, ("ours",), bases[workload])["ours"]
+        figures[f"{workload} on {ranks} ranks"] = found
+    return figures
+
+
+def as_table(figures: dict[str, dict[str, Any]]) -> str:
+    """Markdown: one row a world and system."""
+    from .systems import SYSTEMS as LABELS
+
+    header = [
+        "ranks",
+        "system",
+        "gathers",
+        "reductions",
+        "others",
+        "wire MiB",
+        "padding",
+        "copied forward MiB",
+    ]
+    header += ["copied backward MiB", "calls", "peak MiB", "of FSDP2's"]
+    rows = []
+    for world, systems in figures.items():
+        peak = systems.get("fsdp2", {}).get("peak")
+        for name, found in systems.items():
+            if "skipped" in found:
+                continue
+            launches = dict(found["collectives"])
+            gathers, reductions = (launches.pop(kind, 0) for kind in ("all_gather", "reduce_scatter"))
+            rows.append(
+                [
+                    world,
+                    LABELS[name].label,
+                    gathers,
+                    reductions,
+                    sum(launches.values()),
+                    results.mib(found["wire_bytes"]),
+                    f"{found['padding']:.2%}",
+                    *(results.mib(found["copied"][part]) for part in ("forward", "backward")),
+                    sum(found["calls"].values()),
+                    results.mib(found["peak"]),
+                    f"{found['peak'] / peak:.1%}" if peak else "",
+                ]
+            )
+    return results.table(header, rows)
+
+
+def memory_table(figures: dict[str, dict[str, Any]]) -> str:
+    """Markdown: live bytes at the peak, by kind."""
+    from .systems import SYSTEMS as LABELS
+
+    kinds = ["sharded", "gathered", "gradients", "state", "temporaries"]
+    rows = [
+        [world, LABELS[name].label, *(results.mib(found["at_peak"].get(kind, 0)) for kind in kinds)]
+        for world, systems in figures.items()
+        for name, found in systems.items()
+        if "skipped" not in found
+    ]
+    return results.table(["ranks", "system", *(f"{kind} MiB" for kind in kinds)], rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Count, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m bench counts", description=__doc__.split("\n")[0])
+    parser.add_argument("--workload", default="counts")
+    parser.add_argument("--simulated-only", action="store_true", help="leave the real ranks out")
+    parser.add_argument("--write-expected", action="store_true", help=f"write {EXPECTED.name}")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    base = plain(options.workload)
+    figures = {f"{ranks} simulated": compare(options.workload, ranks, SYSTEMS, base) for ranks in SIMULATED}
+    if not options.simulated_only:
+        for ranks in REAL:
+            figures[f"{ranks} real"] = launch(
+                "count_ranks", ranks, {"workload": options.workload, "systems": SYSTEMS, "base": base}
+            )
+    print(as_table(figures), memory_table(figures), sep="\n\n")
+    path = results.save(f"counts-{options.workload}", figures)
+    print(f"\nwritten to {path}")
+    if options.write_expected:
+        write_expected()
+    return 0
+
+
+def write_expected() -> None:
+    """Commit to today's counts."""
+    import torch
+
+    content = {"torch": torch.__version__.split("+")[0], "figures": gate()}
+    EXPECTED.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    print(f"written to {EXPECTED}")
