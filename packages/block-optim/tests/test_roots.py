@@ -1,0 +1,188 @@
+"""Roots of factors, against fp64, on their own and in any company."""
+
+import math
+
+import pytest
+import torch
+
+from block_optim import _precond_math as pm
+from block_optim._roots import RootOptions, eigenbases, inverse_roots, power_bases
+
+METHODS = ("eigh", "newton", "qr")
+
+
+def factors(count, dim, rank, seed=0):
+    grads = torch.randn(count, dim, rank, generator=torch.Generator().manual_seed(seed))
+    return grads @ grads.mT
+
+
+def reference(matrix, exponent, epsilon):
+    """(A + epsilon ||A||_F I)^-e by fp64 eigh."""
+    wide = matrix.double()
+    values, vectors = torch.linalg.eigh(wide)
+    ridged = values.clamp(min=0) + epsilon * wide.norm()
+    return (vectors * ridged.pow(-exponent)) @ vectors.mT
+
+
+def roots(batch, exponent=0.25, method="eigh", last=None, **options):
+    last = torch.zeros_like(batch) if last is None else last
+    basis = torch.zeros_like(batch) if method == "qr" else None
+    return inverse_roots(batch, exponent, RootOptions(method, **options), last=last, last_basis=basis)
+
+
+def distance(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("exponent", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("rank", [200, 40, 1])
+def test_every_method_is_close_to_fp64_whatever_the_rank(method, exponent, rank):
+    batch = factors(3, 48, rank)
+    found = roots(batch, exponent, method)
+    assert found.counts.fell_back == found.counts.kept == 0
+    for matrix, root in zip(batch, found.roots, strict=True):
+        assert distance(root, reference(matrix, exponent, 1e-5)) < 5e-3 * 4 * exponent
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [1e-28, 1e-12, 1e12, 1e36])
+def test_roots_are_as_good_for_tiny_and_huge_factors(method, scale):
+    batch = factors(2, 16, 20) / 100
+    found = roots(batch * scale, 0.25, method).roots
+    for matrix, root in zip(batch, found, strict=True):
+        assert distance(root, reference(matrix.double() * scale, 0.25, 1e-5)) < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dim", [1, 5, 17, 64])
+def test_a_root_has_the_same_bits_in_any_company(method, dim):
+    batch = factors(7, dim, dim + 3)
+    batch[2] *= 1e-6  # neighbours that take another number of iterations
+    batch[5] = factors(1, dim, 1)[0]
+    together = roots(batch, 0.25, method).roots
+    for part in ([3], [0, 3], [3, 5, 6], [6, 2, 3]):
+        alone = roots(batch[part], 0.25, method).roots
+        for index, root in zip(part, alone, strict=True):
+            assert torch.equal(root, together[index])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_zero_factor_has_the_identity_and_disturbs_nobody(method):
+    batch = factors(3, 8, 12)
+    batch[1] = 0
+    found = roots(batch, 0.25, method)
+    assert torch.equal(found.roots[1], torch.eye(8))
+    assert found.counts.zero == 1
+    assert torch.equal(found.roots[[0, 2]], roots(batch[[0, 2]], 0.25, method).roots)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_factor_that_is_not_finite_keeps_the_last_good_root(method, bad):
+    batch, last = factors(3, 8, 12), factors(3, 8, 12, seed=1)
+    batch[1, 2, 3] = bad
+    found = roots(batch, 0.25, method, last=last)
+    assert torch.equal(found.roots[1], last[1])
+    assert (found.counts.kept, found.kept) == (1, [1])
+    assert bool(found.roots.isfinite().all())
+
+
+@pytest.mark.parametrize("method", ["newton", "qr"])
+def test_a_method_that_does_not_converge_falls_back_to_exact_eigh(method):
+    batch = factors(3, 32, 40)
+    start = torch.eye(32).expand(3, 32, 32)
+    options = RootOptions(method, max_iterations=1, tolerance=1e-3)
+    found = inverse_roots(batch, 0.25, options, last=torch.zeros_like(batch), last_basis=start)
+    assert found.counts.fell_back == 3
+    for matrix, root in zip(batch, found.roots, strict=True):
+        assert distance(root, reference(matrix, 0.25, 1e-5)) < 1e-5
+    if found.basis is not None:  # the next refresh starts from the exact basis
+        assert distance(found.basis.mT @ found.basis, torch.eye(32).double().expand(3, 32, 32)) < 1e-5
+
+
+def test_a_failed_eigh_falls_back_in_fp64_and_then_to_the_last_root(monkeypatch):
+    batch, last = factors(4, 8, 12), factors(4, 8, 12, seed=1)
+    real = pm.eigh
+
+    def broken(matrices):
+        values, vectors = real(matrices)
+        if matrices.dtype == torch.float32:
+            values[1:3], vectors[1:3] = math.nan, math.nan
+        elif torch.allclose(matrices[0].float(), batch[2] / batch[2].norm()):
+            vectors = vectors * math.nan
+        return values, vectors
+
+    monkeypatch.setattr(pm, "eigh", broken)
+    found = roots(batch, 0.25, "eigh", last=last)
+    assert (found.counts.fell_back, found.counts.kept, found.kept) == (1, 1, [2])
+    assert distance(found.roots[1], reference(batch[1], 0.25, 1e-5)) < 1e-5
+    assert torch.equal(found.roots[2], last[2])
+
+
+def test_qr_follows_a_factor_that_moves_slowly():
+    batch = factors(1, 24, 30)
+    options, basis = RootOptions("qr"), torch.zeros_like(batch)
+    for turn in range(5):
+        found = inverse_roots(batch, 0.25, options, last=torch.zeros_like(batch), last_basis=basis)
+        basis = found.basis
+        assert found.counts.fell_back == 0
+        assert distance(found.roots[0], reference(batch[0], 0.25, 1e-5)) < 0.05
+        batch = 0.95 * batch + 0.05 * factors(1, 24, 30, seed=turn + 1)
+
+
+@pytest.mark.parametrize("dim", [1, 6, 33])
+def test_packing_keeps_a_symmetric_matrix(dim):
+    batch = factors(3, dim, dim)
+    batch = (batch + batch.mT) / 2
+    packed = pm.pack(batch)
+    assert packed.shape == (3, pm.packed_numel(dim, True)) == (3, dim * (dim + 1) // 2)
+    assert torch.equal(pm.unpack(packed, dim), batch)
+
+
+def test_bases_diagonalise_in_descending_order():
+    batch = factors(3, 12, 20)
+    found = eigenbases(batch, torch.zeros_like(batch)).roots
+    values = (found.mT @ batch @ found).diagonal(dim1=1, dim2=2)
+    assert bool((values.diff(dim=1) <= 1e-4).all())
+    off = found.mT @ batch @ found - torch.diag_embed(values)
+    assert float(off.norm()) < 1e-4 * float(batch.norm())
+
+
+def test_a_power_step_reorders_by_estimated_eigenvalue_and_stays_orthonormal():
+    batch = factors(2, 12, 20)
+    exact = eigenbases(batch, torch.zeros_like(batch)).roots
+    shuffled = exact[:, :, torch.randperm(12, generator=torch.Generator().manual_seed(3))]
+    result, order = power_bases(batch, shuffled)
+    assert torch.equal(torch.gather(shuffled, 2, order[:, None].expand_as(shuffled)), exact)
+    assert distance((result.roots.mT @ exact).abs(), torch.eye(12).double().expand(2, 12, 12)) < 1e-3
+
+
+def test_a_basis_of_a_bad_factor_stays_and_is_counted():
+    batch, last = factors(3, 6, 9), eigenbases(factors(3, 6, 9, seed=1), torch.zeros(3, 6, 6)).roots
+    batch[0, 0, 0] = math.nan
+    batch[1] = 0
+    result, order = power_bases(batch, last)
+    assert torch.equal(result.roots[:2], last[:2])
+    assert torch.equal(order[:2], torch.arange(6).expand(2, 6))
+    assert (result.counts.kept, result.counts.zero) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "lu"}, "eigh, newton, qr"),
+        ({"epsilon": 0.0}, "0 < epsilon"),
+        ({"tolerance": -1.0}, "positive"),
+        ({"method": "eigh", "max_iterations": 3}, "no meaning for eigh"),
+        ({"method": "qr", "max_iterations": 0}, "at least 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RootOptions(**options)
+
+
+def test_newton_refuses_an_exponent_that_is_no_integer_root():
+    with pytest.raises(ValueError, match="integer order"):
+        roots(factors(1, 4, 4), 0.3, "newton")
