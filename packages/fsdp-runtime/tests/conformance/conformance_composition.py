@@ -1,0 +1,339 @@
+"""Cases: beside activation checkpointing, torch.compile, tensor parallelism, clipping, optimizers, profilers."""
+
+import torch
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    assert_same,
+    assert_same_gradients,
+    batch,
+    check_training,
+    close,
+    full,
+    mean_square,
+    mesh,
+    mine,
+    seeded,
+    shard_stack,
+)
+from conformance_registry import Raises, case
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+COMPOSE = "With other parts of torch"
+OPTIMIZE = "Clipping, scaling, optimizers"
+LABELS = "Profiling"
+
+
+class Noisy(MLP):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.3))
+
+
+class Recomputing(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+    reentrant = False
+
+
+@case(COMPOSE, "activation checkpointing: `torch.utils.checkpoint` around each unit", ranks=3)
+def checkpoint_function(fsdp):
+    for reshard in (True, False):
+        check_training(
+            Recomputing, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r)
+        )
+
+
+@case(COMPOSE, "activation checkpointing: the reentrant kind")
+def checkpoint_reentrant(fsdp):
+    class Reentrant(Recomputing):
+        reentrant = True
+
+    def loss(model, x):
+        return mean_square(model, x.requires_grad_())
+
+    check_training(Reentrant, lambda model: shard_stack(fsdp, model), loss=loss)
+
+
+@case(COMPOSE, "activation checkpointing: the composable `checkpoint(module)`, before `fully_shard`", ranks=3)
+def checkpoint_composable(fsdp):
+    def wrap(model):
+        for block in model.blocks:
+            composable_checkpoint(block)
+        shard_stack(fsdp, model)
+
+    check_training(Stack, wrap)
+
+
+@case(COMPOSE, "activation checkpointing: `checkpoint_wrapper` inside a unit, with dropout recomputed alike")
+def checkpoint_wrapped(fsdp):
+    def wrap(model):
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i])
+        shard_stack(fsdp, model)
+
+    model = seeded(Stack)
+    wrap(model)
+    plain = seeded(Stack)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(plain, whole).backward()
+    for p, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        close(full(p.grad), wanted.grad, "gradient")
+
+    def noisy():
+        model = Stack()
+        for i in range(3):
+            model.blocks[i] = Noisy()
+        return model
+
+    gradients = []
+    for apply in (wrap, lambda model: shard_stack(fsdp, model)):
+        model = seeded(noisy)
+        apply(model)
+        torch.manual_seed(5)
+        mean_square(model, mine(whole)).backward()
+        gradients.append([full(p.grad) for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        close(one, other, "with dropout")
+
+
+@case(COMPOSE, "activation checkpointing of a part inside a unit")
+def checkpoint_inside(fsdp):
+    class Inside(MLP):
+        def forward(self, x):
+            return self.down(checkpoint(self.up, x, use_reentrant=False).tanh())
+
+    def build():
+        model = Stack()
+        for i in range(3):
+            model.blocks[i] = Inside()
+        return model
+
+    check_training(build, lambda model: shard_stack(fsdp, model))
+
+
+@case(COMPOSE, "`torch.compile` of blocks before sharding", timeout=120)
+def compiled_before(fsdp):
+    def wrap(model):
+        for i in range(2):
+            model.blocks[i].compile(backend="aot_eager")
+        shard_stack(fsdp, model)
+
+    check_training(lambda: Stack(2), wrap, steps=2)
+
+
+@case(COMPOSE, "`torch.compile` of blocks after sharding", timeout=120)
+def compiled_after(fsdp):
+    def wrap(model):
+        shard_stack(fsdp, model)
+        for i in range(2):
+            model.blocks[i].compile(backend="aot_eager")
+
+    check_training(lambda: Stack(2), wrap, steps=2)
+
+
+@case(COMPOSE, "`torch.compile` of the whole sharded model, with graph breaks at units", timeout=120)
+def compiled_whole(fsdp):
+    def wrap(model):
+        shard_stack(fsdp, model)
+        model.compile(backend="aot_eager")
+
+    check_training(lambda: Stack(2), wrap, steps=2)
+
+
+@case(COMPOSE, "tensor parallel DTensor parameters on the other axis of a 2-D mesh", ranks=4)
+def tensor_parallel(fsdp):
+    def loss(model, x):
+        return mean_square(model, x)
+
+    over = mesh(2, 2, names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    build = lambda: nn.Sequential(MLP(hidden=12), MLP(hidden=12))  # noqa: E731
+    model, reference = seeded(build), seeded(build)
+    for block in model:
+        parallelize_module(block, over["tp"], plan)
+        fsdp.fully_shard(block, mesh=over["dp"])
+    fsdp.fully_shard(model, mesh=over["dp"])
+    for p in model.parameters():
+        assert p.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert len(p.placements) == 2
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        whole = batch(step)[:8]
+        part = whole.chunk(2)[over.get_local_rank("dp")]
+        loss(model, part).backward()
+        loss(reference, whole).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, reference)
+
+
+@case(COMPOSE, "autocast around a sharded model")
+def autocast(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = model(x), reference(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+
+
+@case(COMPOSE, "a pipeline of two stages, each a root, with microbatches in flight")
+def pipeline(fsdp):
+    stages, plain = [shard_stack(fsdp, seeded(Stack))], [seeded(Stack)]
+    stages.append(fsdp.fully_shard(seeded(lambda: nn.Linear(3, 2)), mesh=mesh()))
+    plain.append(seeded(lambda: nn.Linear(3, 2)))
+    wholes = [batch(i) for i in range(3)]
+    for chain, part in ((stages, mine), (plain, lambda x: x)):
+        losses = [chain[1](chain[0](part(x))).square().mean() for x in wholes]
+        for loss in losses:
+            loss.backward()
+    for stage, reference in zip(stages, plain, strict=True):
+        assert_same_gradients(stage, reference)
+
+
+@case(OPTIMIZE, "`clip_grad_norm_`: the norm over all ranks, foreach and not", ranks=3)
+def clip(fsdp):
+    for foreach in (None, True, False):
+        for norm in (2.0, float("inf"), 1.0):
+            model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+            whole = batch()
+            mean_square(model, mine(whole)).backward()
+            mean_square(reference, whole).backward()
+            found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
+            close(full(found), wanted, f"norm {norm}")
+            assert_same_gradients(model, reference)
+
+
+@case(OPTIMIZE, "`clip_grad_norm_` with HSDP: replicas are counted once", ranks=4)
+def clip_hsdp(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s"))), seeded(Stack)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    close(full(found), nn.utils.clip_grad_norm_(reference.parameters(), 1e-2), "norm")
+    assert_same_gradients(model, reference)
+
+
+@case(
+    OPTIMIZE,
+    "`clip_grad_norm_(error_if_nonfinite=True)` raises on every rank",
+    ranks=3,
+    fsdp2=Raises(RuntimeError, "non-finite"),
+)
+def clip_nonfinite(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    x = torch.randn(4, 8)
+    if torch.distributed.get_rank() == 2:
+        x[0] = float("nan")
+    mean_square(model, x).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@case(OPTIMIZE, "Adam, AdamW, SGD, Adagrad: for-loop, foreach and fused", ranks=3)
+def optimizers(fsdp):
+    for kind, options in (
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.RMSprop, {}),
+    ):
+        check_training(
+            lambda: Stack(1),
+            lambda model: shard_stack(fsdp, model),
+            optimizer=lambda params, kind=kind, options=options: kind(params, lr=1e-3, **options),
+            rtol=1e-3,
+            atol=1e-4,  # of steps of 1e-3: the first of Adam's divides small gradients by themselves
+        )
+
+
+@case(OPTIMIZE, "fused SGD", fsdp2=Raises(NotImplementedError, "_fused_sgd_"), ours=None)
+def fused_sgd(fsdp):
+    check_training(
+        Stack,
+        lambda model: shard_stack(fsdp, model),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+    )
+
+
+@case(
+    OPTIMIZE,
+    "an optimizer that was built before `fully_shard`",
+    ours=Raises(RuntimeError, "(?i)optimizer"),
+    better="FSDP2 trains nothing, and says nothing; here its first step raises",
+)
+def optimizer_before(fsdp):
+    model = seeded(Stack)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_stack(fsdp, model)
+    before = [full(p).clone() for p in model.parameters()]
+    mean_square(model, batch()).backward()
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(full(p), old)
+
+
+@case(OPTIMIZE, "learning-rate schedules and several parameter groups", ranks=2)
+def schedule(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    runs = []
+    for one in (model, reference):
+        groups = [
+            {"params": [p for p in one.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in one.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        runs.append((one, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)))
+    for step in range(4):
+        whole = batch(step)
+        for one, optimizer, scheduler in runs:
+            mean_square(one, mine(whole) if one is model else whole).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert_same(model, reference)
+
+
+LABELLED = (
+    "FSDP::pre_forward", "FSDP::post_forward", "FSDP::all_gather", "FSDP::pre_backward", "FSDP::post_backward_reduce",
+    "FSDP::root_pre_forward", "FSDP::root_post_backward_callback", "FSDP::post_backward_reshard",
+)  # fmt: skip
+
+
+@case(LABELS, "the profiler sees " + ", ".join(f"`{label}`" for label in LABELLED))
+def labels(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    model(torch.randn(4, 8)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.randn(4, 8)).sum().backward()
+    seen = {event.name for event in profile.events()}
+    for label in LABELLED:
+        assert any(name == label or name.startswith(f"{label} (") for name in seen), label
+
+
+@case(LABELS, "labels of a unit end in its name: `FSDP::all_gather (blocks.1)`")
+def labels_named(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    model(torch.randn(4, 8)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.randn(4, 8)).sum().backward()
+    seen = {event.name for event in profile.events()}
+    for label in ("all_gather", "post_backward_reduce", "pre_forward"):
+        assert f"FSDP::{label} (blocks.1)" in seen, sorted(n for n in seen if label in n)
+    assert all_sharded(model)

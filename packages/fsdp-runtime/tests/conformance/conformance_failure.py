@@ -1,0 +1,218 @@
+"""Cases: an exception in forward or backward, and memory."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    assert_same_gradients,
+    batch,
+    mean_square,
+    mesh,
+    mine,
+    seeded,
+    shard_stack,
+)
+from conformance_registry import Raises, case
+
+FAILURE = "Exceptions"
+MEMORY = "Memory"
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("on purpose")
+
+
+class Fragile(Stack):
+    """Fails in its second block, in forward or in backward, when told to."""
+
+    fail = None
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if i == 2 and self.fail == "forward":
+                raise ValueError("on purpose")
+            x = x + block(x)
+            if i == 1 and self.fail == "backward":
+                x = Failing.apply(x)
+        return self.head(x)
+
+
+def attempt(model, x, where):
+    model.fail = where
+    with pytest.raises(ValueError, match="on purpose"):
+        mean_square(model, x).backward()
+    model.fail = None
+
+
+def good_steps(model, reference):
+    for step in range(2):
+        whole = batch(step)
+        model.zero_grad()
+        reference.zero_grad()
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        assert_same_gradients(model, reference)
+    assert all_sharded(model)
+
+
+@case(FAILURE, "`reset_iter_state()` after an exception in forward: the next step is right", ranks=3)
+def reset_after_forward(fsdp):
+    for reshard in (True, False):
+        model, reference = shard_stack(fsdp, seeded(Fragile), reshard_after_forward=reshard), seeded(Fragile)
+        for warm in (False, True):
+            if warm:
+                good_steps(model, reference)
+            attempt(model, torch.randn(4, 8), "forward")
+            model.reset_iter_state()
+            assert all_sharded(model)
+        good_steps(model, reference)
+
+
+@case(
+    FAILURE,
+    "`reset_iter_state()` after an exception in backward: the next step is right",
+    ranks=3,
+    fsdp2=Raises(AssertionError, r"head\.weight\.grad"),
+    ours=None,
+    note="FSDP2's root adds what the failed backward had left to its next gradient",
+)
+def reset_after_backward(fsdp):
+    for reshard in (True, False):
+        model, reference = shard_stack(fsdp, seeded(Fragile), reshard_after_forward=reshard), seeded(Fragile)
+        for warm in (False, True):
+            if warm:
+                good_steps(model, reference)
+            attempt(model, torch.randn(4, 8), "backward")
+            model.reset_iter_state()
+            assert all_sharded(model)
+        good_steps(model, reference)
+
+
+@case(
+    FAILURE,
+    "`reset_iter_state()` discards gradients that wait for a sync",
+    fsdp2=Raises(AssertionError, r"up\.weight\.grad"),
+    ours=None,
+    note="FSDP2 says so too, and adds them to the next gradient",
+)
+def reset_discards(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Fragile)), seeded(Fragile)
+    model.set_requires_gradient_sync(False)
+    mean_square(model, torch.randn(4, 8)).backward()
+    attempt(model, torch.randn(4, 8), "backward")
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    good_steps(model, reference)
+
+
+@case(FAILURE, "`reset_iter_state()` of a unit that is not the root", fsdp2=Raises(RuntimeError, "root"))
+def reset_not_root(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    mean_square(model, torch.randn(4, 8)).backward()
+    model.blocks[0].reset_iter_state()
+
+
+@contextlib.contextmanager
+def only_new_objects():
+    """Inside, `live_bytes` counts what is made inside: walking all that torch has imported takes a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def live_bytes(collect=True):
+    """Of every storage that Python can see."""
+    if collect:
+        gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor):
+            local = thing.to_local() if hasattr(thing, "to_local") else thing
+            if local.device.type != "meta":
+                storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+        elif issubclass(kind, torch.UntypedStorage) and thing.device.type != "meta":
+            storages[thing._cdata] = thing.nbytes()
+    return sum(storages.values())
+
+
+@case(MEMORY, "live bytes after step 3 are those after step 30", ranks=2)
+def steady(fsdp):
+    found = []
+    with only_new_objects():
+        model = shard_stack(fsdp, seeded(Stack))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(30):
+            mean_square(model, mine(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (2, 29):
+                found.append(live_bytes())
+    assert found[0] == found[1], found
+
+
+@case(MEMORY, "deleting model and optimizer gives every byte back", ranks=2)
+def given_back(fsdp):
+    def use():
+        model = shard_stack(fsdp, seeded(Stack))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            mean_square(model, mine(batch(step))).backward()
+            optimizer.step()
+        model(torch.randn(2, 8))
+        assert live_bytes() > before
+
+    before = 0
+    use()
+    with only_new_objects():
+        before = live_bytes()
+        use()
+        assert live_bytes() == before, (before, live_bytes())
+
+
+@case(MEMORY, "between steps a rank holds its shards and nothing more", ranks=4)
+def at_rest(fsdp):
+    with only_new_objects():
+        model = shard_stack(fsdp, seeded(lambda: Stack(4, 64, 256)), reshard_after_forward=True)
+        for _ in range(2):
+            model(torch.randn(2, 64)).sum().backward()
+            model.zero_grad()
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        assert live_bytes() < 0.3 * whole, (live_bytes(), whole)
+
+
+@case(MEMORY, "a forward that reshards holds no more than two units at once", ranks=4)
+def in_forward(fsdp):
+    held = []
+
+    class Spy(MLP):
+        def forward(self, x):
+            held.append(live_bytes(collect=False))
+            return super().forward(x)
+
+    with only_new_objects():
+        model = seeded(lambda: Stack(6, 64, 256))
+        for i in range(6):
+            model.blocks[i] = Spy(64, 256)
+        unit = sum(p.numel() * 4 for p in model.blocks[0].parameters())
+        shard_stack(fsdp, model, mesh=mesh(), reshard_after_forward=True)
+        for _ in range(3):
+            held.clear()
+            start = live_bytes()
+            with torch.no_grad():
+                model(torch.randn(2, 64))
+        assert max(held) - start <= 2.5 * unit, (max(held) - start) / unit

@@ -1,0 +1,558 @@
+"""Cases: forward and backward, which parameters are registered when, gathers and prefetch."""
+
+import dataclasses
+
+import torch
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    assert_same,
+    assert_same_gradients,
+    batch,
+    check_training,
+    close,
+    full,
+    is_sharded,
+    mean_square,
+    mesh,
+    mine,
+    none_sharded,
+    seeded,
+    shard_stack,
+    world,
+)
+from conformance_registry import Raises, case
+
+from ragged_shard.testing import record_collectives
+
+FORWARD = "Forward and backward"
+UNITS = "Gathering: what is registered when"
+
+
+def run(model, x=None):
+    return model(torch.randn(4, 8) if x is None else x)
+
+
+def gathers(record):
+    return record.kinds.count("all_gather")
+
+
+def forward_backward_kinds(model):
+    """The collectives of a forward and of a backward, after a first step."""
+    mean_square(model, torch.randn(4, 8)).backward()
+    with record_collectives() as forward:
+        out = mean_square(model, torch.randn(4, 8))
+    with record_collectives() as backward:
+        out.backward()
+    return forward.kinds, backward.kinds
+
+
+@case(UNITS, "`reshard_after_forward=True`: sharded before forward, after it, after backward", ranks=3)
+def reshard_true(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=True)
+    assert all_sharded(model)
+    out = run(model)
+    assert all_sharded(model)
+    out.sum().backward()
+    assert all_sharded(model)
+    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=True))
+
+
+@case(UNITS, "`reshard_after_forward=False`: unsharded after forward, sharded after backward", ranks=3)
+def reshard_false(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
+    assert all_sharded(model)
+    out = run(model)
+    assert none_sharded(model)
+    out.sum().backward()
+    assert all_sharded(model)
+    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=False))
+
+
+@case(UNITS, "`reshard_after_forward=None`: the root keeps its parameters after forward, the others do not")
+def reshard_none(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    out = run(model)
+    assert all_sharded(model.blocks)
+    assert none_sharded(model.head)
+    out.sum().backward()
+    assert all_sharded(model)
+
+
+@case(UNITS, "`reshard_after_forward=2` of 4: kept on groups of two after forward", ranks=4)
+def reshard_int(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=2)
+    whole = sum(p.numel() for p in model.parameters())
+    sharded = {name: p.to_local().numel() for name, p in model.named_parameters()}
+    out = run(model)
+    after = dict(model.blocks.named_parameters())
+    assert all(p.numel() > 0 for p in after.values())
+    assert sum(sharded.values()) < whole
+    out.sum().backward()
+    assert all_sharded(model)
+    assert {name: p.to_local().numel() for name, p in model.named_parameters()} == sharded
+    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=2))
+
+
+@case(UNITS, "`reshard_after_forward=2` of 4, in backward: gathers are within two ranks", ranks=4)
+def reshard_int_gathers(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=2)
+    mean_square(model, torch.randn(4, 8)).backward()
+    with record_collectives() as forward:
+        out = mean_square(model, torch.randn(4, 8))
+    with record_collectives() as backward:
+        out.backward()
+    assert {e.ranks for e in forward.events if e.kind == "all_gather"} == {4}
+    assert {e.ranks for e in backward.events if e.kind == "all_gather"} == {2}
+
+
+@case(UNITS, "`reshard_after_forward=1` is False, with a warning or a log line")
+def reshard_one(fsdp):
+    model = fsdp.fully_shard(seeded(MLP), mesh=mesh(), reshard_after_forward=1)
+    run(model)
+    assert none_sharded(model)
+
+
+@case(UNITS, "`reshard_after_forward` of the number of ranks is True")
+def reshard_world(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=world())
+    run(model)
+    assert all_sharded(model.blocks)
+
+
+@case(UNITS, "`set_reshard_after_forward`, on all units below or on this one alone")
+def set_reshard_after_forward(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    model.set_reshard_after_forward(False)
+    out = run(model)
+    assert none_sharded(model)
+    out.sum().backward()
+    model.set_reshard_after_forward(True, recurse=False)
+    out = run(model)
+    assert all_sharded(model.head)
+    assert none_sharded(model.blocks)
+    out.sum().backward()
+    model.set_reshard_after_forward(True)
+    run(model).sum().backward()
+    assert all_sharded(model)
+
+
+@case(
+    UNITS,
+    "`set_reshard_after_forward` takes a bool",
+    fsdp2=Raises((ValueError, TypeError), "reshard_after_forward"),
+)
+def set_reshard_after_forward_number(fsdp):
+    fsdp.fully_shard(MLP(), mesh=mesh()).set_reshard_after_forward(2)
+
+
+@case(
+    UNITS, "`set_reshard_after_backward(False)`: parameters stay unsharded, the next forward gathers nothing"
+)
+def set_reshard_after_backward(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    assert none_sharded(model)
+    with record_collectives() as record:
+        mean_square(model, mine(whole)).backward()
+    assert gathers(record) == 0, record.kinds
+    model.set_reshard_after_backward(True)
+    mean_square(model, mine(whole)).backward()
+    assert all_sharded(model)
+    (3 * mean_square(reference, whole)).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(UNITS, "`unshard()` and `reshard()`: full values, then sharded again; neither recurses", ranks=3)
+def unshard(fsdp):
+    reference = seeded(Stack)
+    model = shard_stack(fsdp, seeded(Stack))
+    assert model.unshard() is None
+    assert none_sharded(model.head)
+    assert all_sharded(model.blocks)
+    assert torch.equal(model.head.weight, reference.head.weight)
+    model.unshard()
+    model.reshard()
+    model.reshard()
+    assert all_sharded(model)
+    assert torch.equal(full(model.head.weight), reference.head.weight)
+
+
+@case(
+    UNITS,
+    "`unshard(async_op=True)` gives an `UnshardHandle`; after `wait()` the parameters are there",
+    ranks=3,
+)
+def unshard_async(fsdp):
+    reference = seeded(Stack)
+    model = shard_stack(fsdp, seeded(Stack))
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    assert all(isinstance(handle, fsdp.UnshardHandle) for handle in handles)
+    for handle, block, wanted in zip(handles, model.blocks, reference.blocks, strict=True):
+        handle.wait()
+        handle.wait()
+        assert none_sharded(block)
+        assert torch.equal(block.up.weight, wanted.up.weight)
+    with record_collectives() as record:
+        run(model)
+    assert gathers(record) == 1, record.kinds
+
+
+@case(UNITS, "a gather begun with `unshard(async_op=True)` is waited for in the next forward")
+def unshard_unwaited(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    for block in model.blocks:
+        block.unshard(async_op=True)
+    x = torch.randn(4, 8)
+    with record_collectives() as record:
+        close(run(model, x), reference(x), "output")
+    assert gathers(record) == 1, record.kinds
+
+
+@case(
+    UNITS,
+    "values set between `unshard()` and the optimizer: written to the sharded parameter, seen in the next gather",
+)
+def write_sharded(fsdp):
+    model = shard_stack(fsdp, seeded(Stack))
+    run(model).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+    model.unshard()
+    assert (model.head.weight == 0.25).all()
+    model.reshard()
+
+
+@case(
+    UNITS,
+    "collectives: a gather per unit in forward, one per resharded unit in backward, one reduce-scatter per unit",
+    note="parameters of any number",
+)
+def counts(fsdp):
+    for reshard, forward, backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
+        model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=reshard)
+        ahead, behind = forward_backward_kinds(model)
+        assert ahead == ["all_gather"] * forward, (reshard, ahead)
+        assert behind.count("all_gather") <= backward, (reshard, behind)
+        assert behind.count("reduce_scatter") == 4, (reshard, behind)
+        assert set(behind) <= {"all_gather", "reduce_scatter"}, behind
+
+
+@case(UNITS, "collectives of HSDP: an all-reduce per unit besides, over the replicas", ranks=4)
+def hsdp_counts(fsdp):
+    model = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s")))
+    mean_square(model, torch.randn(4, 8)).backward()
+    out = mean_square(model, torch.randn(4, 8))
+    with record_collectives() as record:
+        out.backward()
+    assert [record.kinds.count(k) for k in ("reduce_scatter", "all_reduce")] == [4, 4], record.kinds
+    assert {event.ranks for event in record.events} == {2}
+
+
+@case(UNITS, "`set_modules_to_forward_prefetch`: gathers of the listed units begin before this one computes")
+def forward_prefetch(fsdp):
+    begun, records = {}, []
+
+    class Spy(MLP):
+        def forward(self, x):
+            begun[self.index] = gathers(records[-1])
+            return super().forward(x)
+
+    model = seeded(Stack)
+    for i in range(3):
+        model.blocks[i] = Spy()
+        model.blocks[i].index = i
+    shard_stack(fsdp, model)
+    model.set_modules_to_forward_prefetch([model.blocks[0]])
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+    for step in range(3):
+        with record_collectives() as record:
+            records.append(record)
+            out = run(model)
+        assert gathers(record) == 4, (step, record.kinds)
+        assert begun[0] == 4, (step, begun)
+        out.sum().backward()
+
+
+@case(UNITS, "prefetch lists take wrapped modules only", fsdp2=Raises((ValueError, TypeError), "FSDPModule"))
+def prefetch_plain(fsdp):
+    fsdp.fully_shard(MLP(), mesh=mesh()).set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+
+
+@case(UNITS, "`set_modules_to_backward_prefetch`: the same values, the same collectives")
+def backward_prefetch(fsdp):
+    def wrap(model):
+        shard_stack(fsdp, model, reshard_after_forward=True)
+        model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+
+    model = check_training(Stack, wrap)
+    _, backward = forward_backward_kinds(model)
+    assert backward.count("all_gather") <= 4
+    assert backward.count("reduce_scatter") == 4
+
+
+@case(UNITS, "`set_unshard_in_backward(False)`: no gather in backward for a unit that does not need one")
+def unshard_in_backward(fsdp):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.block = nn.Embedding(11, 8), MLP()
+
+        def forward(self, x):
+            return self.block(self.embed(x))
+
+    model = seeded(Model)
+    for part in (model.embed, model.block):
+        fsdp.fully_shard(part, mesh=mesh())
+    fsdp.fully_shard(model, mesh=mesh())
+    model.embed.set_unshard_in_backward(False)
+    x = torch.arange(8).view(2, 4)
+    for _ in range(2):
+        out = model(x).sum()
+        with record_collectives() as record:
+            out.backward()
+        assert gathers(record) <= 1, record.kinds
+        assert record.kinds.count("reduce_scatter") == 2
+    assert model.embed.weight.grad is not None
+
+
+@case(FORWARD, "a module that is called twice in a forward", ranks=3)
+def called_twice(fsdp):
+    def loss(model, x):
+        h = model.blocks[0](x)
+        h = model.blocks[1](model.blocks[0](h))
+        return model.head(h).square().mean()
+
+    class Twice(Stack):
+        def forward(self, x):
+            for block in (*self.blocks, self.blocks[0]):
+                x = x + block(x)
+            return self.head(x)
+
+    for reshard in (True, False):
+        check_training(Twice, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
+
+
+@case(FORWARD, "several forwards before one backward", ranks=3)
+def several_forwards(fsdp):
+    def loss(model, x):
+        first, second = x.chunk(2)
+        return (model(first) - model(second)).square().mean()
+
+    def batches(step):  # pairs stay together when the rows are dealt to ranks
+        return batch(step)
+
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    for step in range(3):
+        whole = batches(step)
+        loss(model, mine(whole)).backward()
+        (sum(loss(reference, part) for part in whole.chunk(world())) / world()).backward()
+        assert_same_gradients(model, reference)
+        for one in (model, reference):
+            one.zero_grad()
+
+
+@case(FORWARD, "forward of a unit that is not the root, after the root has run once, trains it alone")
+def not_the_root(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    run(model).sum().backward()
+    model.zero_grad()
+    whole = batch()
+    mean_square(model.blocks[1], mine(whole)).backward()
+    mean_square(reference.blocks[1], whole).backward()
+    assert_same_gradients(model.blocks[1], reference.blocks[1])
+    assert all(p.grad is None for p in model.blocks[0].parameters())
+    assert all_sharded(model.blocks[0])
+
+
+@case(
+    FORWARD,
+    "forward of a nested unit before the root's first forward",
+    fsdp2=Raises(RuntimeError, "root"),
+    ours=None,
+    note="whoever is called first makes no difference",
+)
+def nested_first(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    whole = batch()
+    for one, x in ((model, mine(whole)), (reference, whole)):
+        mean_square(one.blocks[1], x).backward()
+        mean_square(one, x).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "evaluation: no gradients, the same output, sharded after it; then training goes on")
+def evaluation(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            close(run(model, x), reference(x), "no_grad")
+        assert all_sharded(model.blocks)
+        with torch.inference_mode():
+            close(run(model, x), reference(x), "inference_mode")
+        mean_square(model, x).backward()
+        mean_square(reference, x).backward()
+        assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "inputs that need gradients get them; an output that no loss uses does no harm")
+def input_gradients(fsdp):
+    class Pair(Stack):
+        def forward(self, x):
+            return super().forward(x), self.blocks[0](x)
+
+    model, reference = shard_stack(fsdp, seeded(Pair)), seeded(Pair)
+    x = torch.randn(4, 8)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(a)[0].square().sum().backward()
+    reference(b)[0].square().sum().backward()
+    close(a.grad, b.grad, "input gradient")
+    assert_same_gradients(model, reference)
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict
+
+
+@case(FORWARD, "outputs in a dict, a tuple, a dataclass, with None and numbers; inputs by keyword")
+def structures(fsdp):
+    class Rich(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = MLP(), MLP()
+
+        def forward(self, *, x, flag=None):
+            hidden = self.a(x)
+            return Output(hidden, {"logits": (self.b(hidden), None, 3), "flag": flag})
+
+    class Block(MLP):
+        def forward(self, pair):
+            return {"y": super().forward(pair["x"]), "n": None}
+
+    model, reference = seeded(Rich), seeded(Rich)
+    for part in (model.a, model.b):
+        fsdp.fully_shard(part, mesh=mesh())
+    fsdp.fully_shard(model, mesh=mesh())
+    whole = batch()
+    for one, x in ((model, mine(whole)), (reference, whole)):
+        out = one(x=x, flag="on")
+        assert out.extra["flag"] == "on"
+        assert out.extra["logits"][1:] == (None, 3)
+        out.extra["logits"][0].square().mean().backward()
+    assert_same_gradients(model, reference)
+    block = fsdp.fully_shard(seeded(Block), mesh=mesh())
+    block({"x": torch.randn(2, 8)})["y"].sum().backward()
+    assert block.up.weight.grad is not None
+
+
+@case(FORWARD, "`backward` twice through one graph (`retain_graph=True`) adds up")
+def backward_twice(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    whole = batch()
+    for one, x in ((model, mine(whole)), (reference, whole)):
+        loss = mean_square(one, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "forward hooks that a user registered see full parameters")
+def user_hooks(fsdp):
+    seen = []
+    model = seeded(MLP)
+    model.register_forward_pre_hook(lambda m, a: seen.append(is_sharded(m.up.weight)))
+    fsdp.fully_shard(model, mesh=mesh(), reshard_after_forward=True)
+    model.up.register_forward_hook(lambda m, a, o: seen.append(is_sharded(m.weight)))
+    run(model)
+    assert seen == [False, False]
+
+
+@case(FORWARD, "`register_fsdp_forward_method`: another method gathers, trains and frees like forward")
+def forward_method(fsdp):
+    class Model(Stack):
+        def encode(self, x, scale=1.0):
+            for block in self.blocks:
+                x = x + scale * block.encode(x)
+            return self.head(x)
+
+    class Block(MLP):
+        def encode(self, x):
+            return torch.sigmoid(self.down(self.up(x)))
+
+    def build():
+        model = Model()
+        for i in range(3):
+            model.blocks[i] = Block()
+        return model
+
+    model, reference = shard_stack(fsdp, seeded(build)), seeded(build)
+    for part in (*model.blocks, model):
+        fsdp.register_fsdp_forward_method(part, "encode")
+    whole = batch()
+    for _ in range(2):
+        out = model.encode(mine(whole), scale=0.5)
+        assert all_sharded(model.blocks)
+        out.square().mean().backward()
+        reference.encode(whole, scale=0.5).square().mean().backward()
+        assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "`register_fsdp_forward_method` does nothing to a plain module")
+def forward_method_plain(fsdp):
+    model = MLP()
+    fsdp.register_fsdp_forward_method(model, "no_such_method")
+    assert not hasattr(model, "no_such_method")
+
+
+@case(
+    FORWARD,
+    "`register_fsdp_forward_method` of a method that is not there",
+    fsdp2=Raises((ValueError, AttributeError), "nothere"),
+)
+def forward_method_missing(fsdp):
+    fsdp.register_fsdp_forward_method(fsdp.fully_shard(MLP(), mesh=mesh()), "nothere")
+
+
+@case(
+    FORWARD,
+    "a method other than forward, not registered",
+    fsdp2=Raises(RuntimeError, "mixed torch.Tensor and DTensor"),
+    ours=Raises((RuntimeError, NotImplementedError), "register_fsdp_forward_method|forward|full_tensor"),
+)
+def other_method(fsdp):
+    class Model(MLP):
+        def encode(self, x):
+            return torch.mm(x, self.up.weight.t())
+
+    fsdp.fully_shard(Model(), mesh=mesh()).encode(torch.randn(2, 8))
+
+
+@case(FORWARD, "the order of units changes between steps", ranks=3)
+def changing_order(fsdp):
+    class Ordered(Stack):
+        order = (0, 1, 2)
+
+        def forward(self, x):
+            for i in self.order:
+                x = x + self.blocks[i](x)
+            return self.head(x)
+
+    model, reference = shard_stack(fsdp, seeded(Ordered)), seeded(Ordered)
+    for step, order in enumerate([(0, 1, 2), (0, 1, 2), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
+        whole = batch(step)
+        for one, x in ((model, mine(whole)), (reference, whole)):
+            one.order = order
+            one.zero_grad()
+            mean_square(one, x).backward()
+        assert_same_gradients(model, reference)
+    assert_same(model, reference)

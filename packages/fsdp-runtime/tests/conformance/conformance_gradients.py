@@ -1,0 +1,442 @@
+"""Cases: what a gradient is, when it is reduced, over what it is divided, and who is told."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    assert_same,
+    assert_same_gradients,
+    batch,
+    close,
+    full,
+    is_sharded,
+    mean_square,
+    mesh,
+    mine,
+    seeded,
+    shard_stack,
+    world,
+)
+from conformance_registry import Raises, case
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ragged_shard.testing import record_collectives
+
+GRADIENTS = "Gradients"
+MULTI = "Accumulation and microbatches"
+
+
+def units(model):
+    return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
+
+
+def pair(fsdp, **options):
+    return shard_stack(fsdp, seeded(Stack), **options), seeded(Stack)
+
+
+@case(
+    GRADIENTS,
+    "`param.grad` is a distributed tensor in the parameter's layout and dtype, its mean over ranks",
+    ranks=3,
+)
+def gradient(fsdp):
+    model, reference = pair(fsdp)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    for name, p in model.named_parameters():
+        assert type(p.grad) is type(p.data), name
+        assert p.grad.placements == p.placements, name
+        assert p.grad.device_mesh == p.device_mesh, name
+        assert p.grad.dtype == p.dtype, name
+        assert p.grad.to_local().shape == p.to_local().shape, name
+    assert_same_gradients(model, reference)
+
+
+@case(GRADIENTS, "gradients of two backwards without `zero_grad` add up", ranks=3)
+def no_zero_grad(fsdp):
+    model, reference = pair(fsdp)
+    for step in range(3):
+        whole = batch(step)
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        assert_same_gradients(model, reference)
+    model.zero_grad(set_to_none=False)
+    assert all((full(p.grad) == 0).all() for p in model.parameters())
+    mean_square(model, mine(whole)).backward()
+    reference.zero_grad()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(
+    GRADIENTS,
+    "post-accumulate-grad hooks on sharded parameters run once a backward, with the reduced gradient there",
+)
+def accumulate_hooks(fsdp):
+    model, reference = pair(fsdp)
+    calls = {name: [] for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: calls[name].append(p.grad.to_local().clone())
+        )
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+    for name, p in model.named_parameters():
+        assert len(calls[name]) == 1, name
+        assert torch.equal(calls[name][0], p.grad.to_local()), name
+
+
+@case(GRADIENTS, "an optimizer for each parameter that steps in its hook, during backward")
+def optimizer_in_backward(fsdp):
+    model, reference = pair(fsdp)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=False) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for i in range(3):
+        whole = batch(i)
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_same(model, reference)
+
+
+NO_PREMUL = {
+    "fsdp2": Raises(RuntimeError, "PREMUL_SUM"),
+    "ours": None,
+    "note": "gloo has no such reduction; over NCCL both divide",
+}
+
+
+@case(
+    GRADIENTS,
+    "`set_gradient_divide_factor` with sums forced: the sum over ranks by that factor, of this unit",
+    ranks=3,
+)
+def divide_factor_sum(fsdp):
+    divide(fsdp, force=True)
+
+
+@case(GRADIENTS, "`set_gradient_divide_factor`", ranks=3, **NO_PREMUL)
+def divide_factor(fsdp):
+    divide(fsdp, force=False)
+
+
+def divide(fsdp, force):
+    for factor in (1.0, 6.0):
+        model, reference = pair(fsdp)
+        for unit in units(model):
+            unit.set_gradient_divide_factor(factor)
+            unit.set_force_sum_reduction_for_comms(force)
+        whole = batch()
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        assert_same_gradients(model, reference, scale=world() / factor)
+
+
+@case(
+    GRADIENTS, "`set_gradient_divide_factor` with HSDP: the sum over both dimensions by that factor", ranks=4
+)
+def divide_factor_hsdp(fsdp):
+    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
+    for unit in units(model):
+        unit.set_gradient_divide_factor(8.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference, scale=world() / 8)
+
+
+@case(GRADIENTS, "`set_reduce_scatter_divide_factor`, deprecated, is the same with a warning")
+def old_divide_factor(fsdp):
+    model, reference = seeded(MLP), seeded(MLP)
+    fsdp.fully_shard(model, mesh=mesh())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.set_reduce_scatter_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    assert any("set_gradient_divide_factor" in str(w.message) for w in caught)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference, scale=world())
+
+
+@case(GRADIENTS, "`set_force_sum_reduction_for_comms`: the same gradients", ranks=3)
+def force_sum(fsdp):
+    for low in (None, torch.float16):
+        policy = fsdp.MixedPrecisionPolicy(reduce_dtype=low)
+        model, reference = pair(fsdp, mp_policy=policy)
+        for unit in units(model):
+            unit.set_force_sum_reduction_for_comms(True)
+        whole = batch()
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        assert_same_gradients(model, reference, **({} if low is None else {"rtol": 5e-3, "atol": 1e-4}))
+
+
+@case(GRADIENTS, "`set_all_reduce_hook`: called with each unit's reduced shard, may change it")
+def all_reduce_hook(fsdp):
+    model, reference = pair(fsdp)
+    sizes = []
+
+    def hook(reduced):
+        assert not is_sharded(reduced)
+        sizes.append(reduced.numel())
+        reduced.mul_(2)
+
+    for unit in units(model):
+        unit.set_all_reduce_hook(hook)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference, scale=2)
+    assert len(sizes) == 4
+    assert sum(sizes) >= sum(p.to_local().numel() for p in model.parameters())
+
+
+@case(GRADIENTS, "`set_all_reduce_hook` with HSDP: called once for each unit, after the all-reduce", ranks=4)
+def all_reduce_hook_hsdp(fsdp):
+    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
+    calls = []
+    for unit in units(model):
+        unit.set_all_reduce_hook(lambda reduced: calls.append(reduced.mul_(3)))
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference, scale=3)
+    assert len(calls) == 4
+
+
+@case(
+    GRADIENTS,
+    "`set_custom_all_gather`",
+    ours=Raises((NotImplementedError, RuntimeError, ValueError), "(?i)all.gather"),
+    note="gathers write in place into the unit's buffer, so there is nothing to allocate",
+)
+def custom_all_gather(fsdp):
+    class Mine(AllGather):
+        calls = 0
+
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            Mine.calls += 1
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    model = fsdp.fully_shard(seeded(MLP), mesh=mesh())
+    model.set_custom_all_gather(Mine())
+    model(torch.randn(2, 8))
+    assert Mine.calls == 1
+
+
+@case(
+    GRADIENTS,
+    "`set_custom_reduce_scatter`",
+    ours=Raises((NotImplementedError, RuntimeError, ValueError), "(?i)reduce.scatter"),
+    note="gradients are reduced in place in the unit's buffer",
+)
+def custom_reduce_scatter(fsdp):
+    class Mine(ReduceScatter):
+        calls = 0
+
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+            Mine.calls += 1
+            return dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+
+    model = fsdp.fully_shard(seeded(MLP), mesh=mesh())
+    model.set_custom_reduce_scatter(Mine())
+    model(torch.randn(2, 8)).sum().backward()
+    assert Mine.calls == 1
+
+
+@case(GRADIENTS, "`set_reduce_scatter_max_input_buffers(2)`: the same gradients; below 1 is refused")
+def max_input_buffers(fsdp):
+    model, reference = pair(fsdp)
+    model.set_reduce_scatter_max_input_buffers(2)
+    for wrong, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
+        try:
+            model.set_reduce_scatter_max_input_buffers(wrong)
+        except error:
+            continue
+        raise AssertionError(f"{wrong!r} was taken")
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(
+    GRADIENTS,
+    "`set_separate_reduce_scatter_group`: gradients through a process group of their own, the same values",
+)
+def separate_group(fsdp):
+    model, reference = pair(fsdp)
+    model.set_separate_reduce_scatter_group(True)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+    model.set_separate_reduce_scatter_group(False)
+    mean_square(model, mine(whole)).backward()
+
+
+@case(GRADIENTS, "`set_post_optim_event`: gathers wait for that event in place of the current stream")
+def post_optim_event(fsdp):
+    model, reference = pair(fsdp)
+    model.set_post_optim_event(None)
+    x = torch.randn(4, 8)
+    close(model(x), reference(x), "output")
+
+
+@case(
+    MULTI,
+    "`set_requires_gradient_sync(False)`: nothing is reduced, gradients add up until it is on again",
+    ranks=3,
+)
+def no_sync(fsdp):
+    for reshard in (True, False):
+        model, reference = pair(fsdp, reshard_after_forward=reshard)
+        for step in range(2):
+            for micro in range(3):
+                whole = batch(10 * step + micro)
+                model.set_requires_gradient_sync(micro == 2)
+                loss = mean_square(model, mine(whole))
+                with record_collectives() as record:
+                    loss.backward()
+                assert record.kinds.count("reduce_scatter") == (4 if micro == 2 else 0), record.kinds
+                mean_square(reference, whole).backward()
+                if micro < 2 and step == 0:
+                    assert all(p.grad is None for p in model.parameters())
+                assert all_sharded(model)
+            assert_same_gradients(model, reference)
+            for one in (model, reference):
+                one.zero_grad()
+
+
+@case(MULTI, "`set_requires_gradient_sync(False, recurse=False)` holds for this unit alone")
+def no_sync_here(fsdp):
+    model, reference = pair(fsdp)
+    model.set_requires_gradient_sync(False, recurse=False)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert model.head.weight.grad is None
+    assert_same_gradients(model.blocks, reference.blocks)
+    model.set_requires_gradient_sync(True)
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(
+    MULTI,
+    "no sync and parameters kept: `set_reshard_after_backward(False)` between microbatches saves the gathers",
+)
+def no_sync_no_reshard(fsdp):
+    model, reference = pair(fsdp, reshard_after_forward=False)
+    for micro in range(3):
+        last = micro == 2
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        whole = batch(micro)
+        with record_collectives() as record:
+            mean_square(model, mine(whole)).backward()
+        assert record.kinds.count("all_gather") == (4 if micro == 0 else 0), record.kinds
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+    assert all_sharded(model)
+
+
+@case(
+    MULTI,
+    "`set_requires_all_reduce(False)` (HSDP): reduce-scattered and added up; all-reduced at the last",
+    ranks=4,
+)
+def no_all_reduce(fsdp):
+    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        whole = batch(micro)
+        loss = mean_square(model, mine(whole))
+        with record_collectives() as record:
+            loss.backward()
+        assert record.kinds.count("reduce_scatter") == 4, record.kinds
+        assert record.kinds.count("all_reduce") == (4 if micro == 2 else 0), record.kinds
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "`set_is_last_backward(False)` between microbatches (1F1B): the sum of all", ranks=3)
+def last_backward(fsdp):
+    model, reference = pair(fsdp)
+    wholes = [batch(i) for i in range(3)]
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    losses = [mean_square(model, mine(whole)) for whole in wholes[:2]]
+    losses[0].backward()
+    losses.append(mean_square(model, mine(wholes[2])))
+    losses[1].backward()
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    losses[2].backward()
+    for whole in wholes:
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "microbatches with sync: each backward reduces, gradients add up sharded", ranks=3)
+def sync_each(fsdp):
+    model, reference = pair(fsdp)
+    for micro in range(3):
+        model.set_is_last_backward(micro == 2)
+        whole = batch(micro)
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "a chunked loss: the last module of a list unit is called several times after the main forward")
+def chunked_loss(fsdp):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm, self.head = MLP(), nn.LayerNorm(8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.norm(self.body(x))
+
+    model, reference = seeded(Model), seeded(Model)
+    fsdp.fully_shard(model.body, mesh=mesh())
+    fsdp.fully_shard([model.norm, model.head], mesh=mesh(), reshard_after_forward=False)
+    fsdp.fully_shard(model, mesh=mesh())
+    whole = batch()
+    for _step in range(2):
+        for one, x in ((model, mine(whole)), (reference, whole)):
+            hidden = one(x)
+            leaf = hidden.detach().requires_grad_()
+            for chunk in leaf.chunk(2):
+                (one.head(chunk).square().mean() / 2).backward()
+            hidden.backward(leaf.grad)
+        assert_same_gradients(model, reference)

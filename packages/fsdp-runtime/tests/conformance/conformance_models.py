@@ -1,0 +1,191 @@
+"""Small models and what the cases ask of them: nothing here knows which implementation it meets."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
+
+WIDTH, HIDDEN = 8, 13  # 13: divides by no world size
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, bias: bool = True):
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks and a head; ``seen`` gets what ``watch(block index)`` returns when a block computes."""
+
+    def __init__(self, blocks: int = 3, width: int = WIDTH, hidden: int = HIDDEN):
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(width, hidden) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Tied(nn.Module):
+    """A token model whose output layer is its embedding."""
+
+    def __init__(self, vocabulary: int = 11, width: int = WIDTH):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.block = MLP(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.output(self.block(self.embed(tokens)))
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A CPU mesh; of all ranks in one dimension unless told."""
+    return init_device_mesh("cpu", shape or (world(),), mesh_dim_names=names)
+
+
+def hsdp_mesh() -> DeviceMesh:
+    return mesh(2, world() // 2, names=("replicate", "shard"))
+
+
+def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return build()
+
+
+def shard_stack(fsdp: Any, model: nn.Module, **options: Any) -> nn.Module:
+    """Each block a unit, then the root, as users do."""
+    options.setdefault("mesh", mesh())
+    for block in model.blocks:
+        fsdp.fully_shard(block, **options)
+    fsdp.fully_shard(model, **options)
+    return model
+
+
+def batch(step: int = 0, rows: int = 4, width: int = WIDTH) -> torch.Tensor:
+    """The whole batch of a step, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(rows * world(), width, generator=generator)
+
+
+def mine(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of it."""
+    return whole.chunk(world())[dist.get_rank()]
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's values, detached; collective where it is sharded."""
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(is_sharded(p) for p in model.parameters())
+
+
+def none_sharded(model: nn.Module) -> bool:
+    return not any(is_sharded(p) for p in model.parameters())
+
+
+def close(
+    found: torch.Tensor, wanted: torch.Tensor, what: str, rtol: float = 1e-5, atol: float = 2e-6
+) -> None:
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def assert_same(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Equal parameters, and gradients where both have them."""
+    wanted = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(wanted), (list(found), list(wanted))
+    for name, parameter in found.items():
+        close(full(parameter), wanted[name].detach(), name, **tolerance)
+
+
+def assert_same_gradients(
+    model: nn.Module, reference: nn.Module, scale: float = 1.0, **tolerance: float
+) -> None:
+    for (name, parameter), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if wanted.grad is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            close(full(parameter.grad), wanted.grad * scale, f"{name}.grad", **tolerance)
+
+
+def average(value: torch.Tensor) -> float:
+    """Over ranks, in 64 bits."""
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return total.item() / world()
+
+
+def check_training(
+    build: Callable[[], nn.Module],
+    wrap: Callable[[nn.Module], Any],
+    *,
+    steps: int = 3,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
+    batches: Callable[[int], torch.Tensor] = batch,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    **tolerance: float,
+) -> nn.Module:
+    """Train the wrapped model on this rank's rows and an untouched twin on all of them: the same all the way."""
+    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    reference, model = seeded(build), seeded(build)
+    wrap(model)
+    reference_optimizer, model_optimizer = make(reference.parameters()), make(model.parameters())
+    for step in range(steps):
+        whole = batches(step)
+        wanted = loss(reference, whole)
+        wanted.backward()
+        found = loss(model, mine(whole))
+        found.backward()
+        close(
+            torch.tensor(average(found), dtype=torch.float64),
+            wanted.detach().double(),
+            f"loss of step {step}",
+            **tolerance,
+        )
+        assert_same_gradients(model, reference, **tolerance)
+        for one in (reference_optimizer, model_optimizer):
+            one.step()
+            one.zero_grad()
+    assert_same(model, reference, **tolerance)
+    return model
+
+
+def dtypes_of(tree: Any) -> Any:
+    return tree_map(lambda x: x.dtype if isinstance(x, torch.Tensor) else x, tree)
+
+
+def cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, -2), tokens.flatten())
+
+
+def tokens(step: int = 0, rows: int = 4, length: int = 5, vocabulary: int = 11) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2000 + step)
+    return torch.randint(vocabulary, (rows * world(), length), generator=generator)

@@ -1,0 +1,285 @@
+"""Cases: dtypes of compute, reduction, inputs and outputs; parameters offloaded to the CPU."""
+
+import dataclasses
+
+import torch
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    assert_same_gradients,
+    batch,
+    check_training,
+    close,
+    full,
+    mean_square,
+    mesh,
+    mine,
+    seeded,
+    shard_stack,
+)
+from conformance_registry import Raises, case
+
+PRECISION = "Mixed precision"
+OFFLOAD = "Offload"
+LOW = torch.bfloat16
+
+
+class Spy(MLP):
+    """Notes the dtypes that its forward meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(8))
+        self.met = []
+
+    def forward(self, x, extra=None):
+        self.met.append((self.up.weight.dtype, x.dtype, self.offset.dtype))
+        self.extra = extra
+        return super().forward(x.to(self.up.weight.dtype))
+
+
+def units(model):
+    return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
+
+
+def reduce_dtypes(model):
+    """Dtypes that arrive in the all-reduce hook of a backward."""
+    found = []
+    for unit in units(model):
+        unit.set_all_reduce_hook(lambda reduced: found.append(reduced.dtype))
+    return found
+
+
+@case(
+    PRECISION, "`param_dtype`: computes in it; sharded parameters, gradients and buffers keep theirs", ranks=3
+)
+def param_dtype(fsdp):
+    model = fsdp.fully_shard(seeded(Spy), mesh=mesh(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW))
+    out = model(torch.randn(4, 8))
+    assert out.dtype == LOW
+    assert model.met == [(LOW, LOW, torch.float32)]
+    out.sum().backward()
+    assert (
+        {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    )
+
+
+@case(PRECISION, "`param_dtype` gives what a low-precision copy of the model computes, to the bit")
+def param_dtype_values(fsdp):
+    model, low = (
+        shard_stack(fsdp, seeded(Stack), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW)),
+        seeded(Stack).to(LOW),
+    )
+    x = torch.randn(4, 8)
+    found, wanted = model(x), low(x.to(LOW))
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    wanted.sum().backward()
+    assert_same_gradients(model, low.float(), rtol=2e-2, atol=1e-2)
+
+
+@case(PRECISION, "`reduce_dtype`: gradients travel in it; without it in `param_dtype`")
+def reduce_dtype(fsdp):
+    for param, reduce, wanted in (
+        (LOW, torch.float32, torch.float32),
+        (LOW, None, LOW),
+        (None, LOW, LOW),
+        (None, None, torch.float32),
+    ):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
+        found = reduce_dtypes(model)
+        model(torch.randn(4, 8)).float().sum().backward()
+        assert found == [wanted] * 4, (param, reduce, found)
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@case(
+    PRECISION,
+    "bf16 compute with fp32 reduce: the mean of the ranks' bf16 gradients, not rounded again",
+    ranks=3,
+)
+def reduce_in_fp32(fsdp):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+    model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    wanted = [torch.zeros_like(p) for p in seeded(Stack).parameters()]
+    parts = whole.chunk(3)
+    for part in parts:
+        low = seeded(Stack).to(LOW)
+        mean_square(low, part.to(LOW)).backward()
+        for total, p in zip(wanted, low.parameters(), strict=True):
+            total += p.grad.float() / 3
+    for p, total in zip(model.parameters(), wanted, strict=True):
+        close(full(p.grad), total, "gradient", rtol=1e-6, atol=1e-7)
+
+
+@case(PRECISION, "without sync, gradients add up in `reduce_dtype`")
+def accumulate_in_fp32(fsdp):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+    model = fsdp.fully_shard(nn.Linear(4, 3, bias=False), mesh=mesh(), mp_policy=policy)
+    for x, last in ((256.0, False), (1.0, True)):  # 257 is no bf16 number
+        model.set_requires_gradient_sync(last)
+        model(torch.full((1, 4), x)).sum().backward()
+    assert (full(model.weight.grad) == 257).all(), full(model.weight.grad)
+
+
+@case(PRECISION, "`output_dtype`, in nested outputs too")
+def output_dtype(fsdp):
+    class Many(MLP):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"y": y, "more": [y, 3, torch.arange(2)], "none": None}
+
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, output_dtype=torch.float32)
+    out = fsdp.fully_shard(Many(), mesh=mesh(), mp_policy=policy)(torch.randn(2, 8))
+    assert out["y"].dtype == out["more"][0].dtype == torch.float32
+    assert out["more"][2].dtype == torch.int64
+    out["y"].sum().backward()
+
+
+@dataclasses.dataclass
+class Bundle:
+    x: torch.Tensor
+    n: int
+
+
+@case(PRECISION, "inputs are cast, nested ones and by keyword too; integers are not")
+def cast_inputs(fsdp):
+    model = fsdp.fully_shard(Spy(), mesh=mesh(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW))
+    model(torch.randn(2, 8), extra={"a": [torch.randn(2), torch.arange(2)], "b": "text"})
+    assert model.extra["a"][0].dtype == LOW
+    assert model.extra["a"][1].dtype == torch.int64
+    model(x=torch.randn(2, 8), extra=Bundle(torch.randn(2), 3))
+    assert model.extra.x.dtype == LOW
+    assert isinstance(model.extra, Bundle)
+    assert model.extra.n == 3
+
+
+@case(PRECISION, "`cast_forward_inputs=False` leaves inputs as they are")
+def no_cast(fsdp):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, cast_forward_inputs=False)
+    model = fsdp.fully_shard(Spy(), mesh=mesh(), mp_policy=policy)
+    model(torch.randn(2, 8))
+    assert model.met == [(LOW, torch.float32, torch.float32)]
+
+
+@case(PRECISION, "a norm kept in fp32 as a unit of its own beside bf16 layers")
+def norm_in_fp32(fsdp):
+    met = []
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            met.append((x.dtype, self.weight.dtype))
+            return super().forward(x)
+
+    model = seeded(lambda: nn.Sequential(MLP(), Norm(8), MLP()))
+    low = fsdp.MixedPrecisionPolicy(param_dtype=LOW)
+    fsdp.fully_shard(
+        model[1],
+        mesh=mesh(),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=LOW),
+    )
+    for i in (0, 2):
+        fsdp.fully_shard(model[i], mesh=mesh(), mp_policy=low)
+    fsdp.fully_shard(model, mesh=mesh(), mp_policy=low)
+    out = model(torch.randn(4, 8))
+    assert met == [(torch.float32, torch.float32)]
+    assert out.dtype == LOW
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@case(PRECISION, "parameters in bf16 with no policy: computes, reduces and keeps gradients in bf16")
+def low_parameters(fsdp):
+    model, reference = seeded(lambda: Stack().to(LOW)), seeded(lambda: Stack().to(LOW))
+    shard_stack(fsdp, model)
+    x = torch.randn(4, 8, dtype=LOW)
+    assert torch.equal(model(x), reference(x))
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for p, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad.dtype == LOW
+        assert torch.equal(full(p.grad), wanted.grad)
+
+
+@case(PRECISION, "policies are torch's own classes")
+def policy_classes(fsdp):
+    import torch.distributed.fsdp as theirs
+
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"):
+        assert getattr(fsdp, name) is getattr(theirs, name)
+    assert set(FSDP2_NAMES) <= set(dir(fsdp))
+
+
+FSDP2_NAMES = (
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "fully_shard", "MixedPrecisionPolicy", "OffloadPolicy",
+    "register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx",
+)  # fmt: skip
+
+
+@case(
+    PRECISION, "fp16 compute with a `GradScaler`: a rank's infinity makes every rank skip the step", ranks=3
+)
+def grad_scaler(fsdp):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    before = [full(p).clone() for p in model.parameters()]
+    for poison in (True, False):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8)
+        if poison and torch.distributed.get_rank() == 1:
+            x[0, 0] = float("inf")
+        scaler.scale(mean_square(model, x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(full(p), old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert all(same) if poison else not any(same), (poison, same)
+        assert scaler.get_scale() == 128.0
+
+
+@case(
+    OFFLOAD,
+    "`CPUOffloadPolicy`: parameters, gradients and optimizer state on the CPU, the same training",
+    ranks=3,
+)
+def cpu_offload(fsdp):
+    for pin in (True, False):
+        policy = fsdp.CPUOffloadPolicy(pin_memory=pin and torch.cuda.is_available())
+        model = check_training(Stack, lambda m, p=policy: shard_stack(fsdp, m, offload_policy=p))
+        mean_square(model, torch.randn(4, 8)).backward()
+        assert all(p.device.type == p.grad.device.type == "cpu" for p in model.parameters())
+
+
+@case(OFFLOAD, "`CPUOffloadPolicy` with accumulation without sync and with mixed precision")
+def cpu_offload_accumulates(fsdp):
+    policy = fsdp.CPUOffloadPolicy(pin_memory=False)
+    mixed = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+    for mp in (fsdp.MixedPrecisionPolicy(), mixed):
+        model, reference = (
+            shard_stack(fsdp, seeded(Stack), offload_policy=policy, mp_policy=mp),
+            seeded(Stack),
+        )
+        for micro in range(3):
+            whole = batch(micro)
+            model.set_requires_gradient_sync(micro != 0)
+            mean_square(model, mine(whole)).backward()
+            mean_square(reference, whole).backward()
+        assert_same_gradients(model, reference, **({} if mp is not mixed else {"rtol": 0.05, "atol": 0.02}))
+
+
+@case(
+    OFFLOAD,
+    "an `offload_policy` of another type is refused",
+    fsdp2=None,
+    ours=Raises((TypeError, ValueError), "offload_policy"),
+    better="FSDP2 takes anything, and then does not offload",
+)
+def wrong_offload(fsdp):
+    fsdp.fully_shard(MLP(), mesh=mesh(), offload_policy="cpu")

@@ -1,0 +1,169 @@
+"""Cases, what each implementation does with them, and the table that is made from both.
+
+A case is a function of the implementation's namespace, run on real ranks:
+
+    @case("Wrapping", "a mesh of three dimensions is refused", fsdp2=Raises(ValueError, "1D or 2D"))
+    def three_dimensions(fsdp):
+        fsdp.fully_shard(MLP(), mesh=mesh(1, 2, 1))
+
+It passes when each implementation does what its entry says: works, or raises that error on every rank. What the
+table says follows from the two entries, so that it cannot say what was not seen.
+"""
+
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+TORCH = "2.13"  # whose FSDP2 the cases were seen with
+IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
+MODULES = (
+    "conformance_wrapping",
+    "conformance_parameters",
+    "conformance_forward",
+    "conformance_gradients",
+    "conformance_precision",
+    "conformance_state",
+    "conformance_composition",
+    "conformance_failure",
+)
+
+
+@dataclass(frozen=True)
+class Raises:
+    """The case ends with this error on every rank, and its message matches."""
+
+    error: type[BaseException] | tuple[type[BaseException], ...]
+    match: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One behaviour. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
+
+    name: str
+    section: str
+    text: str
+    fn: Callable[..., None]
+    ranks: tuple[int, ...]
+    fsdp2: Raises | None
+    ours: Raises | None
+    better: str
+    note: str
+    timeout: float
+
+    @property
+    def verdict(self) -> str:
+        """What the table says of this implementation beside FSDP2."""
+        if self.better or (self.fsdp2 is not None and self.ours is None):
+            return "better"
+        if self.ours is not None and self.fsdp2 is None:
+            return "not supported"
+        return "equal"
+
+    def expected(self, implementation: str) -> Raises | None:
+        """What this implementation is to do."""
+        return {"fsdp2": self.fsdp2, "ours": self.ours}[implementation]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    section: str,
+    text: str,
+    *,
+    ranks: int | tuple[int, ...] = 2,
+    fsdp2: Raises | None = None,
+    ours: Raises | str | None = "same",
+    better: str = "",
+    note: str = "",
+    timeout: float = 60.0,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enter a case. ``ours`` is what FSDP2 does unless it says else; ``better`` says why, where both work."""
+
+    def enter(fn: Callable[..., None]) -> Callable[..., None]:
+        name = fn.__name__
+        assert name not in CASES, f"two cases called {name}"
+        theirs = fsdp2 if isinstance(ours, str) else ours
+        sizes = (ranks,) if isinstance(ranks, int) else ranks
+        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, better, note, timeout)
+        return fn
+
+    return enter
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case, in the order of the table."""
+    for module in MODULES:
+        importlib.import_module(module)
+    return CASES
+
+
+def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str] | None:
+    """On a rank: None if the case works, else the error's type, message and traceback. An expected error is checked."""
+    entry = all_cases()[name]
+    fsdp = importlib.import_module(IMPLEMENTATIONS[implementation])
+    arguments: list[Any] = [folder] if "folder" in inspect.signature(entry.fn).parameters else []
+    expected = entry.expected(implementation)
+    try:
+        entry.fn(fsdp, *arguments)
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error))
+        if expected is None:
+            raise
+        if not isinstance(error, expected.error) or not re.search(expected.match, str(error)):
+            raise AssertionError(f"expected {expected}, got {type(error).__name__}: {error}") from error
+        dist.destroy_process_group()  # what it left half done must not meet the next case
+        return type(error).__name__, str(error), trace
+    if expected is not None:
+        raise AssertionError(f"{name} works with {IMPLEMENTATIONS[implementation]}; expected {expected}")
+    return None
+
+
+def table() -> str:
+    """The whole of CONFORMANCE.md."""
+    cases = all_cases().values()
+    counts = {
+        verdict: sum(c.verdict == verdict for c in cases) for verdict in ("equal", "better", "not supported")
+    }
+    lines = [
+        "# FSDP2 and fsdp_runtime, behaviour by behaviour",
+        "",
+        "Each row is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
+        f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `tests/conformance/make_table.py`; a test keeps it up",
+        "to date.",
+        "",
+        f"{len(CASES)} behaviours: {counts['equal']} equal, {counts['better']} better, "
+        f"{counts['not supported']} not supported.",
+    ]
+    section = ""
+    for entry in cases:
+        if entry.section != section:
+            section = entry.section
+            lines += ["", f"## {section}", "", "| FSDP2 behaviour | fsdp_runtime | |", "| --- | --- | --- |"]
+        lines.append(f"| {entry.text} | {entry.verdict} | {_remark(entry)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _remark(entry: Case) -> str:
+    parts = []
+    if entry.fsdp2 is not None and entry.ours is None:
+        parts.append(f"FSDP2 raises {_name(entry.fsdp2)}")
+    elif entry.ours is not None and entry.fsdp2 is None:
+        parts.append(f"raises {_name(entry.ours)}")
+    elif entry.ours is not None and entry.fsdp2 is not None:
+        one, other = _name(entry.fsdp2), _name(entry.ours)
+        parts.append(f"raises {other}" if one == other else f"raises {other} (FSDP2: {one})")
+    parts += [text for text in (entry.better, entry.note) if text]
+    return "; ".join(parts)
+
+
+def _name(expected: Raises) -> str:
+    errors = expected.error if isinstance(expected.error, tuple) else (expected.error,)
+    return " or ".join(f"`{error.__name__}`" for error in errors)

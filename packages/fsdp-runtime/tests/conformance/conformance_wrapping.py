@@ -1,0 +1,310 @@
+"""Cases: what may be wrapped, over which mesh, and what wrapping makes of a module."""
+
+import copy
+
+import torch
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    check_training,
+    full,
+    hsdp_mesh,
+    is_sharded,
+    mesh,
+    seeded,
+    shard_stack,
+    world,
+)
+from conformance_registry import Raises, case
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+WRAP = "Wrapping"
+
+
+@case(WRAP, "`mesh=None`: all ranks, one dimension")
+def default_mesh(fsdp):
+    model = fsdp.fully_shard(MLP())
+    assert all(p.device_mesh.size() == world() and p.device_mesh.ndim == 1 for p in model.parameters())
+
+
+@case(WRAP, "a 1-D mesh: each parameter is one distributed tensor over it, each element on one rank", ranks=3)
+def one_dimension(fsdp):
+    model, over = MLP(), mesh()
+    fsdp.fully_shard(model, mesh=over)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter), name
+        assert parameter.device_mesh == over, name
+        held = torch.tensor(parameter.to_local().numel())
+        torch.distributed.all_reduce(held)
+        assert held.item() == parameter.numel(), name
+
+
+@case(WRAP, "a 2-D mesh with named dimensions: HSDP, (replicate, shard)", ranks=4)
+def hsdp(fsdp):
+    def wrap(model):
+        fsdp.fully_shard(model.up, mesh=over)
+        fsdp.fully_shard(model, mesh=over)
+
+    over = hsdp_mesh()
+    model = check_training(MLP, wrap)
+    for parameter in model.parameters():
+        assert parameter.placements[0] == Replicate()
+        assert not parameter.placements[1].is_replicate()
+        held = torch.tensor(parameter.to_local().numel())
+        torch.distributed.all_reduce(held, group=over.get_group("shard"))
+        assert held.item() == parameter.numel()
+
+
+@case(
+    WRAP,
+    "a 2-D mesh without names is refused",
+    fsdp2=Raises(AssertionError, "mesh_dim_names"),
+    ours=Raises(ValueError, "mesh_dim_names"),
+)
+def nameless_mesh(fsdp):
+    fsdp.fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, world())))
+
+
+@case(WRAP, "a mesh of three dimensions is refused", fsdp2=Raises(ValueError, "(?i)1.?D or 2.?D"))
+def three_dimensions(fsdp):
+    fsdp.fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 1, world()), mesh_dim_names=("a", "b", "c")))
+
+
+@case(
+    WRAP,
+    "`ModuleList` and `ModuleDict`, which have no forward, are refused",
+    fsdp2=Raises(ValueError, "forward"),
+)
+def containers(fsdp):
+    try:
+        fsdp.fully_shard(nn.ModuleDict({"a": MLP()}), mesh=mesh())
+    except ValueError:
+        fsdp.fully_shard(nn.ModuleList([MLP()]), mesh=mesh())
+
+
+@case(
+    WRAP, "something that is no module is refused", fsdp2=Raises((ValueError, TypeError, AttributeError), "")
+)
+def no_module(fsdp):
+    fsdp.fully_shard(torch.zeros(3), mesh=mesh())
+
+
+@case(
+    WRAP, "the class becomes a subclass of `FSDPModule` and of its own, named `FSDP<name>`, the object stays"
+)
+def class_swap(fsdp):
+    model = MLP()
+    same = fsdp.fully_shard(model, mesh=mesh())
+    assert same is model
+    assert isinstance(model, fsdp.FSDPModule)
+    assert isinstance(model, MLP)
+    assert type(model).__name__ == "FSDPMLP"
+    assert not isinstance(model.up, fsdp.FSDPModule)
+    other = fsdp.fully_shard(MLP(), mesh=mesh())
+    assert type(other) is type(model)
+    assert model.state_dict().keys() == MLP().state_dict().keys()
+
+
+@case(WRAP, "a list of modules is one unit: one gather for all, the list comes back")
+def list_of_modules(fsdp):
+    from ragged_shard.testing import record_collectives
+
+    def wrap(model):
+        given = [model.blocks[0], model.blocks[1]]
+        back = fsdp.fully_shard(given, mesh=mesh(), reshard_after_forward=True)
+        assert isinstance(back, list)
+        assert all(a is b for a, b in zip(back, given, strict=True))
+        assert all(isinstance(m, fsdp.FSDPModule) for m in given)
+        fsdp.fully_shard(model, mesh=mesh())
+
+    model = check_training(Stack, wrap)
+    x = torch.randn(4, 8)
+    model.eval()
+    with torch.no_grad(), record_collectives() as record:
+        model(x)
+    assert record.kinds == ["all_gather"] * 2, record.kinds
+
+
+@case(WRAP, "a nested module that was wrapped before keeps its own unit; the parent has the rest")
+def nested(fsdp):
+    from ragged_shard.testing import record_collectives
+
+    def wrap(model):
+        shard_stack(fsdp, model)
+
+    model = check_training(Stack, wrap)
+    with torch.no_grad(), record_collectives() as record:
+        model(torch.randn(4, 8))
+    assert record.kinds == ["all_gather"] * 4, record.kinds
+    assert all_sharded(model.blocks[0])
+
+
+@case(
+    WRAP,
+    "a parent wrapped before its child",
+    fsdp2=Raises(TypeError, "Invariant encountered"),
+    ours=None,
+    note="units may be made in any order",
+)
+def parent_first(fsdp):
+    def wrap(model):
+        fsdp.fully_shard(model, mesh=mesh())
+        for block in model.blocks:
+            fsdp.fully_shard(block, mesh=mesh())
+
+    check_training(Stack, wrap)
+
+
+@case(
+    WRAP, "a module is wrapped at most once", fsdp2=Raises((AssertionError, ValueError), "(?i)once|already")
+)
+def wrapped_twice(fsdp):
+    model = fsdp.fully_shard(MLP(), mesh=mesh())
+    fsdp.fully_shard(model, mesh=mesh())
+
+
+@case(WRAP, "a slice of a wrapped `Sequential` is a plain `Sequential`")
+def slices(fsdp):
+    model = fsdp.fully_shard(nn.Sequential(MLP(), MLP(), MLP()), mesh=mesh())
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert part[1] is model[1]
+
+
+@case(
+    WRAP,
+    "`deepcopy` is refused",
+    fsdp2=Raises(AssertionError, "deepcopy"),
+    ours=Raises((AssertionError, RuntimeError, TypeError), "(?i)deepcopy|copy"),
+)
+def deepcopy(fsdp):
+    copy.deepcopy(fsdp.fully_shard(MLP(), mesh=mesh()))
+
+
+@case(WRAP, "`ignored_params` are left as they are: not sharded, not reduced")
+def ignored(fsdp):
+    model = MLP()
+    kept = model.up.weight
+    fsdp.fully_shard(model, mesh=mesh(), ignored_params={kept})
+    assert model.up.weight is kept
+    assert not is_sharded(kept)
+    assert is_sharded(model.up.bias)
+    model(torch.full((2, 8), float(torch.distributed.get_rank() + 1))).sum().backward()
+    assert not is_sharded(kept.grad)
+    everyone = [torch.zeros_like(kept) for _ in range(world())]
+    torch.distributed.all_gather(everyone, kept.grad)
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+@case(WRAP, "a module without parameters, and one whose parameters are all in nested units")
+def nothing_to_shard(fsdp):
+    def wrap(model):
+        for layer in model:
+            fsdp.fully_shard(layer, mesh=mesh())
+        fsdp.fully_shard(model, mesh=mesh())
+
+    check_training(lambda: nn.Sequential(MLP(), nn.Tanh(), MLP()), wrap)
+
+
+@case(WRAP, "wrapping changes no values, whichever the shapes", ranks=3)
+def values(fsdp):
+    shapes = [(1,), (2,), (7,), (1, 1), (2, 5), (3, 4), (16, 15), (5, 1, 3), (4, 3, 2, 2)]
+    model = nn.Module()
+    for i, shape in enumerate(shapes):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape)))
+    before = [p.detach().clone() for p in model.parameters()]
+    fsdp.fully_shard(model, mesh=mesh())
+    for old, (name, new) in zip(before, model.named_parameters(), strict=True):
+        assert new.shape == old.shape, name
+        assert new.requires_grad
+        assert new.is_leaf
+        assert torch.equal(full(new), old), name
+
+
+@case(WRAP, "each rank keeps its part of its own values: nothing is broadcast at wrap time")
+def no_broadcast(fsdp):
+    rank = torch.distributed.get_rank()
+    model = nn.Linear(4, 6)
+    nn.init.constant_(model.weight, float(rank))
+    fsdp.fully_shard(model, mesh=mesh())
+    assert (model.weight.to_local() == rank).all()
+
+
+@case(WRAP, "buffers stay whole and on every rank")
+def buffers(fsdp):
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+    fsdp.fully_shard(model, mesh=mesh())
+    assert not any(is_sharded(b) for b in model.buffers())
+    model(torch.randn(4, 8)).sum().backward()
+    assert int(model[1].num_batches_tracked) == 1
+
+
+@case(
+    WRAP,
+    "`shard_placement_fn` that returns `Shard(1)`",
+    ours=Raises((ValueError, NotImplementedError), "shard_placement_fn"),
+    note="parameters lie as runs of whole blocks; say what may not be cut with `block_policy`",
+)
+def shard_on_columns(fsdp):
+    fsdp.fully_shard(
+        MLP(hidden=16), mesh=mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
+    )
+
+
+@case(WRAP, "`shard_placement_fn` that returns None or `Shard(0)` changes nothing")
+def shard_on_rows(fsdp):
+    model, reference = seeded(MLP), seeded(MLP)
+    fsdp.fully_shard(model, mesh=mesh(), shard_placement_fn=lambda p: Shard(0) if p.ndim == 2 else None)
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(found), wanted)
+
+
+@case(WRAP, "`share_comm_ctx` takes several roots (pipeline stages)")
+def share_comm_ctx(fsdp):
+    stages = [fsdp.fully_shard(seeded(MLP, seed), mesh=mesh()) for seed in (0, 1)]
+    fsdp.share_comm_ctx(stages)
+    x = torch.randn(4, 8)
+    stages[1](stages[0](x)).sum().backward()
+    assert all(p.grad is not None for stage in stages for p in stage.parameters())
+
+
+@case(WRAP, "`share_comm_ctx` refuses what is not wrapped", fsdp2=Raises(ValueError, "FSDPModule"))
+def share_comm_ctx_plain(fsdp):
+    fsdp.share_comm_ctx([MLP()])
+
+
+@case(
+    WRAP,
+    "an `int` for `reshard_after_forward` must divide the ranks",
+    fsdp2=Raises(ValueError, "factor|divi"),
+)
+def odd_reshard(fsdp):
+    fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward=3)
+
+
+@case(
+    WRAP,
+    "`reshard_after_forward` of another type is refused",
+    fsdp2=Raises((ValueError, TypeError), "reshard_after"),
+)
+def text_reshard(fsdp):
+    fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward="yes")
+
+
+@case(
+    WRAP,
+    "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms, the data dimensions by name",
+    ranks=4,
+)
+def spmd_mesh(fsdp):
+    from torch.distributed.tensor import distribute_module
+
+    over = mesh(2, 2, names=("dp", "tp"))
+    model = distribute_module(seeded(MLP), over)
+    fsdp.fully_shard(model, mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
+    wanted = seeded(MLP)
+    for found, p in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(full(found), p)
