@@ -1,4 +1,4 @@
-"""The package installs, and exports nothing before it is built."""
+"""The package installs, and what it exports is there."""
 
 from importlib import metadata
 
@@ -9,5 +9,6 @@ def test_the_installed_version_is_the_modules():
     assert metadata.version("block-optim") == block_optim.__version__
 
 
-def test_nothing_is_exported_yet():
-    assert block_optim.__all__ == []
+def test_every_exported_name_is_there_and_documented():
+    for name in block_optim.__all__:
+        assert getattr(block_optim, name).__doc__, name

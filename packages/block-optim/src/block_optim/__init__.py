@@ -1,6 +1,7 @@
 """Optimizers that work on whole blocks of sharded parameters."""
 
+from block_optim._adamw import AdamW
 from block_optim._base import BlockOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["BlockOptimizer"]
+__all__ = ["AdamW", "BlockOptimizer"]

@@ -246,8 +246,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
 
         Takes what `state_dict` gave, here or from torch's optimizer of the same rule: local parts in the same
-        placement, or full plain tensors, of which each rank takes its own part. A parameter without saved state starts afresh.
-        Communicates nothing.
+        placement, or full plain tensors, of which each rank takes its own part. A parameter without saved state
+        starts afresh. Communicates nothing.
 
         Raises:
             ValueError: groups, keys, shapes, placements or a format that do not fit; nothing was changed.

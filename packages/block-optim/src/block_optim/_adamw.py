@@ -1,0 +1,122 @@
+"""AdamW with fp32 states over flat runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from block_optim._adamw_rule import AdamWRule, check_dense
+from block_optim._base import Active, BlockOptimizer, check_range
+from block_optim._params import Param
+
+
+class AdamW(BlockOptimizer):
+    """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101), one kernel over each flat run of parameters.
+
+    Bit by bit torch's numbers, wherever tensors are cut: those of its for-loop and foreach implementations, or with
+    ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter), fp32
+    also for bf16 and fp16 parameters, which torch gives states of their own dtype; the arithmetic is fp32 then, rounded
+    to nearest when it is written back.
+
+    Args:
+        params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors.
+        lr: a number or a tensor of one element.
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+        amsgrad: must be False.
+        maximize: ascend.
+        fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
+        skip_nonfinite: leave out, on every rank, a step whose gradients are not finite on some rank.
+
+    Raises:
+        ValueError: an option or parameter that does not fit, named.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        refuse_options(foreach=foreach, capturable=capturable, differentiable=differentiable)
+        self._takes_flag = bool(fused)
+        self._rule = AdamWRule(fused=bool(fused))
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "fused": bool(fused),
+        }
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+
+    @staticmethod
+    def block_policy() -> Any:
+        """For `fully_shard(block_policy=...)`: no tensor needs blocks of its own, so None for each."""
+        return _no_block
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._rule = AdamWRule(fused=self._takes_flag)
+
+    def _check_group(self, group: dict[str, Any], params: Sequence[Param]) -> None:
+        check_adamw_options(group)
+        if bool(group["fused"]) != self._takes_flag:
+            raise ValueError(f"fused={group['fused']!r} in one group: it is an option of the whole optimizer")
+        for param in params:
+            check_dense(param)
+
+    def _init_state(self, group: dict[str, Any], params: Sequence[Param]) -> None:
+        self._rule.init_state(group, params, self.state)
+
+    def _update(self, active: Active, found_inf: torch.Tensor | None) -> None:
+        self._rule.update(active, found_inf)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_takes_flag": self._takes_flag}
+
+
+def _no_block(name: str, param: Any) -> None:
+    return None
+
+
+def check_adamw_options(group: dict[str, Any]) -> None:
+    """Raise ValueError where an option of AdamW has a value it cannot have."""
+    try:
+        beta1, beta2 = group["betas"]
+    except (TypeError, ValueError):
+        raise ValueError(f"betas={group['betas']!r}: expected two numbers") from None
+    check_range("betas[0]", beta1, 0, 1)
+    check_range("betas[1]", beta2, 0, 1)
+    check_range("eps", group["eps"], 0)
+    check_range("weight_decay", group["weight_decay"], 0)
+    if group.get("amsgrad"):
+        raise ValueError(
+            "amsgrad=True: not here; its third state would grow the memory by half for a maximum that has not been "
+            "shown to help; use torch.optim.AdamW for it"
+        )
+
+
+def refuse_options(**options: Any) -> None:
+    """Raise ValueError for options of torch's that have no meaning here."""
+    reasons = {
+        "foreach": "there is one implementation, over flat runs; leave it out",
+        "capturable": "CUDA graphs of the step are not supported; leave it out",
+        "differentiable": "the step writes in place and is not differentiable; leave it out",
+    }
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}={value!r}: {reasons[name]}")
