@@ -1,7 +1,37 @@
-"""fully_shard, a drop-in for FSDP2's, that respects the structure of the model.
+"""`fully_shard`, a drop-in for FSDP2's that respects the structure of the model. After veScale-FSDP (arXiv 2602.22437).
 
-Not built yet: nothing is exported.
+    from fsdp_runtime import fully_shard            # was: from torch.distributed.fsdp import fully_shard
+    fully_shard(model, block_policy=block_policies.rows(32))
+
+Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classes.
 """
 
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from . import block_policies
+from ._module import (
+    FSDPModule,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from ._torch_compat import DataParallelMeshDims
+from ._wrap import fully_shard
+
 __version__ = "0.0.0"
-__all__: list[str] = []
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "block_policies",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,0 +1,177 @@
+"""The gradients of one group: written into one buffer as autograd makes them, reduced from it, shown as `.grad`.
+
+autograd's gradient --copy, cast--> view of full --reduce-scatter--> shard --> sharded_param.grad
+(freed at once)                     (released)                       (one storage for the group)
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dbuffer import DBuffer
+from . import _torch_compat as compat
+from ._param import ManagedParam
+
+if TYPE_CHECKING:
+    from ._group import Group
+
+
+class Gradients:
+    """Gradient memory of a group; nothing until the first gradient comes."""
+
+    def __init__(self, group: "Group") -> None:
+        self._group = group
+        self.buffer: DBuffer | None = None
+        self._own_users: tuple[int, ...] = ()
+        self._written: set[str] = set()
+        self._partial = False  # reduced inside shards, not yet across replicas
+
+    def forget(self) -> None:
+        """Drop the memory: parameters have new memory, of another dtype perhaps."""
+        self.__init__(self._group)  # type: ignore[misc]
+
+    # -- before the reduction ---------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return bool(self._written)
+
+    def write(self, param: ManagedParam, grad: torch.Tensor, scale: float) -> None:
+        """Put one gradient into the buffer, or add it to what is there since the last reduction."""
+        buffer = self._ready()
+        buffer.materialize()
+        view = buffer.resting_views[param.name]
+        if param.name in self._written:
+            view.add_(grad, alpha=scale)
+            return
+        self._written.add(param.name)
+        if scale == 1.0:
+            view.copy_(grad)
+        elif view.dtype == grad.dtype:
+            torch.mul(grad, scale, out=view)
+        else:
+            view.copy_(grad).mul_(scale)
+
+    def complete(self) -> None:
+        """Zero what no gradient came for, so that the whole buffer may be reduced."""
+        buffer = self._ready()
+        buffer.materialize()
+        missing = [view for name, view in buffer.resting_views.items() if name not in self._written]
+        if missing:
+            torch._foreach_zero_(missing)
+
+    def discard(self) -> None:
+        """Forget gradients that were not reduced, and free their memory."""
+        self._written.clear()
+        self._partial = False
+        if self.buffer is not None and self.buffer.materialized:
+            self.buffer.wait()
+            self.buffer.release()
+
+    def _ready(self) -> DBuffer:
+        if self.buffer is None:
+            group, params = self._group, self._group.buffer
+            assert params is not None
+            self.buffer = DBuffer(
+                group.layout,
+                group.data.mesh,
+                dtype=group.dtypes.kept,
+                full_dtype=group.dtypes.reduce,
+                device=params.device,
+                shard_dim=-1,
+                replicate_dim=0 if group.data.hybrid else None,
+                recycler=group.recycler,
+                alias=False,
+                name=f"gradients of {group.name}",
+                check_ranks=False,
+                **group.shard_options,
+            )
+            self._own_users = self._users()
+        return self.buffer
+
+    def _users(self) -> tuple[int, ...]:
+        assert self.buffer is not None
+        return tuple(compat.storage_users(shard) for shard in self.buffer.shard)
+
+    # -- the reduction ----------------------------------------------------------------------------------------------
+
+    def take_up(self) -> bool:
+        """Prepare the shard for a reduction; whether to add to it.
+
+        Where every `.grad` is None the shard is overwritten; but if somebody still holds last step's gradients they keep
+        that memory, and this step gets new.
+        """
+        held = {
+            param.name: param.sharded.grad for param in self._group.params if param.sharded.grad is not None
+        }
+        if self._partial:
+            return True
+        if not held:
+            if self._users() != self._own_users:
+                self._replace()
+            return False
+        with torch.no_grad():
+            assert self.buffer is not None
+            for param in self._group.params:
+                view, grad = self.buffer.local_views[param.name], held.get(param.name)
+                if grad is None:
+                    view.zero_()
+                elif grad.to_local().data_ptr() != view.data_ptr():  # type: ignore[attr-defined]  # the user's own
+                    view.copy_(self._group.as_sharded(param, grad).to_local())
+        return True
+
+    def _replace(self) -> None:
+        """A new buffer with the gathered contents of the old one."""
+        old, written = self.buffer, self._written
+        assert old is not None
+        self.forget()
+        new = self._ready()
+        self._written = written
+        new.materialize()
+        new.copy_(old, "full")
+        old.release()
+
+    def reduced(self, everywhere: bool) -> list[ManagedParam]:
+        """The reduction has landed: free the gathered memory. Returns the parameters that got a gradient here.
+
+        Args:
+            everywhere: also across replicas; else the shard holds a partial sum that the next reduction adds to.
+        """
+        assert self.buffer is not None
+        self.buffer.release()
+        used = [param for param in self._group.params if param.name in self._written]
+        self._written.clear()
+        self._partial = not everywhere
+        return used
+
+    @property
+    def filled(self) -> DBuffer:
+        """The buffer, which must be there by now."""
+        assert self.buffer is not None
+        return self.buffer
+
+    @property
+    def shards(self) -> tuple[torch.Tensor, ...]:
+        """This rank's flat gradients, one a segment."""
+        return self.filled.shard
+
+    @property
+    def partial(self) -> bool:
+        """Whether the shard holds a sum that was not taken across replicas yet."""
+        return self._partial
+
+    def local(self, param: ManagedParam) -> torch.Tensor:
+        """This rank's part of a reduced gradient."""
+        return self.filled.local_views[param.name]
+
+    def publish(self, params: list[ManagedParam]) -> None:
+        """Show reduced gradients as `.grad` of the sharded parameters, and call the users' hooks on these.
+
+        Each is a new object, so that whoever keeps one can be told from the memory's count of users.
+        """
+        assert self.buffer is not None
+        for param in params:
+            param.sharded.grad = self._group.ragged(param, self.buffer.local_views[param.name].detach())
+            for hook in compat.post_accumulate_hooks(param.sharded):
+                hook(param.sharded)

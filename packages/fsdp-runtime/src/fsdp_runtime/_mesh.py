@@ -1,0 +1,183 @@
+"""Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ragged_shard import RaggedShard, StridedRaggedShard
+
+from . import _torch_compat as compat
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The data-parallel mesh of a unit.
+
+    Attributes:
+        mesh: of one dimension (shard) or two (replicate, shard).
+        spmd: the full mesh that parameters are DTensors on, where the user gave one (`dp_mesh_dims`), else None.
+        dp_names: the dimensions of `spmd` that are data parallel.
+    """
+
+    mesh: DeviceMesh
+    spmd: DeviceMesh | None = None
+    dp_names: tuple[str, ...] = ()
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether shards are also copied over a second dimension (HSDP)."""
+        return self.mesh.ndim == 2
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a parameter is cut over."""
+        return self.mesh.size(-1 % self.mesh.ndim)
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank among them."""
+        return self.mesh.get_local_rank(-1 % self.mesh.ndim)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data."""
+        return self.mesh.size()
+
+    @property
+    def simulated(self) -> bool:
+        """Whether no data move (torch's fake process group)."""
+        return compat.is_simulated(self.mesh.get_group(-1 % self.mesh.ndim))
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+
+def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
+    """The data-parallel mesh that the arguments of `fully_shard` mean.
+
+    Raises:
+        ValueError: more than two dimensions, two without names, or names that the mesh does not have.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        mesh = init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh (init_device_mesh) or None"
+        )
+    if dp_mesh_dims is not None:
+        return _named_mesh(mesh, dp_mesh_dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; "
+            "pass the sub-mesh of the data-parallel dimensions"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"fully_shard got the 2D mesh {mesh} without names; give init_device_mesh "
+            'mesh_dim_names=("replicate", "shard"): HSDP cuts over the last dimension and copies over the first'
+        )
+    return DataMesh(mesh)
+
+
+def _named_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f"dp_mesh_dims names dimensions, but {mesh} has no mesh_dim_names")
+    shard, replicate = _as_names(dims.shard), _as_names(dims.replicate)
+    if unknown := [name for name in shard + replicate if name not in names]:
+        raise ValueError(
+            f"dp_mesh_dims names {unknown[0]!r}, which is not among the mesh's dimensions {names}"
+        )
+    if not shard:
+        raise ValueError(
+            "dp_mesh_dims has no shard dimension; fully_shard cuts parameters over one (for plain data "
+            "parallelism use DistributedDataParallel)"
+        )
+    parts = [compat.flatten_mesh(mesh, group) for group in (replicate, shard) if group]
+    joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
+    return DataMesh(joined, mesh, shard + replicate)
+
+
+def _as_names(names: Any) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class OtherParallelism:
+    """How tensor or expert parallelism had already cut a parameter.
+
+    Attributes:
+        mesh: of the unsharded parameter: what remains of its mesh without the data-parallel dimensions.
+        placements: on that mesh.
+        shape, stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def take_apart(
+    name: str, param: torch.Tensor, data: DataMesh
+) -> tuple[torch.Tensor, OtherParallelism | None]:
+    """A parameter's plain tensor on this rank, and the other parallelism that cut it, if one did.
+
+    Raises:
+        ValueError: it lies on the data-parallel mesh already, or in a way that the two do not combine.
+    """
+    if not isinstance(param, DTensor):
+        return param, None
+    mesh, placements = param.device_mesh, param.placements
+    if data.spmd is not None:
+        if mesh != data.spmd:
+            raise ValueError(f"{name} is a DTensor on {mesh}, but dp_mesh_dims was given for {data.spmd}")
+        dims = mesh.mesh_dim_names or ()
+        for dim, placement in zip(dims, placements, strict=True):
+            if dim in data.dp_names and not isinstance(placement, Replicate):
+                raise ValueError(
+                    f"{name} is {placement} on data-parallel dimension {dim!r}; expected Replicate()"
+                )
+        rest = tuple(dim for dim in dims if dim not in data.dp_names)
+        if not rest:
+            return param.to_local(), None
+        placements = tuple(p for dim, p in zip(dims, placements, strict=True) if dim in rest)
+        mesh = mesh[rest if len(rest) > 1 else rest[0]]
+    if mesh == data.mesh:
+        raise ValueError(
+            f"{name} is already a DTensor on the mesh that fully_shard was given, {mesh}; "
+            "pass the mesh dimension over which data are parallel"
+        )
+    for placement in placements:
+        if not isinstance(placement, (Shard, Replicate)):
+            raise ValueError(
+                f"{name} is {placement} over {mesh}; fully_shard combines with Shard and Replicate there: "
+                "redistribute it first"
+            )
+    return param.to_local(), OtherParallelism(mesh, placements, param.shape, param.stride())
+
+
+def place(
+    data: DataMesh, ragged: RaggedShard, other: OtherParallelism | None
+) -> tuple[DeviceMesh, tuple[Any, ...]]:
+    """Mesh and placements of a sharded parameter."""
+    if other is None:
+        return data.mesh, (Replicate(), ragged) if data.hybrid else (ragged,)
+    factor = 1
+    for dim, placement in enumerate(other.placements):
+        if isinstance(placement, Shard) and placement.dim in ragged.dims:
+            factor *= other.mesh.size(dim)
+    if factor > 1:
+        ragged = StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=factor)
+    mesh = compat.join_meshes([data.mesh, other.mesh])
+    return mesh, ((Replicate(), ragged) if data.hybrid else (ragged,)) + other.placements

@@ -1,0 +1,329 @@
+"""`FSDPModule`: what a module can do after `fully_shard`. FSDP2's methods, with FSDP2's meaning."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from . import _hooks
+from ._registry import unit_of
+from ._scaling import AllReduceHook
+from ._unit import Unit
+
+_initialise_new = True
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Have `FSDPModule.__new__` make plain modules without calling their `__init__`."""
+    global _initialise_new
+    before, _initialise_new = _initialise_new, False
+    try:
+        yield
+    finally:
+        _initialise_new = before
+
+
+class UnshardHandle:
+    """An unshard under way; from `FSDPModule.unshard(async_op=True)`."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the full parameters (on CUDA: make the current stream wait) and put them into the module."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.unshard()
+
+
+class FSDPModule:
+    """Mixed into the class of each module that `fully_shard` was called on.
+
+    Methods with `recurse` act on this module's unit and, if true, on all units inside. None communicates unless it
+    says so.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Indexing a container makes a new one of its own class: that is a plain container of the original class.
+        original = cls.__mro__[2]
+        module = original.__new__(original, *args, **kwargs)
+        if _initialise_new:
+            module.__init__(*args, **kwargs)
+        return module
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise AssertionError(
+            "a module that fully_shard was called on cannot be deep-copied: its parameters are views of buffers that "
+            "process groups work on. Copy it before fully_shard, or go through state_dict()"
+        )
+
+    # -- sharded <-> unsharded --------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters (one all-gather: (N-1)/N of them, in the compute dtype, come to each rank).
+
+        Args:
+            async_op: return at once, with a handle; the unit's forward waits by itself.
+        """
+        unit = _unit(self)
+        unit.gather()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters and put the sharded ones into the module."""
+        _unit(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """Clear away a forward or backward that raised; its gradients, accumulated ones included, are lost.
+
+        The next forward of the root does so by itself.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        unit = _unit(self)
+        if not unit.root:
+            raise RuntimeError(
+                f"{unit.name}: reset_iter_state must be called on the root module, the outermost that "
+                "fully_shard was called on"
+            )
+        unit.context.reset()
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward ends the step: then it waits for all reductions and shows the gradients."""
+        _unit(self).context.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype, without communication."""
+        for unit in _units(self, recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+            unit.reduce_options.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces across replicas (HSDP); else each keeps a partial sum, to be added to."""
+        for unit in _units(self, recurse):
+            unit.reduce_options.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by this instead of the number of ranks. Raises ValueError where it is not positive."""
+        if not factor > 0:
+            raise ValueError(f"gradient divide factor {factor}: expected a positive number")
+        _unit(self).reduce_options.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's deprecated name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Send sums only, dividing afterwards: some of NCCL's fast paths know nothing else."""
+        _unit(self).reduce_options.force_sum = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
+
+        Needed where ranks use different units in a step. Without it a unit of which this rank used nothing is not reduced.
+        """
+        for unit in _units(self, recurse):
+            unit.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
+        """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
+
+        After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit.
+
+        Raises:
+            ValueError: a stream with HSDP, where the hook runs on the reduction's.
+        """
+        unit = _unit(self)
+        if stream is not None and unit.data.hybrid:
+            raise ValueError("set_all_reduce_hook: stream cannot be set with HSDP, whose own stream is used")
+        unit.reduce_options.hook = hook
+        unit.reduce_options.hook_stream = stream
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many gathered gradient buffers may be on their way at once. 1 by default: least memory.
+
+        It is one number for all units of a model, so `recurse` changes nothing.
+
+        Raises:
+            TypeError, ValueError: no positive integer.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        _unit(self).context.max_reductions = max_input_buffers
+
+    # -- when to gather and free ------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after forward and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward; else the next forward need not gather them."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this unit's parameters; an embedding's, for one, it does not."""
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """Which units to gather ahead in forward when this one runs, instead of those that came next last time."""
+        _unit(self).forward_prefetch = _listed(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """Which units to gather ahead in backward when this one runs, instead of the expected ones."""
+        _unit(self).backward_prefetch = _listed(modules)
+
+    def set_prefetch_depth(self, depth: int) -> None:
+        """How many units to gather ahead, for the whole model; 1 by default. Each takes one more gathered buffer.
+
+        Raises:
+            ValueError: negative.
+        """
+        if depth < 0:
+            raise ValueError(f"prefetch depth {depth}: expected 0 or more units")
+        _unit(self).context.prefetch_depth = depth
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
+        _unit(self).context.post_optim_event = event
+
+    # -- what has no meaning here -----------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: gathers run in place on the unit's buffer, so there is nothing for a custom one to allocate."""
+        _refuse(
+            "set_custom_all_gather", "parameters are gathered in place, without a staging buffer to allocate"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: gradients are reduced in place."""
+        _refuse(
+            "set_custom_reduce_scatter",
+            "gradients are reduced in place, without a staging buffer to allocate",
+        )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Refused unless False: reductions use the shard dimension's process group."""
+        if enable:
+            _refuse("set_separate_reduce_scatter_group", "reductions use the mesh's own process group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused unless False: buffers come from torch's allocator."""
+        if enable:
+            _refuse(
+                "set_allocate_memory_from_process_group_for_comm",
+                "buffers are recycled from torch's allocator",
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused: buffers come from torch's allocator."""
+        _refuse("set_symm_mem_for_comm", "buffers are recycled from torch's allocator")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: gathers are asynchronous always, and allocate on known streams."""
+
+    # -- moving -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`to`, `to_empty`, `half` and so on act on the sharded parameters, which then move into the buffers."""
+        unit = _unit(self)
+        unit.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in unit.groups:
+            group.adopt()
+        return result
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of the module gather and free parameters as `forward` does. Nothing for other modules.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = _unit(self)
+        before, after = (torch.compiler.disable(f) for f in (_hooks.before_forward, _hooks.after_forward))
+        args, kwargs = before(unit, self, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            after(unit, self, None)
+            raise
+        return after(unit, self, output)
+
+    setattr(module, method_name, method.__get__(module, type(module)))  # type: ignore[attr-defined]
+
+
+def share_comm_ctx(modules: "list[FSDPModule]") -> None:
+    """Let several roots (pipeline stages in one process) use the same streams.
+
+    Raises:
+        ValueError: one is no `FSDPModule`.
+    """
+    units = _listed(modules)
+    for unit in units[1:]:
+        unit.context.share_streams(units[0].context)
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    found = dict.fromkeys(unit_of(sub) for sub in (module.modules() if recurse else [module]))
+    return [unit for unit in found if unit is not None]
+
+
+def _listed(modules: Iterable[Any]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [_unit(module) for module in modules]
+
+
+def _refuse(method: str, why: str) -> NoReturn:
+    raise NotImplementedError(f"{method} does not apply: {why}. Remove the call")
+
+
+_MIXED: dict[type, type] = {}
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """The class that `fully_shard` gives to modules of each class."""
+    return _MIXED
+
+
+def mix_in(module: nn.Module) -> None:
+    """Make a module an `FSDPModule` of its own class."""
+    cls = type(module)
+    if cls not in _MIXED:
+        _MIXED[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    module.__class__ = _MIXED[cls]

@@ -1,0 +1,68 @@
+"""What a sum of gradients over ranks is divided by, when, and in which collective."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Op = Literal["avg", "sum"]
+AllReduceHook = Callable[[torch.Tensor], None]
+
+
+@dataclass
+class ReduceOptions:
+    """What the user asked of a unit's reductions.
+
+    Attributes:
+        divide_factor: sums are divided by this; None: the number of data-parallel ranks.
+        force_sum: send sums only, and divide afterwards.
+        all_reduce: also across replicas; False leaves a partial sum.
+        hook: called with each reduced flat shard.
+        hook_stream: where (None: the reduction's stream).
+    """
+
+    divide_factor: float | None = None
+    force_sum: bool = False
+    all_reduce: bool = True
+    hook: AllReduceHook | None = None
+    hook_stream: Any = None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes what the user asked for.
+
+    Attributes:
+        before: each gradient is multiplied by this as it is written.
+        op, divide: of the reduce-scatter.
+        replica_op, replica_divide: of the all-reduce; it averages always, so that what is already equal on all replicas
+            stays as it is.
+    """
+
+    before: float
+    op: Op
+    divide: float | None
+    replica_op: Op
+    replica_divide: float | None
+
+
+def scaling(options: ReduceOptions, dtype: torch.dtype, shards: int, replicas: int) -> Scaling:
+    """What to do for gradients reduced in `dtype`.
+
+    fp16 overflows where a sum of many is taken, and underflows where it is divided first: half of each.
+    """
+    factor = options.divide_factor
+    replica_op: Op = "sum" if options.force_sum else "avg"
+    replica_divide = float(replicas) if options.force_sum else None
+    if dtype == torch.float16:
+        total = float(shards * replicas) if factor is None else float(factor)
+        before = 1.0
+        while total / before > before:
+            before *= 2
+        return Scaling(1 / before, "sum", total / before / replicas, replica_op, replica_divide)
+    if factor is not None:
+        return Scaling(1.0, "sum", factor / replicas, replica_op, replica_divide)
+    if options.force_sum:
+        return Scaling(1.0, "sum", float(shards), replica_op, replica_divide)
+    return Scaling(1.0, "avg", None, replica_op, replica_divide)

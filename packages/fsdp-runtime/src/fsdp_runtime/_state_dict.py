@@ -1,0 +1,67 @@
+"""State dicts show and take sharded parameters.
+
+Saving: sharded parameters are put back first, so entries are `RaggedDTensor`s that alias them. Loading takes
+entries laid out alike (copied), on any other ragged layout or FSDP2's `Shard(0)` (redistributed), and full plain
+tensors (cut), with and without `assign=True`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._group import Group
+from ._param import ManagedParam
+from ._registry import unit_of
+from ._unit import Unit
+
+
+def attach(unit: Unit) -> None:
+    """Hook a unit into saving and loading of each module that holds one of its parameters."""
+    modules = dict.fromkeys(place.module for param in unit.params for place in param.places)
+    for module in [*modules, *(m for m in unit.modules if m not in modules)]:
+        module.register_state_dict_pre_hook(_before_save(unit))
+        module.register_load_state_dict_pre_hook(_before_load(unit))
+
+
+def _before_save(unit: Unit) -> Any:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        unit.reshard()
+
+    return hook
+
+
+def _before_load(unit: Unit) -> Any:
+    def hook(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        unit.reshard()
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for group, param, attribute in _held_by(unit, module):
+            value = state_dict.get(prefix + attribute)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
+                continue  # load_state_dict reports it with its own words
+            if value.is_meta or (param.sharded.is_meta and not assign):
+                continue
+            loaded: torch.Tensor = group.as_sharded(param, value)
+            if assign and isinstance(value, nn.Parameter):
+                loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
+            state_dict[prefix + attribute] = loaded
+
+    return hook
+
+
+def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Group, ManagedParam, str]]:
+    return [
+        (group, param, place.attribute)
+        for group in unit.groups
+        for param in group.params
+        for place in param.places
+        if place.module is module
+    ]
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """All units in a module, outermost first."""
+    found = dict.fromkeys(unit_of(inner) for inner in module.modules())
+    return [unit for unit in found if unit is not None]

@@ -1,0 +1,87 @@
+"""Every name of torch that is private or differs between releases, in one place.
+
+Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+
+Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
+a storage's use count, `DeviceMesh._concatenate` and `_flatten`, and the two attributes by which dynamo
+recognises modules whose parameters are swapped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+# Absent before 2.12.
+DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a run of the autograd engine."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have the run of the autograd engine that is under way call this when all its nodes are done."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """What was registered with `register_post_accumulate_grad_hook`, in order."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors and handles hold this tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A count of in-place changes to this tensor's memory through it and its views."""
+    return tensor._version
+
+
+def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh whose dimensions are those of several sub-meshes of one root mesh, in their order."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """A 1-D mesh of the named dimensions; of one name the dimension itself."""
+    part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    assert isinstance(part, DeviceMesh)
+    return part
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether the group is torch's fake one, which moves no data and so cannot compare ranks."""
+    return dist.get_backend(group) == "fake"
+
+
+def mark_for_dynamo(module: torch.nn.Module) -> None:
+    """Tell torch.compile that the module's parameters are swapped by hooks, so that it takes them as inputs."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def default_device_type() -> str:
+    """The accelerator's type if the machine has one, else cpu."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def local_of_dtensor_grad(grad: torch.Tensor, like: tuple[Any, ...]) -> torch.Tensor:
+    """The local part of a gradient that another parallelism left as a DTensor, in its parameter's placements.
+
+    Communicates where the gradient is a pending sum over that mesh (one all-reduce or reduce-scatter of it).
+    """
+    if not isinstance(grad, DTensor):
+        return grad
+    if any(isinstance(placement, Partial) for placement in grad.placements) or grad.placements != like:
+        grad = grad.redistribute(placements=like)
+    local: Any = grad.to_local()
+    return local.wait() if hasattr(local, "wait") else local

@@ -1,0 +1,66 @@
+"""Tensors inside the containers that modules take and return."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same structure with `fn` applied to each tensor; containers in which nothing changed are kept as they are.
+
+    Goes into tuples, named tuples, lists, mappings and dataclasses (mappings and dataclasses keep their class);
+    anything else is left alone.
+    """
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        items = [map_tensors(fn, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        changed = {key: new for key, old in tree.items() if (new := map_tensors(fn, old)) is not old}
+        if not changed:
+            return tree
+        return _replace_items(tree, changed)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
+        changed = {name: new for name, old in fields.items() if (new := map_tensors(fn, old)) is not old}
+        return dataclasses.replace(tree, **changed) if changed else tree
+    return tree
+
+
+def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(tree):  # an output class that is both: attributes and items must agree
+        return dataclasses.replace(tree, **changed)  # type: ignore[type-var]
+    copied = tree.copy() if hasattr(tree, "copy") else dict(tree)
+    copied.update(changed)
+    return copied
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of the structure, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name))
+
+
+def cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts floating-point tensors to `dtype` and leaves others; None: leaves all."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        return tensor.to(dtype)
+
+    return cast

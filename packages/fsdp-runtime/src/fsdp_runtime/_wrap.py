@@ -1,0 +1,236 @@
+"""`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from ragged_shard import RaggedDTensor
+
+from . import _hooks, _optimizers, _state_dict
+from . import _torch_compat as compat
+from ._mesh import DataMesh, data_mesh, take_apart
+from ._module import FSDPModule, mix_in
+from ._param import ManagedParam, Place
+from ._registry import join, original_name, owner_of, register, remember_original, unit_of
+from ._unit import Unit
+from .block_policies import BlockPolicy
+
+M = TypeVar("M", bound=nn.Module)
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+@overload
+def fully_shard(module: nn.Module, **kwargs: Any) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    block_policy: BlockPolicy | None = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
+
+    A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
+    gathered by one collective before the module's forward and backward, their gradients reduced by one behind it. They are
+    `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order, outer first too.
+    After veScale-FSDP (arXiv 2602.22437).
+
+    Communicates one all-gather of 32 bytes for each dtype of the unit, to compare layouts; moreover, where an outer unit
+    gives parameters to a new inner one, what moves between ranks.
+
+    Args:
+        module: to shard, or a list of modules that make one unit.
+        mesh: 1-D; or 2-D with names: cut over the last dimension, copied over the first (HSDP). None: all ranks.
+        reshard_after_forward: free full parameters after forward and gather them again in backward. None: True, but
+            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbours.
+        shard_placement_fn: FSDP2's; may return None or `Shard(0)`. Use `block_policy` instead.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: `CPUOffloadPolicy` keeps shards in CPU memory.
+        ignored_params: left as they are.
+        dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
+        block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
+            `fsdp_runtime.block_policies`.
+
+    Returns:
+        The module (or list), now an `FSDPModule`.
+
+    Raises:
+        ValueError, TypeError: naming the argument or parameter, what was found and what to do; on every rank, before
+            anything is changed.
+    """
+    modules = _checked_modules(module)
+    data = data_mesh(mesh, dp_mesh_dims)
+    _check_reshard(reshard_after_forward, data)
+    found = _find_params(modules, set(ignored_params or ()), data)
+    _check_placements(found, shard_placement_fn)
+    unit = Unit(modules, data, mp_policy, offload_policy, block_policy, reshard_after_forward)
+    outer = _release_from_outer(found)
+    unit.take([one.param for one in found], {one.param.name: one.value for one in found})
+    for one in found:
+        remember_original(one.original, one.param.name)
+    for inner in _managed_modules(modules):
+        _move_buffers(inner, data.device)
+        compat.mark_for_dynamo(inner)
+    register(unit)
+    _hooks.attach(unit)
+    _state_dict.attach(unit)
+    _optimizers.watch()
+    for one_module in modules:
+        mix_in(one_module)
+    join(unit)
+    for other in outer:
+        join(other)
+    return module
+
+
+def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+    given = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(m, nn.Module) for m in given):
+        raise TypeError(
+            f"fully_shard takes a module or a list of modules, got {type(module).__name__}: {module!r}"
+        )
+    for one in given:
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {one}. "
+                "Call it on each of the modules inside"
+            )
+        if unit_of(one) is not None:
+            raise ValueError(f"fully_shard was already called on this {type(one).__name__}")
+    inside = {id(sub) for one in given for sub in one.modules() if sub is not one}
+    return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
+
+
+def _check_reshard(value: Any, data: DataMesh) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {value!r}"
+        )
+    if value < 1 or value > data.shard_size or data.shard_size % value:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {data.shard_size}, not {value}"
+        )
+
+
+@dataclass
+class _Found:
+    """A parameter to take: where it is, what it was and its full value on this rank."""
+
+    param: ManagedParam
+    original: torch.Tensor
+    value: torch.Tensor
+    outer: Unit | None
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """The modules whose parameters a unit takes: those given and all inside, up to where another unit begins."""
+    found: dict[nn.Module, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        if module in found:
+            return
+        found[module] = None
+        for child in module.children():
+            if unit_of(child) is None:
+                walk(child)
+
+    for module in modules:
+        walk(module)
+    return list(found)
+
+
+def _find_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], data: DataMesh) -> list[_Found]:
+    managed = set(_managed_modules(modules))
+    places: dict[nn.Parameter, list[Place]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for number, top in enumerate(modules):
+        for path, module in top.named_modules():
+            if module not in managed:
+                continue
+            for attribute, param in module._parameters.items():
+                if param is None or param in ignored or param.numel() == 0:
+                    continue
+                name = ".".join(part for part in (path, attribute) if part)
+                names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
+                places.setdefault(param, []).append(Place(module, attribute))
+    return [_take(names[param], param, where, data) for param, where in places.items()]
+
+
+def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -> _Found:
+    elsewhere = original_name(param)
+    if elsewhere is not None:
+        raise ValueError(
+            f"{name} is the same parameter as {elsewhere!r}, which another fully_shard call has taken: tied parameters "
+            "must be in one unit. Pass both modules to one call, fully_shard([a, b]), or leave both to the module "
+            "around them"
+        )
+    if isinstance(param, RaggedDTensor):
+        return _take_from_outer(name, param, places, data)
+    plain, other = take_apart(name, param, data)
+    return _Found(ManagedParam(name, places, param, plain, other), param, plain, None)
+
+
+def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -> _Found:
+    owner = owner_of(param)
+    if owner is None:
+        raise ValueError(
+            f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
+        )
+    outer, managed = owner
+    inside = {(place.module, place.attribute) for place in places}
+    if any((place.module, place.attribute) not in inside for place in managed.places):
+        raise ValueError(
+            f"{name} is shared with a module outside ({managed.name!r} in {outer.name}): tied parameters must be "
+            "in one unit"
+        )
+    outer.reshard()
+    taken = ManagedParam(name, places, managed.sharded, managed.example(), managed.other)
+    taken.shape = managed.shape
+    return _Found(taken, managed.sharded, managed.sharded, outer)
+
+
+def _release_from_outer(found: list[_Found]) -> list[Unit]:
+    """Take parameters away from the outer units that hold them; these lay out anew what they keep."""
+    outers = list(dict.fromkeys(one.outer for one in found if one.outer is not None))
+    for outer in outers:
+        gone = {id(one.original) for one in found}
+        kept = [param for param in outer.params if id(param.sharded) not in gone]
+        outer.take(kept, {param.name: param.sharded for param in kept})
+    return outers
+
+
+def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter], Any] | None) -> None:
+    if placement_fn is None:
+        return
+    for one in found:
+        chosen = placement_fn(cast(nn.Parameter, one.original))
+        if chosen is None or chosen == Shard(0):
+            continue
+        raise ValueError(
+            f"shard_placement_fn gave {chosen} for {one.param.name}: parameters lie in one flat buffer and are cut "
+            "between blocks of rows, so that only None and Shard(0) have a meaning. Say with block_policy what must stay "
+            "whole; for another mesh shard those modules in a fully_shard call of their own"
+        )
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and buffer.device != device:
+            module._buffers[name] = buffer.to(device)

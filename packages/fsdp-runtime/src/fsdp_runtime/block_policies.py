@@ -1,0 +1,102 @@
+"""Block policies by name: what of a parameter may not be cut.
+
+A block policy is any callable `(name, parameter) -> block or None`, given to `fully_shard(block_policy=...)`. The
+name is the parameter's in the module that was passed (with its number in front for a list of modules), None
+means single rows.
+
+    rows(32)                                     every parameter in runs of 32 rows
+    tiles(128, 128)                              matrices in bands of 128 rows, so that no 128x128 tile is cut
+    whole()                                      every matrix on one rank, stacked matrices one by one
+    by_pattern({r"experts\\.": Whole(), r".*": Rows(16)})      the first pattern that is found in the name
+    declared_by(Muon, AdamW8bit)                 what each optimizer says it needs, the first that says something
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from layout_planner import Block, Elements, Rows, Tile, Whole
+
+BlockPolicy = Callable[[str, torch.Tensor], Block | None]
+
+
+def rows(count: int) -> BlockPolicy:
+    """Runs of `count` rows; a row is one run of the innermost dimension."""
+    block = Rows(count)
+    return lambda name, param: block
+
+
+def elements(count: int) -> BlockPolicy:
+    """Runs of `count` elements, whatever the shape."""
+    block = Elements(count)
+    return lambda name, param: block
+
+
+def tiles(rows: int, columns: int) -> BlockPolicy:
+    """Tiles of matrices (the last two dimensions); vectors and scalars are cut anywhere."""
+    block = Tile(rows, columns)
+    return lambda name, param: block if param.ndim >= 2 else None
+
+
+def whole() -> BlockPolicy:
+    """Matrices whole, each matrix of a stack on its own; vectors and scalars are cut anywhere."""
+
+    def policy(name: str, param: torch.Tensor) -> Block | None:
+        if param.ndim < 2:
+            return None
+        return Whole() if param.ndim == 2 else Tile(param.shape[-2], param.shape[-1])
+
+    return policy
+
+
+def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
+    """The first entry whose regular expression is found in the name (`re.search`); none: single rows.
+
+    Raises:
+        ValueError: a key is no regular expression.
+    """
+    compiled: list[tuple[re.Pattern[str], Any]] = []
+    for pattern, entry in table.items():
+        try:
+            compiled.append((re.compile(pattern), entry))
+        except re.error as error:
+            raise ValueError(f"block policy: {pattern!r} is no regular expression: {error}") from None
+
+    def policy(name: str, param: torch.Tensor) -> Block | None:
+        for pattern, entry in compiled:
+            if pattern.search(name):
+                block: Block | None = entry(name, param) if callable(entry) else entry
+                return block
+        return None
+
+    return policy
+
+
+def declared_by(*optimizers: Any) -> BlockPolicy:
+    """What optimizers say they need: the first block that one of them names.
+
+    Args:
+        optimizers: classes or objects with a method `block_policy()` that returns a policy (those of
+            `block_optim` have one), or policies themselves.
+
+    Raises:
+        TypeError: one is neither.
+    """
+    policies: list[BlockPolicy] = []
+    for optimizer in optimizers:
+        maker = getattr(optimizer, "block_policy", None)
+        if maker is None and (isinstance(optimizer, type) or not callable(optimizer)):
+            raise TypeError(
+                f"{optimizer!r} declares no blocks: it has no method block_policy(), and is no policy itself"
+            )
+        policies.append(optimizer if maker is None else maker())
+
+    def policy(name: str, param: torch.Tensor) -> Block | None:
+        for one in policies:
+            if (block := one(name, param)) is not None:
+                return block
+        return None
+
+    return policy
