@@ -1,14 +1,14 @@
 """Coefficient sets for Newton-Schulz, by name. One step maps each singular value x to ``a x + b x^3 + c x^5``.
 
-    name             steps     singular values of a Gaussian matrix afterwards    from
-    ---------------  --------  -------------------------------------------------  -----------------------------------------
-    keller           any (5)   0.7 .. 1.2                                         Jordan's post on Muon; torch.optim.Muon
-    quintic          5         0.98 .. 1.03                                       You Jiacheng's five tuned steps
-    polar_express    any (5)   0.85 .. 1.14                                       arXiv 2505.16932, computed here
-    cans             5         0.88 .. 1.12                                       arXiv 2506.10935, computed here
-    aol              4         0.97 .. 1.02                                       arXiv 2512.04632, its own normalisation
-    deepseek_v4      10 +      1.00 .. 1.00                                       eight of keller's, then (2, -1.5, 0.5)
-    cubic            5         0.77 .. 1.30                                       computed here: c = 0, two products a step
+    name             steps    singular values of a Gaussian matrix    from
+    ---------------  -------  ------------------------------------    ------------------------------------------
+    keller           any (5)  0.7 .. 1.2                              Jordan's post on Muon; torch.optim.Muon
+    quintic          5        0.98 .. 1.03                            You Jiacheng's five tuned steps
+    polar_express    any (5)  0.85 .. 1.14                            arXiv 2505.16932, computed here
+    cans             5        0.88 .. 1.12                            arXiv 2506.10935, computed here
+    aol              4        0.95 .. 1.02                            arXiv 2512.04632, its own normalisation
+    deepseek_v4      10 +     1.00 .. 1.00                            eight of keller's, then (2, -1.5, 0.5)
+    cubic            5        0.77 .. 1.30                            computed here: c = 0, two products a step
 
 "Computed here" means: by the recursion of `minimax_steps` and `cubic_steps`, not typed in; the tests hold the
 results against the published digits. keller, quintic and aol were found by numerical search and are
