@@ -10,6 +10,7 @@ A save that is killed leaves only a ``.part`` folder, which nothing loads and th
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from .errors import TrainError, one_line
 
 _PART = ".part"
 RUN_FILE = "run.json"
+_FAILURES = (Exception, CheckpointException)  # DCP's is no Exception
 
 
 @dataclass
@@ -62,14 +66,14 @@ class Checkpoints:
         assert self._pending is None, "finish the last save first"
         part = self.folder / (name_of(step) + _PART)
         weights, state = get_state_dict(model, optimizer)
-        writer = dcp.FileSystemWriter(part, sync_files=True, overwrite=True)
+        writer = FileSystemWriter(part, sync_files=True, overwrite=True)
         future: Any
         try:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
                 _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
-            future = dcp.async_save(
+            future = async_save(
                 {"model": weights, "optimizer": state}, storage_writer=writer, process_group=self.group
             )
         except (
@@ -107,7 +111,7 @@ class Checkpoints:
             pending.future.result()
             if self.rank == 0:
                 self._publish(part, pending.step)
-        except Exception as error:
+        except _FAILURES as error:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             newest = latest(self.folder.parent)
@@ -178,12 +182,12 @@ def load(
     """
     weights, state = get_state_dict(model, optimizer)
     try:
-        dcp.load(
+        dcp_load(
             {"model": weights, "optimizer": state},
-            storage_reader=dcp.FileSystemReader(checkpoint),
+            storage_reader=FileSystemReader(checkpoint),
             process_group=group,
         )
-    except Exception as error:
+    except _FAILURES as error:
         raise TrainError(f"cannot load {checkpoint}: {_root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
@@ -212,15 +216,25 @@ def _shown(entry: list[Any] | None) -> str:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The deepest cause in one line; DCP wraps what ranks raised."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = sorted(failures.items())[0]
-        inner = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        return f"rank {rank}: {_root_cause(inner)}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return one_line(error)
+    """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk."""
+    found = list(_causes(error))
+    for cause in found:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+    deepest = found[-1]
+    if "unexpected pos" in str(deepest):  # what torch.save says when a write came up short
+        return "not all bytes could be written (is the disk full?)"
+    return one_line(deepest)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and all that led to it, here and on other ranks."""
+    yield error
+    for wrapped in (getattr(error, "failures", None) or {}).values():
+        yield from _causes(wrapped[0] if isinstance(wrapped, tuple) else wrapped)
+    before = error.__cause__ or error.__context__
+    if before is not None:
+        yield from _causes(before)
 
 
 def _write_synced(path: Path, text: str) -> None:

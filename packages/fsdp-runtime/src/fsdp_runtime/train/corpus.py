@@ -167,7 +167,7 @@ def _open(path: Path, dtype: str) -> Any:
                 )
             array = np.frombuffer(raw, dtype=np.uint8)
     except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or f"it is no {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TrainError(f"{path} holds {array.dtype} of shape {array.shape}, expected integer tokens (n,)")

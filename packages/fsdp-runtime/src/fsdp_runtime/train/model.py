@@ -110,7 +110,8 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
-        return self.wo(y_BHTC.transpose(1, 2).reshape(B, T, -1))
+        y_BTD: Tensor = self.wo(y_BHTC.transpose(1, 2).reshape(B, T, -1))
+        return y_BTD
 
 
 class SwiGLU(nn.Module):

@@ -1,5 +1,6 @@
 """What a run says: a bar or lines on the terminal, JSON lines in a file, and curves at the end. Rank 0 only."""
 
+import contextlib
 import json
 import math
 import os
@@ -30,6 +31,7 @@ class Report:
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
         os.replace(partial, path)
         self.file: TextIO = path.open("a", buffering=1)
+        self.problem: str | None = None  # why the file could not be written
         self.bar: Any = None
         self.task: Any = None
         if not quiet and sys.stderr.isatty():
@@ -38,7 +40,7 @@ class Report:
 
     def step(self, entry: dict[str, Any]) -> None:
         """One training step's figures."""
-        self.file.write(json.dumps({"kind": "train", **entry}) + "\n")
+        self._write({"kind": "train", **entry})
         if self.bar is not None:
             self.bar.update(self.task, completed=entry["step"] + 1, said=said(entry))
         elif not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
@@ -46,8 +48,14 @@ class Report:
 
     def held_out(self, step: int, loss: float) -> None:
         """A held-out loss, after `step` steps."""
-        self.file.write(json.dumps({"kind": "held_out", "step": step, "loss": loss}) + "\n")
+        self._write({"kind": "held_out", "step": step, "loss": loss})
         self.say(f"step {step:>6}/{self.steps}  held-out loss {loss:.4f}")
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        try:
+            self.file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            self.problem = f"cannot write {self.file.name}: {error.strerror}"
 
     def say(self, text: str) -> None:
         """A line of text."""
@@ -66,7 +74,8 @@ class Report:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 def said(entry: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ optimizer's step go through it, because DeepSpeed wants them to itself.
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -177,6 +178,7 @@ class DeepSpeed(System):
         """The engine shards a materialised model."""
         import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about collectives that it calls
         model = self.materialise(model, initialise)
         settings = {
             "train_batch_size": self.config.batch,

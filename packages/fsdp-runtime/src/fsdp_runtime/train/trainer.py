@@ -59,8 +59,9 @@ class StopFlag:
 
     def __call__(self) -> bool:
         """Look."""
-        launched = self.stop_file is not None
-        if launched and not self.received and (self.stop_file.exists() or os.getppid() != self.parent):
+        if self.stop_file is None or self.received:
+            return bool(self.received)
+        if self.stop_file.exists() or os.getppid() != self.parent:
             self.received = signal.SIGTERM
         return bool(self.received)
 
@@ -123,6 +124,7 @@ class Trainer:
         self.step = 0
         self._saved, self._bad = -1, 0
         self._last_held_out: float | None = None
+        self._report: Report | None = None
         self._last_entry: dict[str, Any] = {}
         self._lap = (0.0, 0.0)  # wall and CPU seconds of the last step
         if config.resume:
@@ -221,7 +223,9 @@ class Trainer:
         """
         config = self.config
         first, begun = self.step, time.perf_counter()
-        report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
+        with agreed("opening the metrics file"):
+            report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
+        self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
         try:
@@ -254,9 +258,10 @@ class Trainer:
             if report:
                 report.__exit__(None, None, None)
         summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
-        if self.rank == 0 and config.plot and not summary["stopped"]:
-            entries = read_metrics(self.out / METRICS)
-            draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
+        with agreed("drawing the curves"):
+            if self.rank == 0 and config.plot and not summary["stopped"]:
+                entries = read_metrics(self.out / METRICS)
+                draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
         return summary
 
     def _train_step(self) -> _Sums:
@@ -286,7 +291,10 @@ class Trainer:
             step()
 
     def _reduce(self, loss: Tensor, norm: Tensor, lr: float) -> _Sums:
-        flags = [float(self.stop()), float(self.checkpoints is not None and self.checkpoints.failed())]
+        failed = bool(self._report and self._report.problem) or bool(
+            self.checkpoints and self.checkpoints.failed()
+        )
+        flags = [float(self.stop()), float(failed)]
         local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
         values = torch.cat(
             (loss.double().view(1), norm.double().view(1) / self.world_size, local.to(self.device))
@@ -319,14 +327,22 @@ class Trainer:
         self._last_entry = entry
         if report and (sums.step % config.log_every == 0 or sums.step + 1 == config.steps):
             report.step(entry)
-        if failed and self.checkpoints:
-            self.checkpoints.finish()
+        if failed:
+            self._give_up()
         if self._bad >= _BAD_LOSSES:
             raise TrainError(
                 f"the loss has been {loss} for {_BAD_LOSSES} steps, up to step {sums.step + 1}: "
                 "try a lower --lr, a longer --warmup or --clip"
             )
         return bool(stop > 0)
+
+    def _give_up(self) -> None:
+        """Raise on every rank what went wrong while writing on one of them. Collective."""
+        with agreed("writing"):
+            if self._report and self._report.problem:
+                raise TrainError(self._report.problem)
+            if self.checkpoints:
+                self.checkpoints.finish()
 
     @torch.no_grad()
     def _held_out(self, report: Report | None) -> float:
@@ -349,13 +365,14 @@ class Trainer:
     def _save(self, report: Report | None, *, last: bool = False) -> None:
         """Finish the save under way and start one of this step; the last one is waited for. Collective."""
         assert self.checkpoints is not None
-        newest = self.checkpoints.finish()
+        with agreed("saving"):
+            newest = self.checkpoints.finish()
         already = newest == self.step or (last and self._saved == self.step)
         if not already:
             self.checkpoints.start(self.step, self.model, self.optimizer, self._about())
             self._saved = self.step
-            if last:
-                self.checkpoints.finish()
+        if last:
+            self._give_up()
         if report and last:
             report.say(f"saved {ckpt.latest(self.out)}")
 

@@ -1,0 +1,222 @@
+"""The same run on several systems, or with several optimizers, in turn: a table, a plot, and a check of the losses."""
+
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import SYSTEMS, RunConfig
+from .errors import TrainError
+from .launch import num_cores, pick_ranks, start_ranks
+from .optimizers import not_available, optimizer_spec, peak_lr
+from .report import METRICS, draw_curves, losses, read_metrics
+from .runs import next_free
+from .systems import not_installed
+
+# How far losses of two systems may lie apart over the run, relative: sums are taken in another order, and
+# bf16 is cast at other places.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+_WARM = 0.25  # share of the steps that is not timed
+
+
+@dataclass
+class Measured:
+    """What one system (or optimizer) did, over the rounds."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    memory_mb: list[float] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, entries: list[dict[str, Any]]) -> None:
+        """Take in one round's metrics."""
+        steps = [entry for entry in entries if entry["kind"] == "train"]
+        timed = steps[int(_WARM * len(steps)) :]
+        self.losses = losses(entries, "train")[1]
+        self.tokens_per_s.append(statistics.median(entry["tokens_per_s"] for entry in timed))
+        self.cpu_s.append(statistics.median(entry["cpu_s"] for entry in timed))
+        self.memory_mb.append(max(entry["memory_mb"] for entry in steps))
+        self.entries = entries
+
+    def row(self) -> dict[str, float]:
+        """Medians over rounds."""
+        return {
+            "tokens_per_s": statistics.median(self.tokens_per_s),
+            "step_s": statistics.median(self.cpu_s),
+            "memory_mb": statistics.median(self.memory_mb),
+            "loss": self.losses[-1],
+        }
+
+
+def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ranks: int | None) -> int:
+    """Run each installed system `rounds` times, alternating; print the table, save table and plot.
+
+    Returns 0, or 1 where losses do not agree.
+
+    Raises:
+        TrainError: an unknown system, none installed, or a run that failed.
+    """
+    for name in systems:
+        if name not in SYSTEMS:
+            raise TrainError(f"--systems: {name!r} is not one of {', '.join(SYSTEMS)}")
+    if rounds < 1:
+        raise TrainError(f"--rounds {rounds}: expected at least 1")
+    reasons = {name: not_installed(name) for name in systems}
+    present = [name for name in systems if reasons[name] is None]
+    if not present:
+        raise TrainError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    for name, reason in reasons.items():
+        if reason:
+            _say(f"{name}: {reason}")
+    out = _folder(config)
+    ranks = {
+        name: pick_ranks(dataclasses.replace(config, system=name), None if name == "one" else asked_ranks)
+        for name in present
+    }
+    found = {name: Measured(name) for name in present}
+    for number in range(rounds):
+        order = present if number % 2 == 0 else present[::-1]
+        for name in order:
+            run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
+            run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="none")
+            _say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
+            found[name].add(_run(run, ranks[name]))
+    return _conclude(config, found, out, "system", ranks)
+
+
+def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | None) -> int:
+    """Run each optimizer over the same steps, each with its own learning rate unless one is given; plot all curves.
+
+    Returns 0.
+
+    Raises:
+        TrainError: an unknown optimizer, or a run that failed.
+    """
+    for name in names:
+        optimizer_spec(name)
+    out = _folder(config)
+    ranks = pick_ranks(config, asked_ranks)
+    found = {}
+    for name in names:
+        reason = not_available(name)
+        if reason:
+            _say(f"{name}: {reason}")
+            continue
+        _say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
+        run = dataclasses.replace(config, optimizer=name, out=str(out / name), plot=False)
+        found[name] = Measured(name)
+        found[name].add(_run(run, ranks))
+    if not found:
+        raise TrainError("none of these optimizers is installed")
+    return _conclude(config, found, out, "optimizer", dict.fromkeys(found, ranks))
+
+
+def _run(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+    config.check(ranks)
+    finished = start_ranks(config, ranks, quiet=True)
+    if finished.summary.get("stopped"):
+        raise TrainError("stopped")
+    return read_metrics(Path(config.out or ".") / METRICS)
+
+
+def _conclude(
+    config: RunConfig, found: dict[str, Measured], out: Path, what: str, ranks: dict[str, int]
+) -> int:
+    """Print and save what was measured; 1 if systems' losses differ."""
+    rows = {name: measured.row() for name, measured in found.items()}
+    first = next(iter(rows))
+    lines = table(rows, what, first, torch.cuda.is_available())
+    head = (
+        f"{date.today().isoformat()}, {platform.machine()} with {num_cores()} cores, torch {torch.__version__}, "
+        f"ranks {', '.join(f'{n}: {r}' for n, r in ranks.items())}; {config.batch} x {config.seq_len} tokens a "
+        f"step, {config.steps} steps, {config.precision}"
+    )
+    report = "\n".join([head, "", *lines, ""])
+    print(report)
+    (out / "table.md").write_text(report)
+    (out / "rows.json").write_text(json.dumps(rows, indent=1))
+    draw_curves({name: m.entries for name, m in found.items()}, out / "curves.png", f"by {what}")
+    if what == "system":
+        draw_bars(rows, out / "compare.png", head)
+    print(f"table.md, rows.json and plots are in {out}")
+    if what == "optimizer":
+        return 0
+    return _check_losses(found, first, TOLERANCE[config.precision])
+
+
+def table(rows: dict[str, dict[str, float]], what: str, first: str, cuda: bool) -> list[str]:
+    """The rows as a markdown table; ratios of tokens/s and memory are to the first."""
+    seconds = "s/step" if cuda else "CPU s/step"
+    lines = [
+        f"| {what} | tokens/s | to {first} | {seconds} | peak memory MB | to {first} | last loss |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    base = rows[first]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / base['tokens_per_s']:.2f} "
+            f"| {row['step_s']:.3f} | {row['memory_mb']:,.0f} | {row['memory_mb'] / base['memory_mb']:.2f} "
+            f"| {row['loss']:.5f} |"
+        )
+    return lines
+
+
+def _check_losses(found: dict[str, Measured], first: str, tolerance: float) -> int:
+    """Compare every step's loss with the first system's; say how far they lie apart."""
+    status = 0
+    base = found[first].losses
+    for name, measured in found.items():
+        if name == first:
+            continue
+        pairs = list(zip(measured.losses, base, strict=False))
+        apart = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+        same = apart <= tolerance and len(measured.losses) == len(base)
+        print(
+            f"losses of {name} and {first}: {apart:.1e} apart at most, {'agree' if same else 'DO NOT AGREE'}"
+        )
+        status = status if same else 1
+    return status
+
+
+def draw_bars(rows: dict[str, dict[str, float]], path: Path, title: str) -> None:
+    """Tokens/s and peak memory side by side, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, pair = pyplot.subplots(1, 2, figsize=(9, 3.6), dpi=120, layout="constrained")
+    for axes, key, label in zip(
+        pair, ("tokens_per_s", "memory_mb"), ("tokens/s", "peak memory, MB"), strict=True
+    ):
+        bars = axes.bar(
+            list(rows), [row[key] for row in rows.values()], color=[f"C{n}" for n in range(len(rows))]
+        )
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")
+        axes.set(title=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=7)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _folder(config: RunConfig) -> Path:
+    out = Path(config.out) if config.out else next_free(Path("runs"))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainError(f"cannot make {out}: {error.strerror}") from error
+    return out
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
