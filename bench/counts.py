@@ -124,7 +124,7 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
     """Markdown: live bytes at the peak, by kind."""
     from .systems import SYSTEMS as LABELS
 
-    kinds = ["sharded", "gathered", "gradients", "state", "temporaries"]
+    kinds = ["sharded", "gathered", "gradients", "state", "parked", "temporaries"]
     rows = [
         [world, LABELS[name].label, *(results.mib(found["at_peak"].get(kind, 0)) for kind in kinds)]
         for world, systems in figures.items()

@@ -36,7 +36,8 @@ class Shape:
 
 def build(shape: Shape, seed: int = 0) -> "Llama":
     """The model with the same weights for the same seed, whoever asks."""
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if torch.get_default_device().type == "cuda" else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         return Llama(shape)
 

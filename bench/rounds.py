@@ -8,60 +8,36 @@ Started by `launch`. Every rank builds every system from the same weights. Then
 Raw samples of rank 0 are answered; walls are taken between barriers, so they are the slowest rank's.
 """
 
-import os
 import statistics
 import time
 from typing import Any
 
 from . import machine
-from .launch import read_request, write_answer
+from .ranks import job_of, run_worker
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-
-
-def main() -> None:
-    """Do what the request says."""
-    import torch
-    import torch.distributed as dist
-
-    request = read_request()
-    torch.set_num_threads(1)
-    device = request.get("device", "cpu")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        answer = run(request)
-        if dist.get_rank() == 0:
-            write_answer(answer)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Build, check, measure."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    from .systems import Job
-    from .workloads import WORKLOADS, describe
+    from .workloads import describe
 
-    device = request.get("device", "cpu")
-    job = Job(
-        workload=WORKLOADS[request["workload"]],
-        mesh=init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",)),
-        device=device,
-        optimizer=request.get("optimizer", "adamw"),
-        precision=request.get("precision", "float32"),
-    )
+    job = job_of(request)
     trainers, skipped = build_all(request["systems"], job)
     clock = Clock(job)
-    losses, differ = check(trainers, clock, request.get("check_steps", 3))
-    skipped.update(differ)
-    for name in differ:
-        del trainers[name]
-    samples = {name: [] for name in trainers}
+    losses = {
+        name: clock.mean_losses(trainer, request.get("check_steps", 3)) for name, trainer in trainers.items()
+    }
+    if "simulate" not in request:  # in a simulated world layouts differ in what they repeat, so losses do
+        differ = compare_losses(losses, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
+        skipped.update(differ)
+        for name in differ:
+            del trainers[name]
+    if not trainers:
+        raise RuntimeError(f"no system is left to measure: {skipped}")
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     calibration: list[float] = []
     for turn in range(request["rounds"]):
         calibration.append(machine.calibrate())
@@ -71,6 +47,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "workload": describe(job.workload),
         "ranks": dist.get_world_size(),
+        "simulate": request.get("simulate"),
+        "device": job.device,
         "optimizer": job.optimizer,
         "precision": job.precision,
         "losses": losses,
@@ -96,12 +74,8 @@ def build_all(names: list[str], job: Any) -> tuple[dict[str, Any], dict[str, str
     return trainers, skipped
 
 
-def check(
-    trainers: dict[str, Any], clock: "Clock", steps: int
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Losses of the first steps, averaged over ranks, and who differs from the first system, the reference."""
-    losses = {name: [clock.mean_loss(trainer) for _ in range(steps)] for name, trainer in trainers.items()}
-    tolerance = TOLERANCE[clock.job.precision] * (1 if clock.job.optimizer == "adamw" else 10)
+def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str, str]:
+    """Who differs from the first system, the reference, by more than `tolerance` of the loss, and how."""
     differ = {}
     reference = next(iter(losses), None)
     for name, found in losses.items():
@@ -109,7 +83,7 @@ def check(
         gap = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         if not gap <= tolerance:
             differ[name] = f"its losses {found} differ from {reference}'s {expected}"
-    return losses, differ
+    return differ
 
 
 class Clock:
@@ -128,6 +102,10 @@ class Clock:
         step = self._done.get(trainer.name, 0)
         self._done[trainer.name] = step + 1
         return batch_of(self.job.workload, step, dist.get_rank(), self.job.device)
+
+    def mean_losses(self, trainer: Any, steps: int) -> list[float]:
+        """So many steps; each one's loss, averaged over ranks."""
+        return [self.mean_loss(trainer) for _ in range(steps)]
 
     def mean_loss(self, trainer: Any) -> float:
         """One step; the mean of the ranks' losses."""
@@ -185,4 +163,4 @@ class Clock:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(run)

@@ -95,18 +95,18 @@ class Memory:
         self._blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, Block] = weakref.WeakKeyDictionary()
         self._events: list[tuple[Block, int]] = []
 
-    def block(self, storage: torch.UntypedStorage) -> Block:
-        """The record of a storage; a new one is entered."""
+    def block(self, storage: torch.UntypedStorage, kind: str = "temporaries") -> Block:
+        """The record of a storage; a new one is entered as of this kind."""
         block = self._blocks.get(storage)
         if block is None:
-            block = self._blocks[storage] = Block()
+            block = self._blocks[storage] = Block(kind)
             weakref.finalize(storage, self._change, block, 0).atexit = False
             self._change(block, storage.nbytes())
         return block
 
-    def refresh(self, storage: torch.UntypedStorage) -> None:
-        """A storage may have another size now."""
-        self._change(self.block(storage), storage.nbytes())
+    def refresh(self, storage: torch.UntypedStorage, kind: str = "temporaries") -> None:
+        """A storage may have another size now. One that no tensor was seen on, which only keeps memory, is "parked"."""
+        self._change(self.block(storage, kind), storage.nbytes())
 
     def _change(self, block: Block, nbytes: int) -> None:
         if block.nbytes != nbytes:
@@ -156,13 +156,13 @@ class Tally(TorchDispatchMode):
         self._stack.close()
 
     def _watched(self, name: str) -> Any:
-        original, refresh = getattr(torch.UntypedStorage, name), self.memory.refresh
+        original, memory = getattr(torch.UntypedStorage, name), self.memory
 
         def call(storage: torch.UntypedStorage, other: Any) -> Any:
             result = original(storage, other)
-            refresh(storage)
-            if isinstance(other, torch.UntypedStorage):
-                refresh(other)
+            memory.refresh(storage)
+            if isinstance(other, torch.UntypedStorage):  # memory was exchanged
+                memory.refresh(other, kind="parked")
             return result
 
         return call

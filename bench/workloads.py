@@ -44,10 +44,13 @@ class Workload:
         return self.batch * self.length
 
     def model(self, device: str = "cpu") -> "torch.nn.Module":
-        """A new model, its weights the same in every process."""
+        """A new model, its weights the same in every process with this kind of device."""
+        import torch
+
         from .models import build
 
-        return build(self.shape).to(device)
+        with torch.device(device):
+            return build(self.shape)
 
 
 def _workload(name: str, batch: int, length: int, **sizes: Any) -> Workload:
@@ -74,8 +77,9 @@ WORKLOADS = {
             "gate-stacked", 1, 16, dim=60, layers=2, heads=4, inner=60, vocab=256, experts=3, stacked=True
         ),
         _workload("gate-prime", 1, 16, dim=61, layers=2, heads=1, inner=127, vocab=251),
-        # For one GPU: the layer sizes of an 8B model, few of them.
-        _workload("gpu-dense", 4, 2048, dim=4096, layers=8, heads=32, inner=14336, vocab=32768),
+        # For GPUs: the layer sizes of an 8B model, few of them, and stacked experts.
+        _workload("gpu-small", 4, 2048, dim=4096, layers=2, heads=32, inner=14336, vocab=16384),
+        _workload("gpu-dense", 4, 2048, dim=4096, layers=4, heads=32, inner=14336, vocab=16384),
         _workload(
             "gpu-stacked",
             2,

@@ -1,0 +1,17 @@
+#!/bin/sh
+# GPU tests, then GPU benchmarks, on a machine with PyTorch and nothing else: no network, no nox, no installs.
+#
+#   sh bench/gpu.sh OUT              within 9 minutes; raw JSON, logs and summary.md in the folder OUT
+#   sh bench/gpu.sh OUT --dry-run    the same path on a CPU with gloo and tiny models, in about a minute
+#
+# Afterwards, in a checkout with asv: python -m bench import OUT
+set -eu
+[ $# -ge 1 ] || { sed -n 2,7p "$0"; exit 2; }
+case $1 in /*) out=$1 ;; *) out=$PWD/$1 ;; esac
+shift
+cd "$(dirname "$0")/.."
+for package in packages/*/src; do
+    PYTHONPATH=$PWD/$package${PYTHONPATH:+:$PYTHONPATH}
+done
+export PYTHONPATH OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "${PYTHON:-python3}" -m bench gpu "$out" "$@"

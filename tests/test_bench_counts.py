@@ -1,0 +1,165 @@
+"""The regression gate: our own exact counts are those that are committed, and the counting itself is right.
+
+After a change that is meant to change them: `python -m bench counts --write-expected`, and say why in the commit.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench import counting, counts, tally
+
+EXPECTED = json.loads(counts.EXPECTED.read_text())
+
+
+@pytest.fixture(scope="module")
+def bases():
+    return {workload: counts.plain(workload) for workload, _ in counts.GATE}
+
+
+@pytest.mark.skipif(
+    torch.__version__.split("+")[0] != EXPECTED["torch"],
+    reason=f"the counts were committed for torch {EXPECTED['torch']}, whose own ops they include",
+)
+@pytest.mark.parametrize(("workload", "ranks"), counts.GATE)
+def test_our_counts_of_a_step_are_exactly_those_committed(workload, ranks, bases):
+    found = counts.compare(workload, ranks, ("ours",), bases[workload])["ours"]
+    expected = EXPECTED["figures"][f"{workload} on {ranks} ranks"]
+    assert json.loads(json.dumps(found)) == expected
+
+
+@pytest.mark.parametrize(("workload", "ranks"), counts.GATE)
+def test_we_copy_nothing_to_gather_and_each_gradient_once_to_reduce(workload, ranks, bases):
+    found = EXPECTED["figures"][f"{workload} on {ranks} ranks"]
+    assert found["copied"]["forward"] == 0
+    assert found["copied"]["backward"] <= bases[workload]["parameter_bytes"]
+
+
+def tallied(function):
+    with tally.Tally(4) as found, found.part("it"):
+        function()
+    found.settle()
+    return found
+
+
+def test_a_copy_counts_with_the_bytes_it_writes():
+    a, b = torch.zeros(6), torch.zeros(6, dtype=torch.float64)
+    part = tallied(lambda: b.copy_(a)).parts["it"]
+    assert (sum(part.copied.values()), sum(part.written.values()), sum(part.calls.values())) == (48, 48, 1)
+
+
+def test_arithmetic_is_written_but_not_copied():
+    a = torch.ones(8)
+    part = tallied(lambda: a.mul_(2)).parts["it"]
+    assert (sum(part.copied.values()), sum(part.written.values())) == (0, 32)
+
+
+def test_views_and_empty_memory_write_nothing():
+    a = torch.ones(8)
+    part = tallied(lambda: (a.view(2, 4).t(), torch.empty(1000))).parts["it"]
+    assert sum(part.written.values()) == 0
+    assert part.calls["aten::view"] == 1
+
+
+def test_a_slice_that_is_copied_counts_the_slice_and_not_its_storage():
+    a = torch.zeros(100)
+    part = tallied(lambda: a[:10].copy_(torch.ones(10))).parts["it"]
+    assert sum(part.copied.values()) == 40
+
+
+def test_memory_counts_births_deaths_and_resizes_of_storages():
+    def life():
+        a = torch.zeros(1000)
+        storage = a.untyped_storage()
+        storage.resize_(0)
+        b = torch.zeros(500)
+        del b
+        storage.resize_(8000)
+
+    found = tallied(life)
+    peak, _, _ = found.memory.peak()
+    assert peak == 8000
+    assert sum(change for _, change in found.memory._events) == 0
+
+
+def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
+    kept = []
+
+    def life():
+        kept.append(torch.zeros(10))
+        kept.append(torch.zeros(20))
+
+    with tally.Tally(2) as found:
+        life()
+        found.mark("state", kept[:1])
+    assert found.memory.peak()[1] == {"state": 40, "temporaries": 80}
+
+
+def test_collectives_count_by_kind_with_what_a_rank_receives():
+    import torch.distributed as dist
+
+    with counts.simulated(4):
+        whole, own = torch.zeros(16), torch.zeros(4)
+
+        def talk():
+            dist.all_gather_single(whole, own)
+            dist.reduce_scatter_single(own, whole)
+            dist.all_reduce(whole)
+
+        found = tallied(talk)
+    assert found.parts["it"].collectives == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    assert found.parts["it"].wire_bytes == 48 + 48 + 96
+
+
+def test_fsdp2_gathers_with_copies_and_so_the_counting_sees_copies(bases):
+    found = counts.compare("gate", 8, ("fsdp2",), bases["gate"])["fsdp2"]
+    assert found["copied"]["forward"] == bases["gate"]["parameter_bytes"] * 9 // 8
+    assert found["collectives"] == {"all_gather": 7, "reduce_scatter": 4}
+
+
+def test_an_extra_copy_of_each_gradient_is_caught():
+    """What the gate is for: the same step, with one more copy of every gradient."""
+    model = nn.Linear(8, 8, bias=False)
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+
+    def careless_step():
+        step()
+        model.weight.grad = model.weight.grad.clone()
+
+    plain, careless = (sum(tallied(f).parts["it"].copied.values()) for f in (step, careless_step))
+    assert careless - plain == 8 * 8 * 4
+
+
+def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
+    part = {
+        "calls": 5,
+        "ops": {"a": 5},
+        "collectives": {},
+        "wire_bytes": 0,
+        "copied": {"x": 8},
+        "written": {"x": 9},
+    }
+    more = {
+        **part,
+        "calls": 7,
+        "ops": {"a": 5, "b": 2},
+        "copied": {"y": 10},
+        "written": {"y": 12},
+        "wire_bytes": 70,
+    }
+    common = {"parameter_bytes": 10, "peak": 1, "at_peak": {}, "each": {}}
+    base = {**common, "ranks": 1, "parts": {"forward": part, "backward": part, "update": part}}
+    found = {**common, "ranks": 8, "parts": {"forward": more, "backward": part, "update": part}}
+    beyond = counting.outside(found, base)
+    assert beyond["calls"] == {"forward": 2, "backward": 0, "update": 0}
+    assert beyond["copied"] == {"forward": 2, "backward": 0}
+    assert beyond["ops"]["forward"] == {"b": 2}
+    assert beyond["padding"] == 7.0
