@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
@@ -26,6 +27,7 @@ from ._geometry import gaps_of, pieces_of
 from ._handle import Handle
 from ._mesh import MeshView, view_mesh
 from ._recycler import Recycler, check_aligned, shared_recycler
+from ._share import Share, cut_share
 from ._wire import CastOnWire, WireForm
 
 Part = Literal["shard", "full"]
@@ -42,7 +44,11 @@ class DBuffer:
         layout: where the tensors lie; planned for as many ranks as `shard_dim` has.
         mesh: of one dimension, or of two with `replicate_dim`.
         dtype: of the shard.
-        device: of everything; None: the mesh's kind of device, the current one.
+        device: of everything, but see `shard_device`; None: the mesh's kind of device, the current one.
+        shard_device: "cpu" keeps the shard in the CPU's memory while `device` computes (offload): a gather copies it
+            into the full buffer's own slice, a reduction copies the reduced slice back. On CUDA synchronise with an
+            event recorded after the reduction's `wait` before the CPU reads the shard. None: `device`.
+        pin_memory: page-lock a shard on the CPU, so that these copies do not block.
         full_dtype: of the gathered buffer: what is computed with, or what gradients are reduced in. None: `dtype`.
         shard_dim: the mesh dimension that cuts, by name or index.
         replicate_dim: the mesh dimension over which shards are copies (HSDP), or None.
@@ -67,6 +73,8 @@ class DBuffer:
         *,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        shard_device: torch.device | str | None = None,
+        pin_memory: bool = False,
         full_dtype: torch.dtype | None = None,
         shard_dim: int | str = -1,
         replicate_dim: int | str | None = None,
@@ -85,7 +93,17 @@ class DBuffer:
         _construct.check(self, check_ranks)
         self.name = name or layout.tensors[0].name
         self.casts = self.full_dtype != dtype
-        self.aliased = alias and not self.casts and self.mesh_view.size == 1 and wire is None
+        self.shard_device = self.layer.device if shard_device is None else torch.device(shard_device)
+        self.apart = self.shard_device != self.layer.device
+        if self.apart and self.shard_device.type != "cpu":
+            raise ValueError(
+                f"{self.name}: shard_device {shard_device} is neither {self.layer.device} nor the CPU"
+            )
+        self._pinned = pin_memory and self.apart
+        self.aliased = (
+            alias and not self.casts and not self.apart and self.mesh_view.size == 1 and wire is None
+        )
+        self._share: Share | None = None
         self._recycler = recycler or shared_recycler(self.device)
         if self._recycler.device != self.device:
             raise ValueError(f"{self.name}: the recycler is on {self._recycler.device}, not {self.device}")
@@ -98,7 +116,8 @@ class DBuffer:
         """Allocate the shard, and make every tensor that will ever view the full memory."""
         rank = self.mesh_view.rank
         sizes = [segment.shard_size for segment in self.layout.segments]
-        self.shard = tuple(torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes)
+        where: dict[str, Any] = {"device": self.shard_device, "pin_memory": self._pinned}
+        self.shard = tuple(torch.zeros(size, dtype=self.dtype, **where) for size in sizes)
         for shard in self.shard:
             check_aligned(shard.data_ptr())
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and what each needs, in bytes
@@ -116,7 +135,9 @@ class DBuffer:
             self._own = tuple(
                 raw.narrow(0, rank * size, size) for raw, size in zip(self._raw_full, sizes, strict=True)
             )
-        self._gaps = [self.shard[s].narrow(0, begin, n) for s, begin, n in gaps_of(self.layout, self._pieces)]
+        # Where the shard is written by a copy that may still be under way, padding is zeroed before it travels.
+        padded = self._own if self.apart else self.shard
+        self._gaps = [padded[s].narrow(0, begin, n) for s, begin, n in gaps_of(self.layout, self._pieces)]
         self._views = MappingProxyType(
             {p.name: self._full[p.segment].narrow(0, p.offset, p.numel).view(p.shape) for p in self._pieces}
         )
@@ -235,6 +256,34 @@ class DBuffer:
         for storage, _ in self._storages:
             self._recycler.take_back(storage)
         self._materialized = False
+
+    def shrink(self, group: dist.ProcessGroup) -> None:
+        """Release `full`, but keep this rank's share of it among the ranks of a smaller group, for the next gather.
+
+        The next `all_gather` then runs over that group, whose ranks must all have shrunk: it takes more memory than a
+        shard, 1/size of the whole, and stays among neighbours. Reshard to a smaller world of FSDP2. Nothing where
+        shard and full are one memory.
+
+        Args:
+            group: of ranks of the shard dimension; its size divides that dimension's.
+
+        Raises:
+            ValueError: the size does not divide.
+            RuntimeError: released, or a collective is under way.
+        """
+        self._check_idle("shrink")
+        self._check_materialized("shrink")
+        if self.mesh_view.size % group.size():
+            raise ValueError(
+                f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
+            )
+        if not self.aliased:
+            self._share = cut_share(self._raw_full, group, self.layer)
+        self.release()
+
+    def forget_share(self) -> None:
+        """Drop what `shrink` kept: the next gather takes the shards again."""
+        self._share = None
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

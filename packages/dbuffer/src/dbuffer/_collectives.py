@@ -43,6 +43,8 @@ def all_gather(
         RuntimeError: one has a collective under way.
     """
     first = _check(buffers, "all_gather")
+    if any(buffer._share is not None for buffer in buffers):
+        return _gather_shares(buffers, stream, after)
     with first.layer.on(stream, after):
         parts: list[tuple[DBuffer, list[Transfer]]] = []
         for buffer in buffers:
@@ -62,6 +64,30 @@ def all_gather(
                     first.layer.wait(first.layer.record(), launched_on)
 
         return _handle("all_gather", buffers, work, decode)
+
+
+def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[Any] | None) -> Handle:
+    """Gather what `DBuffer.shrink` left on the ranks of a smaller group."""
+    first = buffers[0]
+    shares = [buffer._share for buffer in buffers if buffer._share is not None]
+    if len(shares) < len(buffers) or any(share.group is not shares[0].group for share in shares):
+        raise ValueError(
+            f"all_gather: of {[b.name for b in buffers]} only some were shrunk, or to different groups; "
+            "shrink all or none of what is gathered together"
+        )
+    with first.layer.on(stream, after):
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for buffer, share in zip(buffers, shares, strict=True):
+            first.layer.wait(share.ready)
+            buffer.materialize()
+            pairs += zip(buffer._raw_full, share.tensors, strict=True)
+        work = compat.all_gather(pairs, shares[0].group)
+
+        def forget() -> None:  # only now: the collective reads them on another stream
+            for buffer in buffers:
+                buffer.forget_share()
+
+        return _handle("all_gather", buffers, work, forget)
 
 
 def _must_travel(buffer: "DBuffer", transfer: Transfer) -> bool:
@@ -108,7 +134,7 @@ def reduce_scatter(
                 f"{buffer.name}: with one rank and one dtype shard and full are one memory, so nothing can be "
                 "accumulated into it; add gradients into the views, or build the buffer with alias=False"
             )
-    straight = [not buffer.casts and not accumulate for buffer in buffers]
+    straight = [not buffer.casts and not buffer.apart and not accumulate for buffer in buffers]
     with first.layer.on(stream, after):
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer, direct in zip(buffers, straight, strict=True):
@@ -128,6 +154,9 @@ def reduce_scatter(
 def _store(buffer: "DBuffer", direct: bool, accumulate: bool, divide: float | None) -> None:
     """Bring the reduced slice into the shard: no kernel, or one."""
     scale = 1.0 if divide is None else 1.0 / divide
+    if buffer.apart:
+        _bring_home(buffer, accumulate, scale)
+        return
     if accumulate:
         compat.add(buffer.shard, buffer._own, alpha=scale)
     elif direct:
@@ -138,6 +167,17 @@ def _store(buffer: "DBuffer", direct: bool, accumulate: bool, divide: float | No
     else:
         compat.copy(buffer.shard, buffer._own)
     compat.zero(buffer._gaps)
+
+
+def _bring_home(buffer: "DBuffer", accumulate: bool, scale: float) -> None:
+    """Copy the reduced slice to a shard on another device; an addition there needs it at once."""
+    compat.zero(buffer._gaps)
+    if scale != 1.0:
+        compat.scale(buffer._own, scale)
+    if accumulate:
+        compat.add(buffer.shard, [own.to(buffer.shard_device) for own in buffer._own])
+    else:
+        compat.copy(buffer.shard, buffer._own, non_blocking=True)
 
 
 def all_reduce(
@@ -175,14 +215,16 @@ def all_reduce(
         )
     with first.layer.on(stream, after):
         work = None
+        shards = [shard for buffer in buffers for shard in buffer.shard]
+        reduced = [shard.to(first.device) for shard in shards] if first.apart else shards
         if view.num_replicas > 1:
-            shards = [shard for buffer in buffers for shard in buffer.shard]
-            work = compat.all_reduce(shards, _OPS[op], view.replicas)
+            work = compat.all_reduce(reduced, _OPS[op], view.replicas)
 
         def finish() -> None:
             if divide is not None:
-                for buffer in buffers:
-                    compat.scale(buffer.shard, 1.0 / divide)
+                compat.scale(reduced, 1.0 / divide)
+            if first.apart:
+                compat.copy(shards, reduced, non_blocking=True)
 
         return _handle("all_reduce", buffers, work, finish)
 

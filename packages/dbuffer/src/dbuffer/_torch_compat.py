@@ -74,12 +74,12 @@ def zero(tensors: Tensors) -> None:
         torch._foreach_zero_(tensors)
 
 
-def copy(to: Tensors, of: Tensors) -> None:
+def copy(to: Tensors, of: Tensors, non_blocking: bool = False) -> None:
     """Copy each into its partner, casting where dtypes differ."""
     if len(to) == 1:
-        to[0].copy_(of[0])
+        to[0].copy_(of[0], non_blocking=non_blocking)
     else:
-        torch._foreach_copy_(to, of)
+        torch._foreach_copy_(to, of, non_blocking)
 
 
 def add(to: Tensors, of: Tensors, alpha: float = 1.0) -> None:

@@ -63,8 +63,8 @@ class CastOnWire:
 
     def encode(self, shards: Flat, own: Flat, full: Flat) -> list[Transfer]:
         """Send the shards themselves, or their casts in this rank's slices."""
-        if shards[0].dtype != full[0].dtype:
-            compat.copy(own, shards)
+        if shards[0].dtype != full[0].dtype or shards[0].device != full[0].device:
+            compat.copy(own, shards, non_blocking=True)
             shards = own
         return [Transfer(send, receive) for send, receive in zip(shards, full, strict=True)]
 

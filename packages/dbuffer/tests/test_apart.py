@@ -1,0 +1,124 @@
+"""Shards on another device than the full buffer, and a full buffer shrunk to a share among few ranks.
+
+A CPU with an index stands for the other device: its memory is the same, the way of the data is the offloaded one.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import LAYOUTS, assert_locals_equal, assert_views_equal, fill_views, full_tensors, make
+
+from ragged_shard.testing import record_collectives, run_ranks
+
+PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+def through_another_device(layout, dtype, full_dtype):
+    buffer = make(layout, dtype=dtype, full_dtype=full_dtype, shard_device="cpu:0")
+    assert buffer.apart
+    assert not buffer.aliased
+    tensors = full_tensors()
+    buffer.load_full(tensors)
+    buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    each = [full_tensors(seed=r + 1) for r in range(size)]
+    total = {name: sum(one[name] for one in each) for name in tensors}
+    for times, accumulate in ((1, False), (2, True)):
+        fill_views(buffer, each[rank])
+        buffer.reduce_scatter(op="sum", divide=2, accumulate=accumulate).wait()
+        assert_locals_equal(buffer, {name: t * times / 2 for name, t in total.items()})
+        padding = sum(float(shard.abs().sum()) for shard in buffer.shard) - sum(
+            float(view.abs().sum()) for view in buffer.local_views.values()
+        )
+        assert padding == 0
+    buffer.release()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, layout):
+    for dtype, full_dtype in PAIRS:
+        run_ranks(world_size, through_another_device, layout, dtype, full_dtype)
+
+
+def replicas_apart():
+    from dbuffer_helpers import mesh_of
+
+    buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
+    each = [full_tensors(seed=r + 1) for r in range(4)]
+    fill_views(buffer, each[dist.get_rank()])
+    buffer.reduce_scatter(op="sum").wait()
+    buffer.all_reduce(op="sum").wait()
+    total = {name: sum(one[name] for one in each) for name in each[0]}
+    for name, view in buffer.local_views.items():
+        start, stop = buffer.layout.local_range(name, buffer.mesh_view.rank)
+        assert torch.equal(view.reshape(-1), total[name].reshape(-1)[start:stop])
+
+
+def test_shards_on_another_device_reduce_over_replicas():
+    run_ranks(4, replicas_apart)
+
+
+def test_a_shard_device_that_is_neither_the_buffers_nor_the_cpu_is_refused():
+    with pytest.raises(Exception, match="shard_device cuda:7 is neither"):
+        run_ranks(1, make, shard_device="cuda:7")
+
+
+def shrink_and_gather(layout, dtype, full_dtype, size):
+    buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
+    tensors = full_tensors()
+    buffer.load_full(tensors)
+    groups = [dist.new_group([*range(first, first + size)]) for first in range(0, dist.get_world_size(), size)]
+    group = groups[dist.get_rank() // size]
+    buffer.all_gather().wait()
+    buffer.shrink(group)
+    assert not buffer.materialized
+    buffer.zero_()  # what was kept is what comes back, not the shards
+    with record_collectives() as record:
+        buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+    sent = sum(shard.numel() for shard in buffer.full) * full_dtype.itemsize * (size - 1) / size
+    assert record.bytes_sent == sent
+    buffer.release()
+    buffer.all_gather().wait()  # kept for one gather only
+    assert all(not view.any() for view in buffer.views.values())
+    buffer.shrink(group)
+    buffer.load_full(tensors)
+    buffer.forget_share()
+    buffer.all_gather().wait()
+    assert_views_equal(buffer, tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_shrunk_buffer_is_gathered_again_among_few_ranks(layout):
+    for dtype, full_dtype in PAIRS:
+        run_ranks(4, shrink_and_gather, layout, dtype, full_dtype, 2)
+
+
+def shrink_badly():
+    buffer = make("planned")
+    buffer.materialize()
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises(ValueError, match="cannot shrink to 2 ranks, which does not divide 3"):
+            buffer.shrink(pair)
+
+
+def test_a_group_whose_size_does_not_divide_is_refused():
+    run_ranks(3, shrink_badly)
+
+
+def gather_half_shrunk():
+    one, other = make("planned"), make("planned")
+    for buffer in (one, other):
+        buffer.all_gather().wait()
+    one.shrink(dist.group.WORLD)
+    with pytest.raises(ValueError, match="only some were shrunk"):
+        import dbuffer
+
+        dbuffer.all_gather([one, other])
+
+
+def test_gathering_shrunk_and_whole_buffers_together_is_refused():
+    run_ranks(2, gather_half_shrunk)
