@@ -1,7 +1,7 @@
 """What the units of one model share: streams, the order they run in, reductions under way.
 
 forward    root enters: begin_forward ... enter_forward(unit), leave_forward(unit) ... root leaves: end_forward
-backward   first output's gradient: begin_backward ... enter_backward(unit), post_backward ... engine is done: end_backward
+backward   first output's gradient: enter_backward(unit) ... unit.post_backward ... engine is done: _end_backward
 """
 
 import weakref
@@ -13,8 +13,8 @@ from dbuffer import DeviceLayer, Recycler, device_layer
 
 from . import _torch_compat as compat
 from ._labels import label
-from ._registry import join
 from ._reduction import Reduction
+from ._registry import join
 from ._schedule import Schedule
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Context:
 
     def leave_forward(self, unit: "Unit") -> None:
         """A unit's forward is over."""
-        if unit.reshard_after_forward is not False:
-            unit.reshard()
+        if unit.reshard_after_forward:
+            unit.reshard_for_backward()
         if self.root is not None and torch.is_grad_enabled():
             self._left.append(unit)
             del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dbuffer import DBuffer
+
 from . import _torch_compat as compat
 from ._param import ManagedParam
 
@@ -99,7 +100,7 @@ class Gradients:
     def take_up(self) -> bool:
         """Prepare the shard for a reduction; whether to add to it.
 
-        Where every `.grad` is None the shard is overwritten; but if somebody still holds last step's gradients they keep
+        Where every `.grad` is None the shard is overwritten; but who still holds last step's gradients keeps
         that memory, and this step gets new.
         """
         held = {
@@ -164,6 +165,19 @@ class Gradients:
     def local(self, param: ManagedParam) -> torch.Tensor:
         """This rank's part of a reduced gradient."""
         return self.filled.local_views[param.name]
+
+    def with_unused(self, used: list[ManagedParam], all_of_them: bool) -> list[ManagedParam]:
+        """Add parameters that got no gradient on this rank: all, or those to which other ranks contributed.
+
+        What others contributed shows in this rank's shard. On CUDA looking waits for the device; it happens only where
+        a parameter went unused.
+        """
+        missing = [p for p in self._group.params if p.sharded.requires_grad and p not in used]
+        if all_of_them or not missing:
+            return used + missing
+        asked = [p for p in missing if p.sharded.grad is None and self.local(p).numel()]
+        largest = torch.stack(torch._foreach_norm([self.local(p) for p in asked], torch.inf)) if asked else ()
+        return used + [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
 
     def publish(self, params: list[ManagedParam]) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, and call the users' hooks on these.

@@ -192,7 +192,7 @@ class Group:
             if place_.module._parameters.get(place_.attribute) is not param.unsharded:
                 place_.module._parameters[place_.attribute] = param.sharded
 
-    def as_sharded(self, param: ManagedParam, value: torch.Tensor) -> RaggedDTensor:
+    def as_sharded(self, param: ManagedParam, value: Any) -> RaggedDTensor:
         """A tensor of the parameter's global shape, laid out like the sharded parameter; memory of its own or shared.
 
         A full plain tensor is cut where it is; a distributed one is redistributed where it lies otherwise.
@@ -200,9 +200,9 @@ class Group:
         like: Any = param.sharded
         with torch.no_grad():
             if isinstance(value, RaggedDTensor):
-                value = value.detach()
-                same = value.device_mesh == like.device_mesh and value.placements == like.placements
-                return value if same else value.redistribute(placements=like.placements)
+                ragged: RaggedDTensor = value.detach()
+                same = ragged.device_mesh == like.device_mesh and ragged.placements == like.placements
+                return ragged if same else ragged.redistribute(placements=like.placements)
             if isinstance(value, DTensor):
                 moved: RaggedDTensor = ragged_shard.redistribute(value.detach(), placements=like.placements)
                 return moved
@@ -258,7 +258,8 @@ class Group:
             mesh, placements = self._placed(param)
             assert mesh == value.device_mesh
             with torch.no_grad():
-                return value.redistribute(placements=placements).to_local()
+                part: torch.Tensor = value.redistribute(placements=placements).to_local()
+            return part
         start, stop = self.layout.local_range(param.name, self.data.shard_rank)
         suffix = param.shape[len(self.layout.local_dims(param.name)) :]
         return value.reshape(-1)[start:stop].view((stop - start) // math.prod(suffix), *suffix)

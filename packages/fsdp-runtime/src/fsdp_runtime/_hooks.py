@@ -26,28 +26,26 @@ def attach(unit: Unit) -> None:
 
 
 def _pre_forward(unit: Unit) -> Any:
-    @torch.compiler.disable
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with label("pre_forward", unit.name):
             return before_forward(unit, module, args, kwargs)
 
-    return hook
+    return torch.compiler.disable(hook)
 
 
 def _post_forward(unit: Unit) -> Any:
-    @torch.compiler.disable
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         with label("post_forward", unit.name):
             return after_forward(unit, module, output)
 
-    return hook
+    return torch.compiler.disable(hook)
 
 
 def before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """What runs ahead of a forward: the arguments to call it with."""
     context = unit.context
     recomputed = compat.in_backward()
-    if not recomputed and (context.root is None or context.root is unit and module not in unit.running):
+    if not recomputed and (context.root is None or (context.root is unit and module not in unit.running)):
         context.begin_forward(unit)
         args, kwargs = _to_device(unit, args), _to_device(unit, kwargs)
     unit.running.append(module)

@@ -1,5 +1,6 @@
 """Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ragged_shard import RaggedShard, StridedRaggedShard
 
 from . import _torch_compat as compat
+
+_NEIGHBOURS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class DataMesh:
     def simulated(self) -> bool:
         """Whether no data move (torch's fake process group)."""
         return compat.is_simulated(self.mesh.get_group(-1 % self.mesh.ndim))
+
+    def neighbours(self, count: int) -> dist.ProcessGroup | None:
+        """A group of `count` consecutive ranks of the shard dimension, or None where that is one rank or all.
+
+        Every rank of the mesh must ask. Makes process groups the first time it is asked for a count.
+        """
+        if count in (1, self.shard_size):
+            return None
+        known = _NEIGHBOURS.setdefault(self.mesh, {})
+        if count not in known:
+            known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
+        return known[count].get_group(1)
 
     @property
     def device(self) -> torch.device:

@@ -104,7 +104,7 @@ class FSDPModule:
         _unit(self).context.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype, without communication."""
+        """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype."""
         for unit in _units(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
             unit.reduce_options.all_reduce = requires_gradient_sync
@@ -115,7 +115,7 @@ class FSDPModule:
             unit.reduce_options.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients by this instead of the number of ranks. Raises ValueError where it is not positive."""
+        """Divide sums of gradients by this instead of the number of ranks. Raises ValueError for 0 or less."""
         if not factor > 0:
             raise ValueError(f"gradient divide factor {factor}: expected a positive number")
         _unit(self).reduce_options.divide_factor = float(factor)
@@ -133,7 +133,8 @@ class FSDPModule:
     ) -> None:
         """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
 
-        Needed where ranks use different units in a step. Without it a unit of which this rank used nothing is not reduced.
+        Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
+        reduced.
         """
         for unit in _units(self, recurse):
             unit.reduce_unused = reduce_scatter_unused_params

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 class Reduction:
     """The gradients of one unit on their way. Made by `launch`."""
 
-    def __init__(self, context: "Context", unit: str, groups: list[Group], options: ReduceOptions) -> None:
+    def __init__(
+        self, context: "Context", unit: str, groups: list[Group], options: ReduceOptions, unused: bool
+    ) -> None:
         self._context = context
         self._unit = unit
         self._groups = groups
         self._options = options
+        self._unused = unused
         self._handles: list[Handle] = []
         self._used: list[list[ManagedParam]] = []
         self._added_to: dict[int, list[torch.Tensor]] = {}
@@ -114,7 +117,7 @@ class Reduction:
             self._event.synchronize()  # the optimizer on the CPU reads what a copy from the device wrote
         for group, used in zip(self._groups, self._used, strict=True):
             if not group.gradients.partial:
-                group.gradients.publish(used)
+                group.gradients.publish(group.gradients.with_unused(used, self._unused))
 
     def abandon(self) -> None:
         """Wait without minding the outcome: a failed iteration is being cleared away."""

@@ -27,7 +27,7 @@ def in_backward() -> bool:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have the run of the autograd engine that is under way call this when all its nodes are done."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
@@ -84,4 +84,5 @@ def local_of_dtensor_grad(grad: torch.Tensor, like: tuple[Any, ...]) -> torch.Te
     if any(isinstance(placement, Partial) for placement in grad.placements) or grad.placements != like:
         grad = grad.redistribute(placements=like)
     local: Any = grad.to_local()
-    return local.wait() if hasattr(local, "wait") else local
+    waited: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return waited

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -63,6 +64,7 @@ class Unit:
         self.waiting_for: set[nn.Module] = set()
         self._reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.neighbours: dist.ProcessGroup | None = None  # to gather from again after forward
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
         self.reduce_unused = False
@@ -121,9 +123,9 @@ class Unit:
         if missing:
             raise RuntimeError(
                 f"{self.name}: parameters {missing} are still on the meta device; call module.to_empty(device=...) "
-                "and initialise them (reset_parameters), or load a state dict with assign=True, before the first forward"
+                "and initialise them (reset_parameters), or load a state dict with assign=True, before the forward"
             )
-        if self._unsharded and any(group.changed_since_gather() for group in self.groups):
+        if any(group.changed_since_gather() for group in self.groups):
             self.reshard()
 
     # -- sharded <-> unsharded --------------------------------------------------------------------------------------
@@ -145,8 +147,8 @@ class Unit:
         return (not self.root) if chosen is None else chosen
 
     @reshard_after_forward.setter
-    def reshard_after_forward(self, value: bool | int) -> None:
-        self._reshard_after_forward = value
+    def reshard_after_forward(self, value: bool) -> None:
+        self._reshard_after_forward, self.neighbours = value, None
 
     def gather(self) -> None:
         """Start gathering the parameters: one coalesced all-gather. Nothing where they are there or on their way."""
@@ -185,6 +187,16 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and free the gathered memory."""
+        self._leave(None)
+        for group in self.groups:
+            if group.buffer is not None:
+                group.buffer.forget_share()
+
+    def reshard_for_backward(self) -> None:
+        """The same after forward: where neighbours were asked for, keep this rank's share among them."""
+        self._leave(self.neighbours)
+
+    def _leave(self, neighbours: dist.ProcessGroup | None) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -193,7 +205,10 @@ class Unit:
         self._unsharded = self.gathered_ahead = False
         for group in self.groups:
             assert group.buffer is not None
-            group.buffer.release()
+            if neighbours is None:
+                group.buffer.release()
+            else:
+                group.buffer.shrink(neighbours)
             for param in group.params:
                 param.register_sharded()
 
@@ -230,7 +245,9 @@ class Unit:
             or (self.reduce_unused and any(param.sharded.requires_grad for param in group.params))
         ]
         if ready:
-            self.context.reduce(Reduction(self.context, self.name, ready, self.reduce_options))
+            self.context.reduce(
+                Reduction(self.context, self.name, ready, self.reduce_options, self.reduce_unused)
+            )
 
     def reset(self) -> None:
         """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""

@@ -1,8 +1,9 @@
 """`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,21 +16,17 @@ from ragged_shard import RaggedDTensor
 from . import _hooks, _optimizers, _state_dict
 from . import _torch_compat as compat
 from ._mesh import DataMesh, data_mesh, take_apart
-from ._module import FSDPModule, mix_in
+from ._module import mix_in
 from ._param import ManagedParam, Place
 from ._registry import join, original_name, owner_of, register, remember_original, unit_of
 from ._unit import Unit
 from .block_policies import BlockPolicy
 
-M = TypeVar("M", bound=nn.Module)
+_log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(module: nn.Module, **kwargs: Any) -> FSDPModule: ...
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
 def fully_shard(
     module: Any,
     *,
@@ -45,12 +42,12 @@ def fully_shard(
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
     A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
-    gathered by one collective before the module's forward and backward, their gradients reduced by one behind it. They are
-    `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order, outer first too.
-    After veScale-FSDP (arXiv 2602.22437).
+    gathered by one collective before the module's forward and backward, their gradients reduced by one behind it.
+    They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
+    outer first too. After veScale-FSDP (arXiv 2602.22437).
 
-    Communicates one all-gather of 32 bytes for each dtype of the unit, to compare layouts; moreover, where an outer unit
-    gives parameters to a new inner one, what moves between ranks.
+    Communicates one all-gather of 32 bytes for each dtype of the unit, to compare layouts; where an outer
+    unit gives parameters to a new inner one, moreover what moves between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.
@@ -74,10 +71,12 @@ def fully_shard(
     """
     modules = _checked_modules(module)
     data = data_mesh(mesh, dp_mesh_dims)
-    _check_reshard(reshard_after_forward, data)
+    reshard_after_forward = _checked_reshard(reshard_after_forward, data)
     found = _find_params(modules, set(ignored_params or ()), data)
     _check_placements(found, shard_placement_fn)
     unit = Unit(modules, data, mp_policy, offload_policy, block_policy, reshard_after_forward)
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        unit.neighbours = data.neighbours(reshard_after_forward)
     outer = _release_from_outer(found)
     unit.take([one.param for one in found], {one.param.name: one.value for one in found})
     for one in found:
@@ -115,9 +114,9 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
 
 
-def _check_reshard(value: Any, data: DataMesh) -> None:
+def _checked_reshard(value: Any, data: DataMesh) -> bool | int | None:
     if value is None or isinstance(value, bool):
-        return
+        return value
     if not isinstance(value, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
@@ -127,6 +126,12 @@ def _check_reshard(value: Any, data: DataMesh) -> None:
         raise ValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {data.shard_size}, not {value}"
         )
+    if value == 1:
+        _log.warning(
+            "reshard_after_forward=1 means groups of one rank, which keep all parameters, like False"
+        )
+        return False
+    return True if value == data.shard_size else value
 
 
 @dataclass
@@ -225,8 +230,8 @@ def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter]
             continue
         raise ValueError(
             f"shard_placement_fn gave {chosen} for {one.param.name}: parameters lie in one flat buffer and are cut "
-            "between blocks of rows, so that only None and Shard(0) have a meaning. Say with block_policy what must stay "
-            "whole; for another mesh shard those modules in a fully_shard call of their own"
+            "between blocks of rows, so that only None and Shard(0) have a meaning. Say with block_policy what must "
+            "stay whole; for another mesh shard those modules in a fully_shard call of their own"
         )
 
 

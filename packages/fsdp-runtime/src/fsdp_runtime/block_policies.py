@@ -13,6 +13,7 @@ means single rows.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,33 +23,63 @@ from layout_planner import Block, Elements, Rows, Tile, Whole
 BlockPolicy = Callable[[str, torch.Tensor], Block | None]
 
 
-def rows(count: int) -> BlockPolicy:
-    """Runs of `count` rows; a row is one run of the innermost dimension."""
-    block = Rows(count)
-    return lambda name, param: block
+@dataclass(frozen=True)
+class _Everywhere:
+    """One block for every tensor of at least so many dimensions."""
+
+    block: Block
+    min_dims: int = 0
+
+    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
+        return self.block if param.ndim >= self.min_dims else None
 
 
-def elements(count: int) -> BlockPolicy:
-    """Runs of `count` elements, whatever the shape."""
-    block = Elements(count)
-    return lambda name, param: block
-
-
-def tiles(rows: int, columns: int) -> BlockPolicy:
-    """Tiles of matrices (the last two dimensions); vectors and scalars are cut anywhere."""
-    block = Tile(rows, columns)
-    return lambda name, param: block if param.ndim >= 2 else None
-
-
-def whole() -> BlockPolicy:
-    """Matrices whole, each matrix of a stack on its own; vectors and scalars are cut anywhere."""
-
-    def policy(name: str, param: torch.Tensor) -> Block | None:
+@dataclass(frozen=True)
+class _WholeMatrices:
+    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
         if param.ndim < 2:
             return None
         return Whole() if param.ndim == 2 else Tile(param.shape[-2], param.shape[-1])
 
-    return policy
+
+@dataclass(frozen=True)
+class _ByPattern:
+    table: tuple[tuple[re.Pattern[str], Any], ...]
+
+    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
+        for pattern, entry in self.table:
+            if pattern.search(name):
+                block: Block | None = entry(name, param) if callable(entry) else entry
+                return block
+        return None
+
+
+@dataclass(frozen=True)
+class _FirstOf:
+    policies: tuple[BlockPolicy, ...]
+
+    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
+        return next((block for one in self.policies if (block := one(name, param)) is not None), None)
+
+
+def rows(count: int) -> BlockPolicy:
+    """Runs of `count` rows; a row is one run of the innermost dimension."""
+    return _Everywhere(Rows(count))
+
+
+def elements(count: int) -> BlockPolicy:
+    """Runs of `count` elements, whatever the shape."""
+    return _Everywhere(Elements(count))
+
+
+def tiles(rows: int, columns: int) -> BlockPolicy:
+    """Tiles of matrices (the last two dimensions); vectors and scalars are cut anywhere."""
+    return _Everywhere(Tile(rows, columns), min_dims=2)
+
+
+def whole() -> BlockPolicy:
+    """Matrices whole, each matrix of a stack on its own; vectors and scalars are cut anywhere."""
+    return _WholeMatrices()
 
 
 def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
@@ -57,21 +88,13 @@ def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
     Raises:
         ValueError: a key is no regular expression.
     """
-    compiled: list[tuple[re.Pattern[str], Any]] = []
+    compiled = []
     for pattern, entry in table.items():
         try:
             compiled.append((re.compile(pattern), entry))
         except re.error as error:
             raise ValueError(f"block policy: {pattern!r} is no regular expression: {error}") from None
-
-    def policy(name: str, param: torch.Tensor) -> Block | None:
-        for pattern, entry in compiled:
-            if pattern.search(name):
-                block: Block | None = entry(name, param) if callable(entry) else entry
-                return block
-        return None
-
-    return policy
+    return _ByPattern(tuple(compiled))
 
 
 def declared_by(*optimizers: Any) -> BlockPolicy:
@@ -92,11 +115,4 @@ def declared_by(*optimizers: Any) -> BlockPolicy:
                 f"{optimizer!r} declares no blocks: it has no method block_policy(), and is no policy itself"
             )
         policies.append(optimizer if maker is None else maker())
-
-    def policy(name: str, param: torch.Tensor) -> Block | None:
-        for one in policies:
-            if (block := one(name, param)) is not None:
-                return block
-        return None
-
-    return policy
+    return _FirstOf(tuple(policies))
