@@ -49,6 +49,8 @@ class Muon(BlockOptimizer):
         method: "standard" (bf16, torch's bits), "gram" (fp16, where that saves FLOPs) or "auto" (gram on GPUs).
         matrices: how a tensor is seen: "auto" (2-D one, 3-D a stack, beyond flattened), "stack", "flatten", "heads:8",
             "rows:64,16,16" or "rows:64,16,16*8" (fused and interleaved).
+        batched: compute matrices of one shape in one batch; None does so on GPUs. The bits then depend, within
+            2e-2 of an update, on how many an owner has; False gives torch's bits and does not depend on ranks.
         normuon: divide each row by the root of its second moment, the matrix's norm kept (arXiv 2510.05491).
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
@@ -87,6 +89,7 @@ class Muon(BlockOptimizer):
         *,
         method: Method = "standard",
         matrices: str = "auto",
+        batched: bool | None = None,
         normuon: bool = False,
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
@@ -109,6 +112,7 @@ class Muon(BlockOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "method": method,
             "matrices": matrices,
+            "batched": batched,
             "normuon": normuon,
             "normuon_beta2": normuon_beta2,
             "normuon_eps": normuon_eps,
@@ -321,7 +325,9 @@ class MuonEngine:
 
 def recipe_of(group: dict[str, Any]) -> Recipe:
     """What a param group wants done to its matrices."""
-    return Recipe(resolve(group["coefficients"], group["ns_steps"]), group["eps"], group["method"])
+    return Recipe(
+        resolve(group["coefficients"], group["ns_steps"]), group["eps"], group["method"], group["batched"]
+    )
 
 
 def _reserve(

@@ -7,8 +7,8 @@
                 the factors, X = Q X at a restart and at the end      fp16      8 s s l + 28 s s s
 
 Standard repeats torch.optim.Muon's operations one by one (norm after the cast to bf16, transpose, addmm), so a
-matrix gets the same bits; several of one shape go through baddbmm, which gives the same bits on CPU and agrees
-within a bf16 rounding of every product (2e-2) on GPUs. Gram Newton-Schulz loses precision in R quickly: it runs
+matrix gets the same bits. On a GPU several of one shape go through baddbmm, which saves launches and agrees within
+bf16 roundings (2e-2); on a CPU that would save nothing, so there they are computed one by one. Gram Newton-Schulz loses precision in R quickly: it runs
 in fp16 (fp32 on CPU) and starts anew from X after step 2 and every third step from there; in bf16 it diverges.
 
 A result is checked (finite, and no larger than the polynomials can make it) and, where it fails, done again by a safer
@@ -35,11 +35,16 @@ _SLACK = 1.15  # rounding, over what exact arithmetic allows
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a matrix: polynomials, the norm's floor, the method."""
+    """What is done to a matrix: polynomials, the norm's floor, the method, whether equal shapes go in one batch.
+
+    Attributes:
+        batched: None takes batches on GPUs only.
+    """
 
     polynomials: Polynomials
     eps: float = 1e-7
     method: Method = "standard"
+    batched: bool | None = None
 
     def uses_gram(self, rows: int, columns: int, device: torch.device) -> bool:
         """Whether the Gram form is used for this shape: where it saves FLOPs; "auto" also wants a GPU and some size."""
@@ -116,6 +121,9 @@ def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int
     n, rows, columns = stack.shape
     if not stack.numel():
         return 0
+    batched = stack.device.type == "cuda" if recipe.batched is None else recipe.batched
+    if n > 1 and not batched:
+        return sum(orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n))
     gram = recipe.uses_gram(rows, columns, stack.device)
     result, norms = (_gram if gram else _standard)(stack, recipe, scratch)
     bad: list[int] = []
