@@ -419,6 +419,53 @@ def test_views_that_keep_the_cuts_share_storage_and_others_are_refused():
     run_ranks(3, views)
 
 
+DRAWS = {
+    "uniform_": lambda t: t.uniform_(-2, 3), "normal_": lambda t: t.normal_(1, 2), "bernoulli_": lambda t:
+    t.bernoulli_(0.3), "cauchy_": lambda t: t.cauchy_(), "exponential_": lambda t: t.exponential_(2.0),
+    "geometric_": lambda t: t.geometric_(0.5), "log_normal_": lambda t: t.log_normal_(), "random_": lambda t:
+    t.random_(0, 9), "kaiming": lambda t: torch.nn.init.kaiming_uniform_(t, a=5**0.5),
+    "truncated": lambda t: torch.nn.init.trunc_normal_(t, std=0.02),
+    "own generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
+}  # fmt: skip
+
+
+def drawn(ranks):
+    assert set(RULES["random"].ops.split()) <= set(DRAWS)
+    for name, draw in DRAWS.items():
+        for placements, mesh_shape, collectives in (
+            ((RAGGED,), (3,), []),
+            ((RaggedShard((0, 1), (2, 0, 1)), Shard(2)), (3, 2), []),
+            ((Replicate(), RAGGED), (2, 3), ["broadcast"]),
+        ):
+            if ranks != torch.Size(mesh_shape).numel():
+                continue
+            x, rx = plain(), spread(plain(), placements, mesh_shape)
+            before = rx.to_local().data_ptr()
+            torch.manual_seed(3)
+            draw(x)
+            after = torch.rand(1)
+            torch.manual_seed(3)
+            with record_collectives() as record:
+                assert draw(rx) is rx, name
+            if name != "truncated":  # which in torch >= 2.13 asks, with an all-reduce, whether to draw again
+                assert record.kinds == collectives, name
+            assert torch.equal(torch.rand(1), after), name
+            assert rx.to_local().data_ptr() == before, name
+            same(rx, x, name, tuple(placements))
+    if ranks == 6:  # replicas with other seeds agree all the same
+        rx = spread(plain(), (Replicate(), RAGGED), (2, 3))
+        torch.manual_seed(dist.get_rank())
+        rx.normal_()
+        copies = [torch.empty_like(rx.to_local()) for _ in range(2)]
+        dist.all_gather(copies, rx.to_local().contiguous(), group=rx.device_mesh.get_group(0))
+        assert torch.equal(*copies)
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree(ranks):
+    run_ranks(ranks, drawn, ranks)
+
+
 def refused():
     rx = spread(plain(shape=(4, 4)))
     full = plain(shape=(4, 4))
@@ -429,8 +476,8 @@ def refused():
         "var": lambda: rx.var(), "std": lambda: rx.std(), "index": lambda: rx[0], "slice": lambda: rx[1:3],
         "chunk": lambda: rx.chunk(2), "cumsum": lambda: rx.cumsum(0), "sort": lambda: rx.sort(),
         "softmax": lambda: rx.softmax(-1), "max dim": lambda: rx.max(0), "argmax": lambda: rx.argmax(),
-        "rand_like": lambda: torch.rand_like(rx), "normal_": lambda: rx.normal_(), "bernoulli": lambda:
-        rx.bernoulli(),
+        "rand_like": lambda: torch.rand_like(rx), "bernoulli": lambda: rx.bernoulli(), "bernoulli of a tensor": lambda:
+        rx.bernoulli_(torch.full((4, 4), 0.5)),
         "item": lambda: rx.view(16).item() if False else spread(torch.ones(()), [RaggedShard((), (1, 0, 0))]).item(),
         "out": lambda: torch.sum(rx, 0, out=torch.empty_like(rx)), "resize_": lambda: rx.resize_(3),
         "new_zeros": lambda: rx.new_zeros(3), "embedding": lambda:

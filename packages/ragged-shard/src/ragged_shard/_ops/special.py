@@ -66,6 +66,34 @@ def equal(op: Any) -> Handler:
     return handle
 
 
+def random(op: Any) -> Handler:
+    """``uniform_`` and its like: the whole is drawn from this rank's generator, of which its part is kept.
+
+    So equal seeds give what the unsharded tensor would get, and generators stay in step. Replicas agree whatever
+    their seeds: one broadcast per mesh axis of replicas. Takes memory of the whole while it draws.
+    """
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        layout = tensor._layout
+        if layout.partial or layout.axis is None or any(isinstance(a, torch.Tensor) for a in args[1:]):
+            raise refusal(func, layout)
+        local = tensor._local_tensor
+        if local.is_meta:
+            return tensor
+        whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+        func(whole, *args[1:], **kwargs)
+        local.copy_(operands.local_part(whole, layout, func))
+        for axis in range(layout.mesh.ndim):
+            if axis not in layout.cut_axes and layout.axis_size(axis) > 1:
+                flat = local.detach().reshape(-1)
+                _comm.broadcast(flat, 0, layout.mesh.get_group(axis)).wait()
+                local.copy_(flat.view(local.shape))
+        return tensor
+
+    return handle
+
+
 def query(op: Any) -> Handler:
     """Questions about storage, answered by the local tensor."""
 

@@ -99,6 +99,12 @@ RULES: dict[str, Rule] = {
         special.equal,
         "allclose equal",
     ),
+    "random": Rule(
+        "the whole drawn from this rank's generator, its part kept: equal seeds give the plain tensor's values",
+        "nothing; one broadcast of the local part per mesh axis of replicas",
+        special.random,
+        "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
+    ),
     "query": Rule("asked of the local tensor", "nothing", special.query, "is_pinned record_stream"),
     "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
 }
