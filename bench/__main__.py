@@ -7,6 +7,7 @@ VERBS = {
     "counts": "exact counts of one step: collectives, bytes, calls, live memory",
     "gpu": "GPU tests and benchmarks, started by gpu.sh",
     "padding": "how much each layout rule pads real models, for the report",
+    "report": "all results as one Markdown page with pictures",
     "speed": "tokens/s, CPU time, step parts and peak memory of all systems",
 }
 

@@ -21,6 +21,7 @@ from .launch import launch
 
 SIMULATED, REAL = (8, 64, 1024), (2, 4)
 SYSTEMS = ("ours", "fsdp2")
+KINDS = ("sharded", "state", "gathered", "gradients", "parked", "temporaries")
 EXPECTED = Path(__file__).resolve().parent / "expected_counts.json"
 # What the tests compare: small models, so that it takes seconds. (workload, ranks, what may be compared)
 GATE = (("gate", 8), ("gate", 64), ("gate", 1024), ("gate-stacked", 8), ("gate-prime", 7))
@@ -124,14 +125,13 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
     """Markdown: live bytes at the peak, by kind."""
     from .systems import SYSTEMS as LABELS
 
-    kinds = ["sharded", "gathered", "gradients", "state", "parked", "temporaries"]
     rows = [
-        [world, LABELS[name].label, *(results.mib(found["at_peak"].get(kind, 0)) for kind in kinds)]
+        [world, LABELS[name].label, *(results.mib(found["at_peak"].get(kind, 0)) for kind in KINDS)]
         for world, systems in figures.items()
         for name, found in systems.items()
         if "skipped" not in found
     ]
-    return results.table(["ranks", "system", *(f"{kind} MiB" for kind in kinds)], rows)
+    return results.table(["ranks", "system", *(f"{kind} MiB" for kind in KINDS)], rows)
 
 
 def main(arguments: list[str]) -> int:
