@@ -2,6 +2,7 @@
 
 from block_optim._adamw import AdamW
 from block_optim._base import BlockOptimizer
+from block_optim._shampoo import Shampoo
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "BlockOptimizer"]
+__all__ = ["AdamW", "BlockOptimizer", "Shampoo"]

@@ -79,6 +79,16 @@ def norms(batch: Tensor) -> Tensor:
     return found * scale
 
 
+def row_sums(batch: Tensor) -> Tensor:
+    """(k, m, n) -> (k, m)."""
+    return batch.sum(2) if batch.is_cuda else torch.stack([matrix.sum(1) for matrix in batch])
+
+
+def col_sums(batch: Tensor) -> Tensor:
+    """(k, m, n) -> (k, n)."""
+    return batch.sum(1) if batch.is_cuda else torch.stack([matrix.sum(0) for matrix in batch])
+
+
 def power(batch: Tensor, exponent: float) -> Tensor:
     """Elementwise power of (k, n). The bits of a row do not depend on the others."""
     if batch.is_cuda:
