@@ -15,24 +15,20 @@ from typing import Any
 
 import torch
 
-from block_optim import _torch_compat as compat
 from block_optim._adamw_kernels import FusedKernel, Item, Kernel, ListKernel
 from block_optim._base import Active
 from block_optim._params import Param
+from block_optim._plan import Counts, Entry, StepPlan
 from block_optim._runs import FlatSpace, Run, gap_index, is_dense, joint_runs
-from block_optim._scalars import Hyper
+from block_optim._scalars import Hyper, Rates
 
 
 @dataclass
-class Entry:
-    """A parameter of this rule: its group, and its states as plain local tensors."""
+class Moments(Entry):
+    """An entry with its moments as plain local tensors."""
 
-    param: Param
-    group: dict[str, Any]
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    step: torch.Tensor
-    slot: int  # among the counts of all steps of the rule
 
 
 class AdamWRule:
@@ -44,8 +40,8 @@ class AdamWRule:
 
     def __init__(self, *, fused: bool = False) -> None:
         self._fused = fused
-        self._entries: dict[torch.Tensor, Entry] = {}
-        self._counts = _Counts()
+        self._entries: dict[torch.Tensor, Moments] = {}
+        self._counts = Counts()
         self._plan: _Plan | None = None
 
     def init_state(self, group: dict[str, Any], params: Sequence[Param], state: Any) -> None:
@@ -56,11 +52,10 @@ class AdamWRule:
             space = FlatSpace(parts)
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
             on_device = self._fused and device.type != "cpu"
-            steps = torch.zeros(len(chosen), device=device if on_device else "cpu")
-            self._counts.buffers.append(steps)
-            for param, m, v, step in zip(chosen, first, second, steps.unbind(), strict=True):
+            steps = self._counts.new(len(chosen), device if on_device else "cpu")
+            for param, m, v, step in zip(chosen, first, second, steps, strict=True):
                 state[param.param] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
-                self._entries[param.param] = Entry(param, group, m, v, step, len(self._entries))
+                self._entries[param.param] = Moments(param, group, step, len(self._entries), m, v)
         self._plan = None
 
     def update(self, active: Active, found_inf: torch.Tensor | None = None) -> None:
@@ -85,99 +80,32 @@ def check_dense(param: Param) -> None:
         )
 
 
-class _Counts:
-    """The step counts of all parameters of a rule, in one small buffer for each call of `init_state`."""
-
-    def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
-        self._known: list[float] = []
-        self._versions: list[int] = []
-
-    def add(self, counters: list[torch.Tensor] | None, slots: list[int]) -> list[float]:
-        """Count a step for some parameters (None: for all); their counts.
-
-        Counts on a device are read when something else has written them; between that they are added up here too,
-        those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
-        """
-        on_device = any(buffer.device.type != "cpu" for buffer in self.buffers)
-        if not on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
-            self._known = [count for buffer in self.buffers for count in buffer.tolist()]
-        for buffer in self.buffers if counters is None else counters:
-            buffer.add_(1)
-        for slot in slots:
-            self._known[slot] += 1
-        self._versions = [compat.version_of(b) for b in self.buffers]
-        return [self._known[slot] for slot in slots]
-
-    def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
-        """Do not count the step after all where ``skipped`` is 1."""
-        for buffer in self.buffers if counters is None else counters:
-            buffer.sub_(skipped)
-        self._versions = [compat.version_of(b) for b in self.buffers]
-
-
-class _Plan:
-    """What an update does, worked out once for each set of gradients."""
+class _Plan(StepPlan[Moments]):
+    """Kernels over runs, and the parameters' gap elements to put back."""
 
     def __init__(
-        self, entries: dict[torch.Tensor, Entry], counts: _Counts, active: Active, fused: bool
+        self, entries: dict[torch.Tensor, Moments], counts: Counts, active: Active, fused: bool
     ) -> None:
-        self.version = active.version
+        super().__init__(entries, counts, active)
         self.fused = fused
-        self.positions = [i for i, p in enumerate(active.params) if p.param in entries]
-        self.entries = [entries[active.params[i].param] for i in self.positions]
-        self.locals = [active.locals[i] for i in self.positions]
-        self.groups = list({id(e.group): e.group for e in self.entries}.values())
-        self.group_of = [next(i for i, g in enumerate(self.groups) if g is e.group) for e in self.entries]
-        self.counts = counts
-        self.slots = [e.slot for e in self.entries]
-        self.counters = None if len(self.entries) == len(entries) else [e.step for e in self.entries]
-        self.odd = self._odd_gradients(active)
         self.kernels: list[Kernel] = []
         self.gaps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.pattern: Any = None
-        self.classes: list[tuple[int, int]] = []
 
-    def step(self, active: Active, found_inf: torch.Tensor | None) -> None:
-        if not self.entries:
-            return
-        grads = [active.grads[i] for i in self.positions]
-        for i, buffer in self.odd:
-            grads[i] = buffer.copy_(grads[i])
-        counts = self.counts.add(self.counters, self.slots)
-        hypers = [Hyper.of(group) for group in self.groups]
-        self._prepare(counts, hypers, grads)
-        rates = [(hypers[g], hypers[g].rates(counts[i])) for g, i in self.classes]
+    def _run(
+        self,
+        grads: list[torch.Tensor],
+        rates: list[tuple[Hyper, Rates]],
+        keep: bool,
+        found_inf: torch.Tensor | None,
+    ) -> None:
         for run, index, buffer in self.gaps:
             torch.index_select(run, 0, index, out=buffer)
         for kernel in self.kernels:
-            kernel(grads, rates, active.keeps, found_inf)
+            kernel(grads, rates, keep, found_inf)
         for run, index, buffer in self.gaps:
             run.index_copy_(0, index, buffer)
-        if found_inf is not None:
-            self.counts.take_back(self.counters, found_inf)
 
-    def _odd_gradients(self, active: Active) -> list[tuple[int, torch.Tensor]]:
-        """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
-        odd = []
-        for i, (position, part) in enumerate(zip(self.positions, self.locals, strict=True)):
-            grad = active.grads[position]
-            if grad.stride() != part.stride() and not (grad.is_contiguous() and part.is_contiguous()):
-                buffer = torch.empty_strided(part.shape, part.stride(), dtype=grad.dtype, device=grad.device)
-                odd.append((i, buffer))
-        return odd
-
-    def _prepare(self, counts: list[float], hypers: list[Hyper], grads: list[torch.Tensor]) -> None:
-        """Plan anew where groups or counts that were equal no longer are, or now have become so."""
-        kinds = {h: i for i, h in reversed(list(enumerate(hypers)))}
-        group_kinds = [kinds[h] for h in hypers]
-        ages = {count: i for i, count in reversed(list(enumerate(counts)))}
-        pattern = (group_kinds, [ages[count] for count in counts] if len(ages) > 1 else None)
-        if pattern == self.pattern:
-            return
-        self.pattern = pattern
-        keys = [(group_kinds[g], ages[count]) for g, count in zip(self.group_of, counts, strict=True)]
-        self.classes = list(dict.fromkeys(keys))
+    def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         firsts, seconds = [e.exp_avg for e in self.entries], [e.exp_avg_sq for e in self.entries]
         runs = joint_runs([self.locals, grads, firsts, seconds], keys)
         kernel = FusedKernel if self.fused else ListKernel
@@ -185,10 +113,8 @@ class _Plan:
         for run in runs:
             first = run.members[0]
             place = (self.locals[first].device, self.locals[first].dtype, grads[first].dtype)
-            item = Item(
-                run, self.classes.index(keys[first]), self.locals, firsts, seconds, self.entries[first].step
-            )
-            batches.setdefault(place, []).append(item)
+            kind, counter = self.classes.index(keys[first]), self.entries[first].step
+            batches.setdefault(place, []).append(Item(run, kind, self.locals, firsts, seconds, counter))
         self.kernels = [made for place, items in batches.items() for made in kernel.over(items, place[2])]
         self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]
 

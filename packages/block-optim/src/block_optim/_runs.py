@@ -127,7 +127,9 @@ class FlatSpace:
         ]
 
 
-def joint_runs(lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable]) -> list[Run]:
+def joint_runs(
+    lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable], *, max_gap: int = MAX_GAP
+) -> list[Run]:
     """The runs of the first list's tensors in which all lists are runs, with members at the same distances.
 
     So that one kernel may walk over parameters, gradients and states together.
@@ -148,7 +150,7 @@ def joint_runs(lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable]
             ),
         )
 
-    return find_runs(first, [key(i) for i in range(len(first))])
+    return find_runs(first, [key(i) for i in range(len(first))], max_gap=max_gap)
 
 
 def gap_index(run: Run, device: torch.device) -> torch.Tensor | None:

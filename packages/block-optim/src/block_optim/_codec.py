@@ -1,0 +1,228 @@
+"""8-bit codes for the moments: which numbers they stand for, and the nearest code of a number.
+
+A block's numbers are divided by its scale, the largest of them (over `top`), and each quotient gets the nearest code;
+one that lies in the middle between two goes to the larger magnitude.
+
+    "root"      first moment: a sign and 128 steps of a floating-point number with 4 bits of mantissa, shifted down so
+                that it reaches zero: v(c) = F(c) - F(0), |v| up to 1 - F(0); near 1 the error is 3 % of the number
+                at most, below F(0) = 0.0042 it is 0.00013 of the scale.
+                second moment: its ROOT, 256 steps of the same kind with no shift and no zero: from 1.6e-5 to 1,
+                the error 3.03 % at most and the smallest code a floor: a root never becomes zero.
+    "dynamic"   bitsandbytes' signed and unsigned dynamic maps, the second moment itself; up to 50 % near the small end,
+                where the second moment becomes zero.
+
+The arithmetic is integer arithmetic on the bits of fp32 numbers, so that torch and Triton give the same codes:
+
+    code = (bits(x) + half a step) >> (23 - mantissa bits), less an offset
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+MANTISSA = 4
+SHIFT = 23 - MANTISSA
+ONE = 127 << MANTISSA  # the steps up to 1.0
+HALF = 1 << (SHIFT - 1)
+
+SIGNED_OFFSET = ONE - 127
+UNSIGNED_OFFSET = ONE - 255
+
+
+def step_value(step: int) -> float:
+    """The fp32 number whose bits are ``step`` << SHIFT."""
+    return torch.tensor(step << SHIFT, dtype=torch.int32).view(torch.float32).item()
+
+
+ZERO_SHIFT = step_value(SIGNED_OFFSET)  # F(0)
+TOP = 1.0 - ZERO_SHIFT
+
+SCALE_MIN, SCALE_MAX = (
+    1e-30,
+    1e37,
+)  # a block of zeros gets the former; what is squared stays finite below the latter
+
+
+@dataclass
+class Buffer:
+    """A scratch of fp32 numbers, and the views of it that a stretch of blocks needs; all share memory."""
+
+    values: torch.Tensor  # 1-D, whole tiles
+    bits: torch.Tensor  # the same as int32
+    tiles: torch.Tensor  # values as (bands, rows, columns, columns)
+    inner: torch.Tensor  # of values: what is in memory, in its shape
+    inner_bits: torch.Tensor
+    padding: list[torch.Tensor]  # of values: the rest of short tiles
+
+
+class RootMap:
+    """The default map. `spares` of its methods are buffers whose content is lost."""
+
+    name = "root"
+    stores_root = True
+    first_top = TOP
+    second_top = 1.0
+
+    def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
+        """Numbers in ±TOP from the codes of a stretch."""
+        sign = spares[0].bits
+        out.inner_bits.copy_(codes)
+        torch.bitwise_and(out.bits, 128, out=sign)
+        sign.bitwise_left_shift_(24)
+        out.bits.bitwise_and_(127).add_(SIGNED_OFFSET).bitwise_left_shift_(SHIFT)
+        out.values.sub_(ZERO_SHIFT)
+        out.bits.bitwise_or_(sign)
+
+    def encode_first(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
+        """Codes of numbers in ±TOP, which are lost."""
+        sign, bits = spares[0].bits, values.bits
+        torch.bitwise_right_shift(bits, 24, out=sign)
+        sign.bitwise_and_(128)
+        values.values.abs_().add_(ZERO_SHIFT)
+        bits.add_(HALF - (SIGNED_OFFSET << SHIFT)).bitwise_right_shift_(SHIFT).clamp_(0, 127).bitwise_or_(
+            sign
+        )
+        codes.copy_(values.inner_bits)
+
+    def decode_second(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
+        """Numbers in (0, 1] from the codes of a stretch."""
+        out.inner_bits.copy_(codes)
+        out.bits.add_(UNSIGNED_OFFSET).bitwise_left_shift_(SHIFT)
+
+    def encode_second(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
+        """Codes of numbers in [0, 1], which are lost."""
+        values.bits.add_(HALF - (UNSIGNED_OFFSET << SHIFT)).bitwise_right_shift_(SHIFT).clamp_(0, 255)
+        codes.copy_(values.inner_bits)
+
+
+def dynamic_values(signed: bool) -> list[float]:
+    """bitsandbytes' dynamic map of 8 bits: seven decades, each with twice the steps of the one below; sorted.
+
+    Within decade 10^(i-6) the steps are the midpoints of 2^i (unsigned: 2^(i+1)) equal parts of [0.1, 1].
+    """
+    found = [0.0, 1.0]
+    for i in range(7):
+        parts = 2**i if signed else 2 ** (i + 1)
+        ends = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
+        steps = ((ends[:-1] + ends[1:]) / 2 * 10.0 ** (i - 6)).tolist()
+        found += steps
+        if signed:
+            found += [-step for step in steps]
+    return sorted(found)
+
+
+KEY_SHIFT = 16  # a key is the sign-less bits above: exponent and 7 bits of mantissa
+
+
+class Table:
+    """The nearest of some numbers by look-up: a key from the top bits, one comparison with the bound in the key's cell.
+
+    For one sign: ``magnitudes`` ascending from 0. A cell holds at most one bound, which is checked here.
+    """
+
+    def __init__(self, magnitudes: list[float]) -> None:
+        exact = torch.tensor(magnitudes, dtype=torch.float64)
+        middles = (exact[:-1] + exact[1:]) / 2
+        # The largest fp32 number that is still nearer to the smaller neighbour (a tie goes to the larger).
+        nearest = middles.to(torch.float32)
+        below = torch.nextafter(nearest, torch.tensor(0.0))
+        self.bounds = torch.where(nearest.double() >= middles, below, nearest)
+        bits = self.bounds.view(torch.int32)
+        self.low = int(bits[0]) >> KEY_SHIFT
+        self.high = 127 << (23 - KEY_SHIFT)  # the cell of 1.0 and what rounding puts just above
+        cells = torch.arange(self.low, self.high + 1, dtype=torch.int32)
+        index = torch.searchsorted(bits >> KEY_SHIFT, cells, right=False)
+        after = torch.searchsorted(bits >> KEY_SHIFT, cells, right=True)
+        assert int((after - index).max()) <= 1, "two bounds in one cell"
+        self.base = index.to(torch.int32)
+        padded = torch.cat([bits, torch.tensor([0x7FFFFFFF], dtype=torch.int32)])
+        self.limit = padded[index]
+
+
+class DynamicMap:
+    """bitsandbytes' maps, for states that compare with its own."""
+
+    name = "dynamic"
+    stores_root = False
+    first_top = 1.0
+    second_top = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        signed, unsigned = dynamic_values(True), dynamic_values(False)
+        self.zero = signed.index(0.0)
+        positive, negative = Table(signed[self.zero :]), Table([-x for x in signed[self.zero :: -1]])
+        assert positive.low == negative.low
+        self.low, self.high = positive.low, positive.high
+        self.cells = self.high - self.low + 1
+        self.first_values = torch.tensor(signed, device=device)
+        self.first_base = torch.cat([positive.base, negative.base]).to(device)
+        self.first_limit = torch.cat([positive.limit, negative.limit]).to(device)
+        table = Table(unsigned)
+        self.second_low = table.low
+        self.second_values = torch.tensor(unsigned, device=device)
+        self.second_base, self.second_limit = table.base.to(device), table.limit.to(device)
+
+    def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
+        """Numbers in [-0.993, 1] from the codes of a stretch."""
+        self._decode(codes, out, spares[0], self.first_values)
+
+    def decode_second(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
+        """Numbers in [0, 1] from the codes of a stretch."""
+        self._decode(codes, out, spares[0], self.second_values)
+
+    @staticmethod
+    def _decode(codes: torch.Tensor, out: Buffer, spare: Buffer, values: torch.Tensor) -> None:
+        if out.padding:
+            spare.bits.zero_()
+        spare.inner_bits.copy_(codes)
+        torch.index_select(values, 0, spare.bits, out=out.values)
+
+    def encode_first(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
+        """Codes of numbers in [-1, 1], which are lost."""
+        sign, key, base, limit = (spare.bits for spare in spares[:4])
+        torch.bitwise_right_shift(values.bits, 31, out=sign)  # 0 or -1
+        values.bits.bitwise_and_(0x7FFFFFFF)
+        self._key(values, key, self.low)
+        torch.bitwise_and(sign, self.cells, out=base)
+        key.add_(base)
+        torch.index_select(self.first_base, 0, key, out=base)
+        self._add_one_above(values, self.first_limit, key, base, limit)
+        values.bits.copy_(base).bitwise_xor_(sign).sub_(sign).add_(self.zero)
+        codes.copy_(values.inner_bits)
+
+    def encode_second(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
+        """Codes of numbers in [0, 1], which are lost."""
+        key, base, limit = (spare.bits for spare in spares[:3])
+        self._key(values, key, self.second_low)
+        torch.index_select(self.second_base, 0, key, out=base)
+        self._add_one_above(values, self.second_limit, key, base, limit)
+        values.bits.copy_(base)
+        codes.copy_(values.inner_bits)
+
+    def _key(self, values: Buffer, key: torch.Tensor, low: int) -> None:
+        torch.bitwise_right_shift(values.bits, KEY_SHIFT, out=key)
+        key.clamp_(low, self.high).sub_(low)
+
+    @staticmethod
+    def _add_one_above(
+        values: Buffer, limits: torch.Tensor, key: torch.Tensor, base: torch.Tensor, limit: torch.Tensor
+    ) -> None:
+        """base += values > limits[key]; by bits, which order positive numbers as they are. ``key`` is lost."""
+        torch.index_select(limits, 0, key, out=limit)
+        torch.sub(limit, values.bits, out=key)
+        base.sub_(key.bitwise_right_shift_(31))
+
+
+@functools.cache
+def map_of(name: str, device: torch.device) -> RootMap | DynamicMap:
+    """A state map by its name.
+
+    Raises:
+        ValueError: no such map.
+    """
+    if name == "root":
+        return RootMap()
+    if name == "dynamic":
+        return DynamicMap(device)
+    raise ValueError(f"state_map={name!r}: expected 'root' or 'dynamic'")
