@@ -8,8 +8,9 @@
 
 Standard repeats torch.optim.Muon's operations one by one (norm after the cast to bf16, transpose, addmm), so a
 matrix gets the same bits. On a GPU several of one shape go through baddbmm, which saves launches and agrees within
-bf16 roundings (2e-2); on a CPU that would save nothing, so there they are computed one by one. Gram Newton-Schulz loses precision in R quickly: it runs
-in fp16 (fp32 on CPU) and starts anew from X after step 2 and every third step from there; in bf16 it diverges.
+bf16 roundings (2e-2); on a CPU that would save nothing, so there they are computed one by one. Gram Newton-Schulz
+loses precision in R quickly: it runs in fp16 (fp32 on CPU) and starts anew from X after step 2 and every third step
+from there; in bf16, or without restarts, it diverges.
 
 A result is checked (finite, and no larger than the polynomials can make it) and, where it fails, done again by a safer
 method: gram -> standard -> fp32 with a prior scaling. Where all fail it is zero: the matrix stays as it is.
@@ -181,7 +182,7 @@ def _standard(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[to
 def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_standard`, on the Gram matrix, in fp16 (fp32 on CPU)."""
     n, rows, columns = stack.shape
-    dtype = torch.float16 if stack.device.type == "cuda" else torch.float32
+    dtype = gram_dtype(stack.device)
     short, long = min(rows, columns), max(rows, columns)
     norm = scratch.take("norm", (n, 1, 1), torch.float32)
     torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32, out=norm)
@@ -211,6 +212,11 @@ def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.
         torch.bmm(q, x, out=target)
         x, first = target, last
     return (x.mT if rows > columns else x), norm
+
+
+def gram_dtype(device: torch.device) -> torch.dtype:
+    """In which the Gram form computes: fp16 on GPUs, fp32 where fp16 products are slow."""
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def _scale_aol(x: torch.Tensor, g: torch.Tensor, spare: torch.Tensor, eps: float, scratch: Scratch) -> None:

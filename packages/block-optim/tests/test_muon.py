@@ -1,0 +1,461 @@
+"""Muon on one rank: torch's numbers, options against plain references, states, errors."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from muon_helpers import SHAPES, STACKS, Allocations, same, tensors, train
+
+from block_optim._muon import Muon
+from block_optim._muon_bucket import lr_ratio
+from block_optim._newton_schulz import orthogonalize
+
+
+def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
+    return [torch.nn.Parameter(t) for t in tensors(shapes, seed, dtype)]
+
+
+def give_gradients(params, seed):
+    for p, grad in zip(params, tensors([p.shape for p in params], seed), strict=True):
+        p.grad = grad.to(p.dtype)
+
+
+def copies(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"momentum": 0.5, "ns_steps": 3, "eps": 1e-3},
+        {"lr": torch.tensor(0.03)},
+    ],
+)
+def test_single_matrices_get_the_bits_of_torch_muon_for_twelve_steps(options):
+    options = {"lr": 0.02, **options}
+    params = parameters()
+    twins = copies(params)
+    ours, theirs = Muon(params, **options), torch.optim.Muon(twins, **options)
+    for step in range(12):
+        give_gradients(params, step)
+        give_gradients(twins, step)
+        ours.step()
+        theirs.step()
+        for optimizer in (ours, theirs):
+            if not isinstance(options["lr"], torch.Tensor):
+                optimizer.param_groups[0]["lr"] *= 0.9
+    for p, q in zip(params, twins, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+
+
+def test_defaults_and_state_keys_are_torchs():
+    p = torch.nn.Parameter(torch.zeros(3, 3))
+    ours, theirs = Muon([p]), torch.optim.Muon([p])
+    for key in ("lr", "weight_decay", "momentum", "nesterov", "eps", "adjust_lr_fn"):
+        assert ours.defaults[key] == theirs.defaults[key]
+    assert list(ours.state[p]) == ["momentum_buffer"]
+
+
+def test_an_lr_scheduler_and_per_group_options_are_read_in_every_step():
+    params = parameters(((6, 4), (4, 6)))
+    twins = copies(params)
+    ours = Muon([{"params": params[:1], "lr": 0.1}, {"params": params[1:], "momentum": 0.5}], lr=0.01)
+    theirs = torch.optim.Muon(
+        [{"params": twins[:1], "lr": 0.1}, {"params": twins[1:], "momentum": 0.5}], lr=0.01
+    )
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.8**k) for o in (ours, theirs)]
+    for step in range(3):
+        for some, optimizer in ((params, ours), (twins, theirs)):
+            give_gradients(some, step)
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+def test_step_with_a_closure_evaluates_it_once_and_returns_its_loss():
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    calls = []
+
+    def closure():
+        calls.append(1)
+        p.grad = None
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert Muon([p]).step(closure).item() == 6.0
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ((3, 8, 6), "auto"),
+        ((2, 3, 8, 6), "stack"),
+        ((24, 6), "heads:4"),
+        ((20, 6), "rows:12,4,4"),
+        ((40, 6), "rows:12,4,4*2"),
+        ((4, 3, 3, 3), "auto"),
+        ((4, 5, 3), "flatten"),
+    ],
+)
+def test_the_matrices_of_a_tensor_are_updated_as_separate_parameters_would_be(shape, how):
+    (param,) = parameters([shape])
+    if how == "rows:12,4,4*2":
+        grouped = param.detach().view(2, 20, 6)
+        cut = [grouped[:, a:b].reshape(-1, 6) for a, b in ((0, 12), (12, 16), (16, 20))]
+    elif how.startswith("rows"):
+        cut = list(param.detach().split((12, 4, 4)))
+    elif how.startswith("heads"):
+        cut = list(param.detach().chunk(4))
+    elif how == "flatten" or (how == "auto" and len(shape) == 4):
+        cut = [param.detach().flatten(1)]
+    else:
+        cut = list(param.detach().flatten(0, -3))
+    twins = [torch.nn.Parameter(piece.clone().contiguous()) for piece in cut]
+    ours, theirs = Muon([param], lr=0.1, matrices=how), torch.optim.Muon(twins, lr=0.1)
+    for step in range(2):
+        give_gradients([param], step)
+        gradient = torch.nn.Parameter(param.grad)
+        if how == "rows:12,4,4*2":
+            grouped = gradient.detach().view(2, 20, 6)
+            pieces = [grouped[:, a:b].reshape(-1, 6) for a, b in ((0, 12), (12, 16), (16, 20))]
+        elif how.startswith("rows"):
+            pieces = gradient.detach().split((12, 4, 4))
+        else:
+            pieces = gradient.detach().reshape(len(twins), *twins[0].shape)
+        for twin, piece in zip(twins, pieces, strict=True):
+            twin.grad = piece.clone()
+        ours.step()
+        theirs.step()
+    if how == "rows:12,4,4*2":
+        q, k, v = (t.detach().view(2, -1, 6) for t in twins)
+        assert torch.equal(param.detach().view(2, 20, 6), torch.cat([q, k, v], 1))
+    else:
+        assert torch.equal(param.detach().reshape(-1), torch.cat([t.detach().reshape(-1) for t in twins]))
+
+
+def test_batches_of_one_shape_agree_with_single_matrices_within_the_documented_tolerance():
+    params = parameters([(24, 40)] * 5 + [(3, 24, 40)])
+    twins = copies(params)
+    ours, theirs = Muon(params, lr=1.0, weight_decay=0.0, batched=True), Muon(twins, lr=1.0, weight_decay=0.0)
+    for some, optimizer in ((params, ours), (twins, theirs)):
+        give_gradients(some, 1)
+        optimizer.step()
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        (None, 2.0),
+        ("original", 2.0),
+        ("match_rms_adamw", 0.2 * math.sqrt(48)),
+        ("spectral", 2.0),
+        ("none", 1.0),
+    ],
+)
+def test_the_learning_rate_is_adjusted_to_the_shape(name, ratio):
+    assert lr_ratio(name, 48, 12) == pytest.approx(ratio)
+    assert lr_ratio("spectral", 12, 48) == pytest.approx(0.5)
+    assert lr_ratio(None, 12, 48) == 1.0
+    p = torch.nn.Parameter(torch.zeros(48, 12))
+    p.grad = tensors([(48, 12)], 3)[0]
+    Muon([p], lr=0.5, weight_decay=0, adjust_lr_fn=name, momentum=0).step()
+    want = -0.5 * ratio * orthogonalize(p.grad).float()
+    torch.testing.assert_close(p.detach(), want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_normuon_is_the_papers_equations(adjust):
+    """O = NS(M); v = b v + (1-b) mean_cols(O*O); O' = O/(sqrt(v)+eps); step 0.2 lr sqrt(mn)/|O'| (or by the shape)."""
+    shapes = [(12, 8), (8, 20), (2, 6, 9)]
+    params = parameters(shapes)
+    optimizer = Muon(params, lr=0.03, weight_decay=0.1, normuon=True, normuon_beta2=0.9, adjust_lr_fn=adjust)
+    weights = [p.detach().double().clone() for p in params]
+    momenta = [torch.zeros_like(w) for w in weights]
+    seconds = [torch.zeros(*w.shape[:-1], 1, dtype=torch.float64) for w in weights]
+    for step in range(4):
+        give_gradients(params, step)
+        for w, m, v, p in zip(weights, momenta, seconds, params, strict=True):
+            m.lerp_(p.grad.double(), 0.05)
+            direction = p.grad.double().lerp(m, 0.95)
+            o = orthogonalize(direction.float()).double()
+            v.lerp_(o.square().mean(-1, keepdim=True), 0.1)
+            o = o / (v.sqrt() + 1e-8)
+            rows, columns = w.shape[-2:]
+            norm = torch.linalg.matrix_norm(o, keepdim=True)
+            if adjust == "match_rms_adamw":
+                size = 0.2 * math.sqrt(rows * columns)
+            else:
+                size = math.sqrt(max(1, rows / columns)) * math.sqrt(min(rows, columns))
+            w.mul_(1 - 0.03 * 0.1).sub_(0.03 * size * o / norm)
+        optimizer.step()
+    for p, w, v in zip(params, weights, seconds, strict=True):
+        torch.testing.assert_close(p.detach().double(), w, rtol=0, atol=1e-4)
+        torch.testing.assert_close(optimizer.state[p]["second_moment"].double(), v, rtol=1e-3, atol=1e-7)
+
+
+def test_cautious_decay_touches_only_entries_that_the_update_shrinks():
+    p = torch.nn.Parameter(tensors([(6, 9)], 0)[0])
+    start = p.detach().clone()
+    p.grad = tensors([(6, 9)], 1)[0]
+    update = orthogonalize(p.grad).float()
+    Muon([p], lr=0.1, weight_decay=0.5, momentum=0, cautious_weight_decay=True).step()
+    decayed = start * torch.where(update * start >= 0, 1 - 0.05, 1.0)
+    torch.testing.assert_close(p.detach(), decayed - 0.1 * update, rtol=1e-5, atol=1e-7)
+    assert ((update * start < 0).sum() > 5) and ((update * start > 0).sum() > 5)
+
+
+def test_int8_momentum_keeps_close_to_fp32_in_a_quarter_of_the_memory():
+    params = parameters([(64, 300)])
+    twins = copies(params)
+    ours = Muon(params, lr=0.01, momentum_dtype=torch.int8, weight_decay=0)
+    theirs = Muon(twins, lr=0.01, weight_decay=0)
+    for step in range(10):
+        give_gradients(params, step)
+        give_gradients(twins, step)
+        ours.step()
+        theirs.step()
+    (p,), (q,) = params, twins
+    (start,) = tensors([(64, 300)], 0)
+    change, distance = (q.detach() - start).norm(), (p.detach() - q.detach()).norm()
+    assert 0 < distance / change < 0.06
+    state = ours.state[p]
+    assert state["momentum_buffer"].dtype == torch.int8
+    assert state["momentum_scale"].shape == (64, 2)
+    m, scale = state["momentum_buffer"].float(), state["momentum_scale"]
+    decoded = m * scale.repeat_interleave(256, 1)[:, :300]
+    exact = theirs.state[q]["momentum_buffer"]
+    assert float((decoded - exact).norm() / exact.norm()) < 0.03
+    assert int(m.abs().amax()) == 127
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_momentum_of_another_dtype_follows_the_same_path(dtype):
+    params = parameters([(16, 24)], dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    twins = [torch.nn.Parameter(p.detach().float()) for p in params]
+    ours, theirs = Muon(params, lr=0.05, momentum_dtype=dtype), Muon(twins, lr=0.05)
+    for step in range(5):
+        give_gradients(params, step)
+        give_gradients(twins, step)
+        ours.step()
+        theirs.step()
+    assert ours.state[params[0]]["momentum_buffer"].dtype == dtype
+    torch.testing.assert_close(params[0].float(), twins[0].detach(), rtol=2e-2, atol=2e-2)
+
+
+def test_coefficients_method_and_options_of_a_group_are_used():
+    results = []
+    for options in ({}, {"coefficients": "quintic"}, {"ns_steps": 2}, {"coefficients": (2.0, -1.5, 0.5)}):
+        (p,) = parameters([(8, 24)])
+        give_gradients([p], 1)
+        Muon([p], lr=1.0, **options).step()
+        results.append(p.detach())
+    assert all(not torch.equal(a, b) for i, a in enumerate(results) for b in results[:i])
+
+
+def test_parameters_without_gradient_stay_as_torch_leaves_them():
+    params = parameters()
+    twins = copies(params)
+    ours, theirs = Muon(params), torch.optim.Muon(twins)
+    for step in range(3):
+        for some, optimizer in ((params, ours), (twins, theirs)):
+            give_gradients(some, step)
+            some[step].grad = None
+            some[-1].grad = None
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert not ours.state[params[-1]]["momentum_buffer"].any()
+
+
+def test_a_step_without_any_gradient_does_nothing():
+    params = parameters()
+    before = copies(params)
+    Muon(params).step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_a_non_finite_gradient_skips_the_step_counts_it_and_says_so(caplog):
+    params = parameters(((4, 6), (6, 4)))
+    optimizer = Muon(params, lr=0.1)
+    give_gradients(params, 1)
+    optimizer.step()
+    before = copies(params)
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+    give_gradients(params, 2)
+    params[1].grad[0, 0] = math.nan
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert "not finite" in caplog.text
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert all(
+        torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(params, momenta, strict=True)
+    )
+
+
+def test_an_orthogonalisation_that_fails_falls_back_and_is_counted():
+    p = torch.nn.Parameter(torch.zeros(8, 6))
+    p.grad = torch.full((8, 6), 1e25) * tensors([(8, 6)], 0)[0]
+    optimizer = Muon([p], lr=0.1, weight_decay=0)
+    optimizer.step()
+    assert optimizer.fallbacks == 1
+    assert 0.05 < float(torch.linalg.matrix_norm(p.detach(), 2)) < 0.15
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normuon": True},
+        {"momentum_dtype": torch.int8},
+        {"cautious_weight_decay": True},
+        {"method": "gram"},
+    ],
+)
+def test_nothing_is_allocated_in_a_step_after_the_first(options):
+    params = parameters(SHAPES + STACKS)
+    optimizer = Muon(params, bucket_bytes=2000, skip_nonfinite=False, **options)
+    give_gradients(params, 0)
+    optimizer.step()
+    held = optimizer._engine.scratch_bytes
+    with Allocations() as spy:
+        optimizer.step()
+    assert spy.found == []
+    assert optimizer._engine.scratch_bytes == held
+
+
+def test_the_state_exists_from_construction_and_a_state_dict_resumes_to_the_bit():
+    shapes = SHAPES + STACKS
+    for options in ({}, {"normuon": True, "momentum_dtype": torch.int8}):
+        params = parameters(shapes)
+        optimizer = Muon(params, lr=0.1, **options)
+        assert all(optimizer.state[p] for p in params)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        twins = copies(params)
+        other = Muon(twins, lr=0.5, **options)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        third = copy.deepcopy(optimizer)
+        for some, o in ((params, optimizer), (twins, other)):
+            give_gradients(some, 9)
+            o.step()
+        assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+        clones = [p for g in third.param_groups for p in g["params"]]
+        give_gradients(clones, 9)
+        third.step()
+        assert all(torch.equal(p, q) for p, q in zip(params, clones, strict=True))
+
+
+def test_a_state_dict_of_torch_muon_can_be_loaded():
+    params = parameters(((6, 4),))
+    theirs = torch.optim.Muon(params, lr=0.3)
+    give_gradients(params, 0)
+    theirs.step()
+    twins = copies(params)
+    ours = Muon(twins)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for some, optimizer in ((params, theirs), (twins, ours)):
+        give_gradients(some, 1)
+        optimizer.step()
+    assert torch.equal(params[0], twins[0])
+
+
+def test_a_state_of_another_format_is_refused():
+    params = parameters(((6, 4),))
+    saved = Muon(params, momentum_dtype=torch.int8).state_dict()
+    with pytest.raises(ValueError, match="momentum_dtype"):
+        Muon(params).load_state_dict(saved)
+
+
+def test_parameters_added_later_are_planned_and_updated():
+    params = parameters(((6, 4), (4, 6)))
+    twins = copies(params)
+    ours, theirs = Muon(params[:1]), Muon(twins)
+    ours.add_param_group({"params": params[1:]})
+    for some, optimizer in ((params, ours), (twins, theirs)):
+        give_gradients(some, 1)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert len(ours.plan.domains[0].matrices) == 2
+
+
+def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
+    params = parameters(dtype=torch.bfloat16)
+    before = copies(params)
+    give_gradients(params, 1)
+    Muon(params, lr=0.1, momentum=0, weight_decay=0).step()
+    for p, start in zip(params, before, strict=True):
+        update = lr_ratio(None, *p.shape) * 0.1 * orthogonalize(p.grad).float()
+        torch.testing.assert_close(p.detach(), (start.detach().float() - update).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"coefficients": "best"}, "'best' are not known"),
+        ({"coefficients": "aol", "ns_steps": 5}, "belong together"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
+        ({"method": "qr"}, "method='qr'"),
+        ({"momentum_dtype": torch.int32}, "momentum_dtype"),
+        ({"matrices": "heads:5"}, "parameter 0 .* do not divide into 5 heads"),
+        ({"normuon_beta2": 1.5}, "normuon_beta2=1.5"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([torch.nn.Parameter(torch.zeros(4, 4))], **options)
+
+
+def test_what_is_no_matrix_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"norm\.weight: shape \(4,\) is no matrix"):
+        Muon([("norm.weight", torch.nn.Parameter(torch.zeros(4)))])
+    with pytest.raises(ValueError, match="not row-major"):
+        Muon([torch.nn.Parameter(torch.zeros(4, 6).T)])
+
+
+def test_small_buckets_change_nothing():
+    same(train("plain", SHAPES + STACKS, bucket_bytes=1), train("plain", SHAPES + STACKS))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_single_matrices_get_the_bits_of_torch_muon():
+    params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters()]
+    twins = copies(params)
+    ours, theirs = Muon(params, lr=0.02, batched=False), torch.optim.Muon(twins, lr=0.02)
+    for step in range(10):
+        for some, optimizer in ((params, ours), (twins, theirs)):
+            for p, grad in zip(some, tensors([p.shape for p in some], step), strict=True):
+                p.grad = grad.cuda()
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_no_memory_is_allocated_in_a_step_after_the_first():
+    params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters(SHAPES + STACKS)]
+    optimizer = Muon(params, method="gram", skip_nonfinite=False)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    optimizer.step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 2 * len(
+        params
+    )  # host reads of checks

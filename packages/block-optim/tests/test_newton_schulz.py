@@ -1,0 +1,210 @@
+import math
+
+import pytest
+import torch
+
+from block_optim import _newton_schulz as ns
+from block_optim._coefficients import KELLER, NAMES, resolve
+from block_optim._newton_schulz import Recipe, Scratch, orthogonalize, orthogonalize_
+
+# Wide, tall, square, prime, one row, one column, one element.
+SHAPES = [(24, 40), (40, 24), (16, 16), (13, 7), (1, 5), (5, 1), (1, 1)]
+
+
+def gaussian(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def polar(matrix):
+    u, _, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ vt
+
+
+def power_law(short, long, seed=0):
+    """Singular values k^-1.5: what gradients look like, and where half precision goes wrong."""
+    u, _, vt = torch.linalg.svd(gaussian(short, long, seed=seed).double(), full_matrices=False)
+    return (u * torch.arange(1, short + 1, dtype=torch.float64) ** -1.5) @ vt
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_gets_the_bits_of_torch_muon(shape, dtype):
+    matrix = gaussian(*shape, dtype=dtype)
+    for steps in (1, 2, 5):
+        param = torch.nn.Parameter(torch.zeros(shape))
+        param.grad = matrix.float()
+        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, ns_steps=steps).step()
+        found = orthogonalize(matrix, KELLER, steps)
+        scale = math.sqrt(max(1, shape[0] / shape[1]))
+        torch.testing.assert_close(
+            torch.zeros(shape).add_(found, alpha=-scale), param.detach(), rtol=0, atol=0
+        )
+
+
+def test_the_input_is_left_as_it_is():
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = gaussian(8, 6, dtype=dtype)
+        before = matrix.clone()
+        orthogonalize(matrix)
+        assert torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stack_in_one_batch_agrees_with_its_matrices_one_by_one(name, method):
+    stack = gaussian(4, 24, 64)
+    together = stack.bfloat16()
+    orthogonalize_(together, Recipe(resolve(name), method=method, batched=True), Scratch(stack.device))
+    for matrix, found in zip(stack, together, strict=True):
+        torch.testing.assert_close(found, orthogonalize(matrix, name, method=method), atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("keller", 0.25), ("quintic", 0.03), ("polar_express", 0.13), ("deepseek_v4", 0.02)]
+)
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24)])
+def test_the_result_is_near_the_fp64_polar_factor(name, shape, error):
+    matrix = gaussian(*shape)
+    for method in ("standard", "gram"):
+        found = orthogonalize(matrix, name, method=method).double()
+        want = polar(matrix)
+        assert float((found - want).norm() / want.norm()) < error
+
+
+@pytest.mark.parametrize("name", ["keller", "quintic", "polar_express", "deepseek_v4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gram_newton_schulz_with_restarts_follows_the_polynomials(name, dtype, monkeypatch):
+    monkeypatch.setattr(ns, "gram_dtype", lambda device: dtype)
+    matrix = power_law(32, 128).float()
+    polynomials = resolve(name)
+    values = torch.linalg.svdvals(matrix.double() / matrix.double().norm())
+    expected = torch.tensor([polynomials(v) for v in values.tolist()]).sort().values
+    found = torch.linalg.svdvals(orthogonalize(matrix, name, method="gram").double()).sort().values
+    assert float((found - expected).abs().max()) < (0.08 if dtype == torch.float16 else 0.03)
+
+
+def test_gram_newton_schulz_in_bf16_would_diverge_and_is_caught(monkeypatch):
+    monkeypatch.setattr(ns, "gram_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(ns, "restarts", lambda steps: (steps,))
+    stack = power_law(32, 128).bfloat16()[None]
+    assert orthogonalize_(stack, Recipe(resolve("polar_express"), method="gram"), Scratch(stack.device)) == 1
+    assert float(torch.linalg.matrix_norm(stack[0].float(), 2)) < 1.3
+
+
+def test_gram_is_used_where_it_saves_flops_and_auto_never_on_a_cpu():
+    polynomials, cpu, gpu = resolve("keller"), torch.device("cpu"), torch.device("cuda")
+    gram, auto = Recipe(polynomials, method="gram"), Recipe(polynomials, method="auto")
+    assert gram.uses_gram(64, 256, cpu)
+    assert gram.uses_gram(256, 64, cpu)
+    assert not gram.uses_gram(64, 64, cpu)
+    assert not auto.uses_gram(512, 2048, cpu)
+    assert auto.uses_gram(512, 2048, gpu)
+    assert not auto.uses_gram(64, 2048, gpu)
+    assert not Recipe(polynomials).uses_gram(64, 256, gpu)
+
+
+def test_flops_are_those_of_the_products():
+    short, long = 8, 32
+    recipe, cpu = Recipe(resolve("keller")), torch.device("cpu")
+    assert recipe.flops(short, long, cpu) == 20 * short**2 * long + 10 * short**3
+    gram = Recipe(resolve("keller"), method="gram")
+    assert gram.flops(long, short, cpu) == 8 * short**2 * long + 28 * short**3
+    assert Recipe(resolve("cubic")).flops(short, long, cpu) == 20 * short**2 * long
+
+
+def test_aol_scales_rows_so_that_four_steps_are_enough():
+    matrix = gaussian(32, 96).double().float()
+    values = torch.linalg.svdvals(orthogonalize(matrix, "aol").float())
+    assert 0.9 < float(values.min())
+    assert float(values.max()) < 1.05
+
+
+def test_zeros_stay_zero_and_rank_one_stays_rank_one():
+    assert not orthogonalize(torch.zeros(6, 4)).any()
+    matrix = torch.zeros(6, 4)
+    matrix[2] = 1  # its norm is 2, so that dividing by it rounds nothing
+    for name in NAMES:
+        first, second = torch.linalg.svdvals(orthogonalize(matrix, name).float())[:2].tolist()
+        assert first > 0.5, name
+        assert second == 0, name
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_scale_does_not_matter_even_where_the_norm_overflows(scale):
+    matrix = gaussian(8, 20)
+    found = orthogonalize(matrix * scale, "quintic", eps=1e-37).float()
+    assert 0.9 < float(torch.linalg.svdvals(found).min())
+    assert float(torch.linalg.svdvals(found).max()) < 1.2
+
+
+def test_a_set_without_margin_that_rounding_drives_out_of_range_falls_back(caplog):
+    # A rank-one matrix has its singular value at exactly 1, where CANS's first polynomial is steepest.
+    fell = 0
+    for seed in range(40):
+        stack = (gaussian(64, 1, seed=seed) @ gaussian(1, 96, seed=seed + 99)).bfloat16()[None]
+        fell += orthogonalize_(stack, Recipe(resolve("cans")), Scratch(stack.device))
+        assert float(torch.linalg.matrix_norm(stack[0].float(), 2)) < 1.3
+    assert fell
+    assert "done again in fp32" in caplog.text
+
+
+def test_what_no_method_can_do_is_left_out(caplog):
+    stack = torch.full((1, 4, 6), math.nan, dtype=torch.bfloat16)
+    assert orthogonalize_(stack, Recipe(resolve("keller")), Scratch(stack.device)) == 1
+    assert not stack.any()
+    assert "left as it is" in caplog.text
+
+
+def test_only_the_bad_matrix_of_a_batch_falls_back():
+    stack = gaussian(3, 8, 12).bfloat16()
+    stack[1] = math.inf
+    good = orthogonalize(stack[0])
+    assert orthogonalize_(stack, Recipe(resolve("keller"), batched=True), Scratch(stack.device)) == 1
+    torch.testing.assert_close(stack[0], good, atol=2e-2, rtol=0)
+    assert not stack[1].any()
+    assert stack[2].any()
+
+
+def test_empty_matrices_are_nothing_to_do():
+    for shape in [(0, 4, 6), (2, 0, 6), (2, 4, 0)]:
+        assert (
+            orthogonalize_(
+                torch.empty(shape, dtype=torch.bfloat16), Recipe(resolve("keller")), Scratch("cpu")
+            )
+            == 0
+        )
+
+
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match="one matrix or a stack"):
+        orthogonalize(torch.zeros(3))
+    with pytest.raises(ValueError, match="method 'fast'"):
+        orthogonalize(torch.zeros(3, 3), method="fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["standard", "gram", "auto"])
+def test_on_a_gpu_the_result_is_as_near_the_polar_factor(method):
+    for matrix in (gaussian(256, 1024), power_law(256, 1024).float()):
+        for name in ("keller", "quintic", "polar_express"):
+            polynomials = resolve(name)
+            values = torch.linalg.svdvals(matrix.double() / matrix.double().norm())
+            expected = torch.tensor([polynomials(v) for v in values.tolist()]).sort().values
+            found = orthogonalize(matrix.cuda(), name, method=method).double().cpu()
+            assert float((torch.linalg.svdvals(found).sort().values - expected).abs().max()) < 0.12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_matrix_gets_the_bits_of_torch_muon_and_batches_agree():
+    stack = gaussian(5, 96, 160).cuda()
+    for matrix in (stack[0], stack[0].T.contiguous()):
+        param = torch.nn.Parameter(torch.zeros_like(matrix))
+        param.grad = matrix
+        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False).step()
+        scale = math.sqrt(max(1, matrix.size(0) / matrix.size(1)))
+        found = torch.zeros_like(matrix).add_(orthogonalize(matrix), alpha=-scale)
+        assert torch.equal(found, param.detach())
+    for together, matrix in zip(orthogonalize(stack), stack, strict=True):
+        torch.testing.assert_close(together, orthogonalize(matrix), atol=2e-2, rtol=0)
