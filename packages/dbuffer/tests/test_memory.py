@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import (
     assert_views_equal,
+    fill_views,
     full_tensors,
     make,
     mesh_of,
@@ -183,3 +184,30 @@ def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
     del storage
     gc.collect()
     assert recycler.stats.lent_bytes == 0
+
+
+def give_and_renew():
+    buffer = make("split", dtype=torch.float32, full_dtype=torch.bfloat16)
+    fill_views(buffer, full_tensors())
+    buffer.reduce_scatter(op="sum").wait()
+    name = next(name for name, view in buffer.local_views.items() if view.numel())
+    kept = buffer.local_views[name]
+    values = kept.clone()
+    buffer.give_shard()
+    for what in ("shard", "local_views"):
+        with pytest.raises(RuntimeError, match=f"{what} after give_shard; call new_shard first"):
+            getattr(buffer, what)
+    buffer.new_shard()
+    fill_views(buffer, full_tensors(seed=5))
+    buffer.reduce_scatter(op="sum").wait()
+    assert torch.equal(kept, values)  # the memory given away is not the buffer's any more
+    assert buffer.local_views[name].data_ptr() != kept.data_ptr()
+    padding = sum(float(shard.abs().sum()) for shard in buffer.shard) - sum(
+        float(view.abs().sum()) for view in buffer.local_views.values()
+    )
+    assert padding == 0
+    buffer.release()
+
+
+def test_a_shard_given_away_belongs_to_those_who_hold_it():
+    run_ranks(3, give_and_renew)

@@ -116,13 +116,10 @@ class DBuffer:
         """Allocate the shard, and make every tensor that will ever view the full memory."""
         rank = self.mesh_view.rank
         sizes = [segment.shard_size for segment in self.layout.segments]
-        where: dict[str, Any] = {"device": self.shard_device, "pin_memory": self._pinned}
-        self.shard = tuple(torch.zeros(size, dtype=self.dtype, **where) for size in sizes)
-        for shard in self.shard:
-            check_aligned(shard.data_ptr())
+        self._shard = self._new_shards(torch.zeros)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and what each needs, in bytes
         if self.aliased:
-            self._full = self._raw_full = self._own = self.shard
+            self._full = self._raw_full = self._own = self._shard
         else:
             bytes_per_element = self.mesh_view.size * self.full_dtype.itemsize
             self._storages = [
@@ -135,19 +132,31 @@ class DBuffer:
             self._own = tuple(
                 raw.narrow(0, rank * size, size) for raw, size in zip(self._raw_full, sizes, strict=True)
             )
-        # Where the shard is written by a copy that may still be under way, padding is zeroed before it travels.
-        padded = self._own if self.apart else self.shard
-        self._gaps = [padded[s].narrow(0, begin, n) for s, begin, n in gaps_of(self.layout, self._pieces)]
         self._views = MappingProxyType(
             {p.name: self._full[p.segment].narrow(0, p.offset, p.numel).view(p.shape) for p in self._pieces}
         )
+        self._gap_ranges = gaps_of(self.layout, self._pieces)
+        self._view_shard()
+        self.release()
+
+    def _new_shards(self, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        where: dict[str, Any] = {"device": self.shard_device, "pin_memory": self._pinned}
+        shards = tuple(make(segment.shard_size, dtype=self.dtype, **where) for segment in self.layout.segments)
+        for shard in shards:
+            check_aligned(shard.data_ptr())
+        return shards
+
+    def _view_shard(self) -> None:
+        shards = self._shard
+        # Where the shard is written by a copy that may still be under way, padding is zeroed before it travels.
+        padded = self._own if self.apart else shards
+        self._gaps = [padded[s].narrow(0, begin, n) for s, begin, n in self._gap_ranges]
         self._local_views = MappingProxyType(
             {
-                p.name: self.shard[p.segment].narrow(0, p.begin, p.local_numel).view(p.local_shape)
+                p.name: shards[p.segment].narrow(0, p.begin, p.local_numel).view(p.local_shape)
                 for p in self._pieces
             }
         )
-        self.release()
 
     def _flat_tensors(self) -> tuple[torch.Tensor, ...]:
         empty = torch.empty(0, dtype=self.full_dtype, device=self.device)
@@ -162,6 +171,16 @@ class DBuffer:
     def device(self) -> torch.device:
         """Where shard and full are, with index."""
         return self.layer.device
+
+    @property
+    def shard(self) -> tuple[torch.Tensor, ...]:
+        """This rank's slices, 1-D, `shard_size` elements of `dtype`, one a segment; padding in them is zero.
+
+        Raises:
+            RuntimeError: given away.
+        """
+        self._check_shard("shard")
+        return self._shard
 
     @property
     def full(self) -> tuple[torch.Tensor, ...]:
@@ -196,8 +215,12 @@ class DBuffer:
     def local_views(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). Always the same objects.
+        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects until the shard is given away.
+
+        Raises:
+            RuntimeError: the shard was given away.
         """
+        self._check_shard("local_views")
         return self._local_views
 
     @property
@@ -232,6 +255,21 @@ class DBuffer:
         return tuple(ragged if dim == self.mesh_view.shard_dim else Replicate() for dim in dims)
 
     # -- memory -----------------------------------------------------------------------------------------------------
+
+    def give_shard(self) -> None:
+        """Let go of the shard: its memory belongs to whoever still holds tensors on it, and ends with them.
+
+        For gradients, which their users drop when they like. Nothing where shard and full are one memory.
+        """
+        self._check_idle("give_shard")
+        if not self.aliased:
+            self._shard, self._gaps, self._local_views = (), [], MappingProxyType({})
+
+    def new_shard(self) -> None:
+        """Give the buffer a shard again after `give_shard`; uninitialised, padding too. Nothing where it has one."""
+        if not self._shard:
+            self._shard = self._new_shards(torch.empty)
+            self._view_shard()
 
     def materialize(self) -> None:
         """Give `full` memory, uninitialised, for use on the current stream. Nothing where it has some."""
@@ -453,6 +491,10 @@ class DBuffer:
     def _check_materialized(self, what: str) -> None:
         if not self._materialized:
             raise RuntimeError(f"{self.name}: {what} after release; call all_gather or materialize first")
+
+    def _check_shard(self, what: str) -> None:
+        if not self._shard:
+            raise RuntimeError(f"{self.name}: {what} after give_shard; call new_shard first")
 
     def _check_idle(self, what: str) -> None:
         if self._in_flight is not None:

@@ -90,13 +90,14 @@ class Context:
         """The outermost unit's forward begins."""
         if self.in_backward or self.root is not None:
             self.reset()  # the pass before was cut off by an exception
-        join(root)
-        for unit in self.units:
-            unit.prepare()
-        self.root = root
-        event, self.post_optim_event = self.post_optim_event, None
-        self._gathers_follow(event)
-        self._order_of(root).begin()
+        with label("root_pre_forward"):
+            join(root)
+            for unit in self.units:
+                unit.prepare()
+            self.root = root
+            event, self.post_optim_event = self.post_optim_event, None
+            self._gathers_follow(event)
+            self._order_of(root).begin()
 
     def _order_of(self, root: "Unit") -> "Schedule[Unit]":
         return self._forward.setdefault(root, Schedule())
@@ -143,6 +144,8 @@ class Context:
                 unit.reshard()
         self._order_of(self.root).end()
         self.root = None
+        if not torch.is_grad_enabled():
+            self.recycler.trim()  # no backward follows
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -176,6 +179,7 @@ class Context:
             if self.is_last_backward:
                 self._finish(self._landed + self._flying)
                 self._left = []
+                self.recycler.trim()  # the optimizer has the memory to itself
             self._last_backward = self._backward.seen
             self._backward.end()
             self.in_backward = False

@@ -1,7 +1,7 @@
 """The gradients of one group: written into one buffer as autograd makes them, reduced from it, shown as `.grad`.
 
 autograd's gradient --copy, cast--> view of full --reduce-scatter--> shard --> sharded_param.grad
-(freed at once)                     (released)                       (one storage for the group)
+(freed at once)                     (released)                       (new in each step, ends with `.grad`)
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ class Gradients:
     def __init__(self, group: "Group") -> None:
         self._group = group
         self.buffer: DBuffer | None = None
-        self._own_users: tuple[int, ...] = ()
         self._written: set[str] = set()
         self._partial = False  # reduced inside shards, not yet across replicas
 
@@ -54,13 +53,16 @@ class Gradients:
         else:
             view.copy_(grad).mul_(scale)
 
-    def complete(self) -> None:
-        """Zero what no gradient came for, so that the whole buffer may be reduced."""
+    def close(self) -> list[ManagedParam]:
+        """Zero what no gradient came for, so that the whole buffer may be reduced. Returns the others' parameters."""
         buffer = self._ready()
         buffer.materialize()
         missing = [view for name, view in buffer.resting_views.items() if name not in self._written]
         if missing:
             torch._foreach_zero_(missing)
+        used = [param for param in self._group.params if param.name in self._written]
+        self._written.clear()
+        return used
 
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
@@ -88,63 +90,25 @@ class Gradients:
                 check_ranks=False,
                 **group.shard_options,
             )
-            self._own_users = self._users()
+            self.buffer.give_shard()
         return self.buffer
-
-    def _users(self) -> tuple[int, ...]:
-        assert self.buffer is not None
-        return tuple(compat.storage_users(shard) for shard in self.buffer.shard)
 
     # -- the reduction ----------------------------------------------------------------------------------------------
 
     def take_up(self) -> bool:
-        """Prepare the shard for a reduction; whether to add to it.
+        """Have memory for what a reduction brings; whether to add to what is there: a partial sum."""
+        if not self._partial:
+            self.filled.new_shard()
+        return self._partial
 
-        Where every `.grad` is None the shard is overwritten; but who still holds last step's gradients keeps
-        that memory, and this step gets new.
-        """
-        held = {
-            param.name: param.sharded.grad for param in self._group.params if param.sharded.grad is not None
-        }
-        if self._partial:
-            return True
-        if not held:
-            if self._users() != self._own_users:
-                self._replace()
-            return False
-        with torch.no_grad():
-            assert self.buffer is not None
-            for param in self._group.params:
-                view, grad = self.buffer.local_views[param.name], held.get(param.name)
-                if grad is None:
-                    view.zero_()
-                elif grad.to_local().data_ptr() != view.data_ptr():  # type: ignore[attr-defined]  # the user's own
-                    view.copy_(self._group.as_sharded(param, grad).to_local())
-        return True
-
-    def _replace(self) -> None:
-        """A new buffer with the gathered contents of the old one."""
-        old, written = self.buffer, self._written
-        assert old is not None
-        self.forget()
-        new = self._ready()
-        self._written = written
-        new.materialize()
-        new.copy_(old, "full")
-        old.release()
-
-    def reduced(self, everywhere: bool) -> list[ManagedParam]:
-        """The reduction has landed: free the gathered memory. Returns the parameters that got a gradient here.
+    def reduced(self, everywhere: bool) -> None:
+        """The reduction has landed: free the gathered memory.
 
         Args:
             everywhere: also across replicas; else the shard holds a partial sum that the next reduction adds to.
         """
-        assert self.buffer is not None
-        self.buffer.release()
-        used = [param for param in self._group.params if param.name in self._written]
-        self._written.clear()
+        self.filled.release()
         self._partial = not everywhere
-        return used
 
     @property
     def filled(self) -> DBuffer:
@@ -180,12 +144,21 @@ class Gradients:
         return used + [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
 
     def publish(self, params: list[ManagedParam]) -> None:
-        """Show reduced gradients as `.grad` of the sharded parameters, and call the users' hooks on these.
+        """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
-        Each is a new object, so that whoever keeps one can be told from the memory's count of users.
+        From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
         """
-        assert self.buffer is not None
+        add: list[tuple[torch.Tensor, torch.Tensor]] = []
         for param in params:
-            param.sharded.grad = self._group.ragged(param, self.buffer.local_views[param.name].detach())
+            view, held = self.local(param), param.sharded.grad
+            if held is None:
+                param.sharded.grad = self._group.ragged(param, view)
+            else:
+                add.append((self._group.as_sharded(param, held).to_local(), view))
+        with torch.no_grad():
+            if add:
+                torch._foreach_add_([held for held, _ in add], [view for _, view in add])
+        self.filled.give_shard()
+        for param in params:
             for hook in compat.post_accumulate_hooks(param.sharded):
                 hook(param.sharded)

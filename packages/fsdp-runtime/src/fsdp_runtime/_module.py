@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from typing_extensions import deprecated
 
 from . import _hooks
 from ._registry import unit_of
@@ -120,6 +121,7 @@ class FSDPModule:
             raise ValueError(f"gradient divide factor {factor}: expected a positive number")
         _unit(self).reduce_options.divide_factor = float(factor)
 
+    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's deprecated name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)

@@ -5,6 +5,7 @@ sharded   at rest, and whenever the optimizer looks   this rank's part, in the s
 unsharded from unshard to reshard                     a view of the gathered buffer
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,18 @@ class Place:
 
     module: nn.Module
     attribute: str
+
+
+def _call_weakly(managed: "ManagedParam", hook: GradHook) -> Callable[[torch.Tensor], None]:
+    """The hook without references: autograd holds it where the garbage collector does not see a cycle."""
+    param, method = weakref.ref(managed), weakref.WeakMethod(hook)
+
+    def call(tensor: torch.Tensor) -> None:
+        alive, act = param(), method()
+        if alive is not None and act is not None:
+            act(alive, tensor)
+
+    return call
 
 
 class ManagedParam:
@@ -93,8 +106,8 @@ class ManagedParam:
     def _follow_requires_grad(self, unsharded: nn.Parameter) -> None:
         unsharded.requires_grad_(self.sharded.requires_grad)
         if self._hook is not None and unsharded.requires_grad:
-            hook, self._hook = self._hook, None
-            unsharded.register_post_accumulate_grad_hook(lambda param: hook(self, param))
+            unsharded.register_post_accumulate_grad_hook(_call_weakly(self, self._hook))
+            self._hook = None
 
     def register_sharded(self) -> None:
         """Put the sharded parameter into the module."""

@@ -7,8 +7,6 @@ finish()    that has landed too: `.grad` is set
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import dbuffer
 from dbuffer import Handle
 
@@ -34,7 +32,6 @@ class Reduction:
         self._unused = unused
         self._handles: list[Handle] = []
         self._used: list[list[ManagedParam]] = []
-        self._added_to: dict[int, list[torch.Tensor]] = {}
         self._event: Any = None
 
     def holds(self, group: Group) -> bool:
@@ -50,12 +47,8 @@ class Reduction:
         context = self._context
         calls: dict[tuple[Any, ...], list[Group]] = {}
         for group in self._groups:
-            group.gradients.complete()
+            self._used.append(group.gradients.close())
             add = group.gradients.take_up()
-            if add and self._options.hook is not None:
-                # The hook sees this reduction alone.
-                self._added_to[id(group)] = [shard.clone() for shard in group.gradients.shards]
-                add = False
             calls.setdefault((group.data.mesh, add, group.scaling(self._options)), []).append(group)
         with label("post_backward_reduce", self._unit):
             for (_, add, how), groups in calls.items():
@@ -75,7 +68,7 @@ class Reduction:
                 handle.wait()
             for group in self._groups:
                 across = group.data.hybrid and self._options.all_reduce
-                self._used.append(group.gradients.reduced(across or not group.data.hybrid))
+                group.gradients.reduced(everywhere=across or not group.data.hybrid)
             if hook is not None and not any(group.data.hybrid for group in self._groups):
                 self._call_hook(hook)
             self._start_all_reduce()
@@ -96,10 +89,8 @@ class Reduction:
         context, stream = self._context, self._options.hook_stream
         with context.layer.on(stream):
             for group in self._groups:
-                for index, shard in enumerate(group.gradients.shards):
+                for shard in group.gradients.shards:
                     hook(shard)
-                    if (before := self._added_to.get(id(group))) is not None:
-                        shard.add_(before[index])
             done = context.layer.record()
         context.layer.wait(done)
 

@@ -3,7 +3,7 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
-a storage's use count, `DeviceMesh._concatenate` and `_flatten`, and the two attributes by which dynamo
+`DeviceMesh._concatenate` and `_flatten`, and the two attributes by which dynamo
 recognises modules whose parameters are swapped.
 """
 
@@ -33,11 +33,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """What was registered with `register_post_accumulate_grad_hook`, in order."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and handles hold this tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -156,6 +156,10 @@ class Unit:
             return
         context = self.context
         with label("all_gather", self.name):
+            for group in self.groups:
+                if group.buffer is None:
+                    self.prepare()
+                group.remember_gather()
             for buffers in self._buffers_by_mesh():
                 self._handles.append(
                     dbuffer.all_gather(buffers, stream=context.gather_stream, after=context.gather_after())
@@ -164,8 +168,6 @@ class Unit:
     def _buffers_by_mesh(self) -> list[list[dbuffer.DBuffer]]:
         found: dict[int, list[dbuffer.DBuffer]] = {}
         for group in self.groups:
-            if group.buffer is None:
-                self.prepare()
             assert group.buffer is not None
             found.setdefault(id(group.data.mesh), []).append(group.buffer)
         return list(found.values())
@@ -181,7 +183,6 @@ class Unit:
                 handle.wait()
         self._unsharded, self.gathered_ahead = True, False
         for group in self.groups:
-            group.remember_gather()
             for param in group.params:
                 param.register_unsharded()
 

@@ -70,6 +70,7 @@ def fully_shard(
             anything is changed.
     """
     modules = _checked_modules(module)
+    _check_policies(mp_policy, offload_policy, block_policy)
     data = data_mesh(mesh, dp_mesh_dims)
     reshard_after_forward = _checked_reshard(reshard_after_forward, data)
     found = _find_params(modules, set(ignored_params or ()), data)
@@ -112,6 +113,20 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             raise ValueError(f"fully_shard was already called on this {type(one).__name__}")
     inside = {id(sub) for one in given for sub in one.modules() if sub is not one}
     return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
+
+
+def _check_policies(precision: Any, offload: Any, blocks: Any) -> None:
+    for name, value, expected in (
+        ("mp_policy", precision, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise TypeError(f"{name} is {value!r}; expected a {expected.__name__} of torch.distributed.fsdp")
+    if blocks is not None and not callable(blocks):
+        raise TypeError(
+            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
+            "fsdp_runtime.block_policies"
+        )
 
 
 def _checked_reshard(value: Any, data: DataMesh) -> bool | int | None:
