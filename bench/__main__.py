@@ -4,6 +4,7 @@ import importlib
 import sys
 
 VERBS = {
+    "ablation": "what each idea is worth: the same step without it",
     "counts": "exact counts of one step: collectives, bytes, calls, live memory",
     "gpu": "GPU tests and benchmarks, started by gpu.sh",
     "padding": "how much each layout rule pads real models, for the report",

@@ -22,7 +22,7 @@ class Job:
     Attributes:
         mesh: of one dimension, over all ranks.
         precision: "float32", or "bfloat16": computed in bf16, weights, reductions and optimizer in fp32.
-        options: further keyword arguments for our own `fully_shard`, for ablations.
+        options: further keyword arguments for our own `fully_shard`; `block_policy` may be text, such as "rows:32".
     """
 
     workload: Workload
@@ -80,6 +80,8 @@ def _ours(name: str, model: Any, job: Job) -> Trainer:
     from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 
     options = {"mp_policy": _mixed(MixedPrecisionPolicy, job), **job.options}
+    if isinstance(options.get("block_policy"), str):
+        options["block_policy"] = _block_policy(options["block_policy"])
     for block in model.blocks:
         fully_shard(block, mesh=job.mesh, **options)
     return _trainer(name, fully_shard(model, mesh=job.mesh, **options), job)
@@ -185,6 +187,26 @@ def _cuda_index() -> int:
     import torch
 
     return torch.cuda.current_device()
+
+
+def _block_policy(text: str) -> Any:
+    """`rows:32`, `tile:32x32` or `whole` for every tensor of two dimensions and more."""
+    from layout_planner import parse_block
+
+    block = parse_block(text)
+    return lambda name, parameter: block if parameter.ndim > 1 else None
+
+
+def _variant(which: str) -> Callable[[str, Any, Job], Trainer]:
+    """Our runtime with one idea taken away."""
+
+    def build(name: str, model: Any, job: Job) -> Trainer:
+        from . import variants
+
+        trainer: Trainer = getattr(variants, which)(name, model, job)
+        return trainer
+
+    return build
 
 
 def _mixed(policy: Any, job: Job) -> Any:
@@ -301,6 +323,10 @@ SYSTEMS = {
     "plain": System("no sharding, one rank", _plain, _one_rank),
     "ddp": System("DDP (not sharded)", _ddp),
     "ours": System("fsdp_runtime", _ours, _runtime_is_there),
+    "ours-staged": System("without zero-copy", _variant("staged"), _runtime_is_there),
+    "ours-given-order": System("planner off: given order", _variant("given_order"), _runtime_is_there),
+    "ours-lcm": System("planner off: lcm rule", _variant("lcm"), _runtime_is_there),
+    "ours-gathering": System("blocks ignored", _variant("gathering"), _runtime_is_there),
     "fsdp2": System("FSDP2", _fsdp2),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
     "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),

@@ -69,6 +69,10 @@ WORKLOADS = {
         _workload(
             "stacked", 4, 64, dim=180, layers=4, heads=6, inner=180, vocab=2048, experts=3, stacked=True
         ),
+        # Stacked experts in sizes whose rows share no small multiple, for the ablation.
+        _workload(
+            "ablation", 2, 64, dim=360, layers=4, heads=6, inner=340, vocab=2048, experts=8, stacked=True
+        ),
         _workload("tiny", 2, 16, dim=48, layers=2, heads=3, inner=96, vocab=128),
         _workload("tiny-moe", 2, 16, dim=48, layers=2, heads=3, inner=32, vocab=128, experts=5),
         # For the committed counts: what matters is structure, not size.
