@@ -196,7 +196,7 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     usable = scale.isfinite() & (scale >= TINY)
     unit = _where(usable, factors / scale[:, None, None], pm.identity_like(factors))
     moved = pm.matmul(unit, last)
-    estimates = (last * moved).sum(1)
+    estimates = pm.col_sums(last * moved)
     order = torch.sort(estimates, dim=1, descending=True, stable=True).indices
     found = pm.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
     result = _checked_bases(found, unit, scale, last)

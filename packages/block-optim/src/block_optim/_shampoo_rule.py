@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from block_optim import _precond_math as pm
-from block_optim._precond_plan import COLS, ROWS, SIDES, Batch, TensorPlan
+from block_optim._precond_plan import COLS, ROWS, Batch, TensorPlan
 from block_optim._precond_schedule import first_due
 from block_optim._roots import TINY, RootOptions
 from block_optim._torch_compat import foreach_add_, foreach_sub_
@@ -46,16 +46,24 @@ def second_beta(group: dict[str, Any]) -> float:
 
 def block_states(tensor: TensorPlan) -> dict[str, Callable[[int, int], int]]:
     """Names of the states of the blocks, and their elements for a block of (rows, cols)."""
-    group, grid = tensor.group, tensor.grid_of_blocks
-    found: dict[str, Callable[[int, int], int]] = {}
-    for side in SIDES:
-        diagonal = grid.diagonal_rows if side == ROWS else grid.diagonal_cols
-        pick = _pick(side)
-        for kind in ("factor", "root"):
-            found[f"{kind}_{side}"] = _sized(pick, diagonal, group["packed"])
-        if root_options(group).keeps_basis and not diagonal:
-            found[f"basis_{side}"] = _sized(pick, False, False)
+    packed = tensor.group["packed"]
+    found = side_states(tensor, "factor", packed) | side_states(tensor, "root", packed)
+    if root_options(tensor.group).keeps_basis:
+        found |= side_states(tensor, "basis", False, diagonal=False)
     return found
+
+
+def side_states(
+    tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True
+) -> dict[str, Callable[[int, int], int]]:
+    """States of one kind; without `diagonal` only for the sides whose factors are full."""
+    grid = tensor.grid_of_blocks
+    sides = {ROWS: grid.diagonal_rows, COLS: grid.diagonal_cols}
+    return {
+        f"{kind}_{side}": _sized(_pick(side), is_diagonal, packed)
+        for side, is_diagonal in sides.items()
+        if diagonal or not is_diagonal
+    }
 
 
 def _pick(side: str) -> Callable[[int, int], int]:

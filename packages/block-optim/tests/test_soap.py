@@ -1,0 +1,254 @@
+"""SOAP in one process, against the paper's algorithm."""
+
+import math
+
+import pytest
+import torch
+from shampoo_reference import SoapMatrix, blocks_of
+
+from block_optim import SOAP
+
+STEPS = 14
+
+
+def gradients(shape, count=STEPS, seed=0, scale=1.0):
+    """Of clearly different size along rows and columns, so that eigenvalues lie apart."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [torch.logspace(0, -1.5, n) for n in shape[-2:]]
+    mixes = [torch.linalg.qr(torch.randn(n, n, generator=generator))[0] for n in shape[-2:]]
+    return [
+        scale * mixes[0] @ (sizes[0][:, None] * torch.randn(shape, generator=generator) * sizes[1]) @ mixes[1]
+        for _ in range(count)
+    ]
+
+
+def train(params, grads, optimizer):
+    for step in zip(*grads, strict=True):
+        for param, grad in zip(params, step, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        optimizer.step()
+
+
+def parameter(shape, seed=7):
+    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def reference(weight, grads, max_dim, lr, decay=0.0, stagger=False, bases=None, **options):
+    """The matrix after all gradients. `bases`: the first ones of each block; for deficient factors they are free."""
+    weight, blocks, numbers = weight.double(), [], {}
+    for part in blocks_of(weight, max_dim):
+        number = numbers[part.shape] = numbers.get(part.shape, -1) + 1
+        blocks.append(SoapMatrix(*part.shape, offset=-number if stagger else 0, **options))
+    for grad in grads:
+        direction = torch.zeros_like(weight)
+        found = [b.direction(g) for b, g in zip(blocks, blocks_of(grad.double(), max_dim), strict=True)]
+        if found[0] is None:
+            for block, (left, right) in zip(blocks, bases or [], strict=bases is not None):
+                for basis, factor in ((left, block.left), (right, block.right)):
+                    turned = basis.mT @ factor @ basis
+                    assert float((turned - turned.diag().diag()).norm() / factor.norm()) < 1e-5
+                    assert bool((turned.diag().diff() <= 1e-6 * factor.norm()).all())
+                block.q_left, block.q_right = left, right
+            continue
+        for into, part in zip(blocks_of(direction, max_dim), found, strict=True):
+            into.copy_(part)
+        weight = weight - lr * direction
+        weight = weight - lr * decay * weight
+    return weight
+
+
+def bases_of(state, shape, max_dim):
+    """The bases in a state, block by block, in fp64."""
+    sizes = [part.shape for part in blocks_of(torch.empty(shape), max_dim)]
+    lefts = state["basis_rows"].double().split([r * r for r, _ in sizes])
+    rights = state["basis_cols"].double().split([c * c for _, c in sizes])
+    return [(a.view(r, r), b.view(c, c)) for a, b, (r, c) in zip(lefts, rights, sizes, strict=True)]
+
+
+def close(found, wanted, tolerance=5e-4):
+    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (10, 7), (4, 9)])
+@pytest.mark.parametrize("stagger", [False, True])
+def test_matches_the_dense_reference(shape, stagger):
+    grads, param = gradients(shape), parameter(shape)
+    before = param.detach().clone()
+    optimizer = SOAP(
+        [param], lr=0.02, betas=(0.9, 0.95), weight_decay=0.1, shampoo_beta=0.8, precondition_frequency=3,
+        max_preconditioner_dim=4, stagger=stagger,
+    )  # fmt: skip
+    train([param], [grads[:1]], optimizer)
+    bases = bases_of(optimizer.state[param], shape, 4)
+    train([param], [grads[1:]], optimizer)
+    options = {"betas": (0.9, 0.95), "shampoo_beta": 0.8, "eps": 1e-8, "frequency": 3}
+    close(param.detach(), reference(before, grads, 4, 0.02, 0.1, stagger, bases, **options))
+
+
+def test_staggering_is_seen_by_the_reference():
+    grads, param = gradients((8, 8)), parameter((8, 8))
+    options = {"betas": (0.9, 0.95), "shampoo_beta": 0.8, "eps": 1e-8, "frequency": 4}
+    apart = reference(param.detach(), grads, 4, 0.02, stagger=True, **options)
+    assert float((apart - reference(param.detach(), grads, 4, 0.02, **options)).norm()) > 1e-2
+
+
+def test_the_first_step_makes_the_bases_and_moves_nothing():
+    param, vector = parameter((6, 4)), parameter((5,))
+    before = [param.detach().clone(), vector.detach().clone()]
+    optimizer = SOAP([param, vector])
+    train([param, vector], [gradients((6, 4), 1), [torch.ones(5)]], optimizer)
+    assert torch.equal(param.detach(), before[0])
+    assert torch.equal(vector.detach(), before[1])
+    basis = optimizer.state[param]["basis_rows"].view(6, 6)
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(6))
+    assert not torch.equal(basis.abs(), torch.eye(6))
+
+
+def test_the_first_step_may_update_which_is_then_the_sign_in_its_own_basis():
+    param = parameter((5, 5))
+    left, _, right = torch.linalg.svd(gradients((5, 5), 1)[0])
+    before, grad = param.detach().clone(), left @ torch.arange(1.0, 6).flip(0).diag() @ right
+    optimizer = SOAP([param], lr=0.1, weight_decay=0.0, eps=1e-3, first_step_update=True)
+    train([param], [[grad]], optimizer)
+    torch.testing.assert_close((before - param.detach()) / 0.1, left @ right, rtol=1e-2, atol=1e-2)
+    factor = optimizer.state[param]["factor_rows"][0]
+    torch.testing.assert_close(factor, 0.05 * (grad @ grad.mT)[0, 0])  # counted once
+
+
+def test_vectors_take_adams_step_from_the_second_step_on():
+    param = parameter((7,))
+    grads = [torch.randn(7, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    twin = torch.nn.Parameter(param.detach().clone())
+    train([param], [grads], SOAP([param], lr=0.1, weight_decay=0.0))
+    train([twin], [grads[1:]], torch.optim.Adam([twin], lr=0.1, betas=(0.95, 0.95)))
+    torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_a_huge_dimension_is_not_rotated():
+    grads, param = gradients((12, 5)), parameter((12, 5))
+    optimizer = SOAP(
+        [param], lr=0.02, weight_decay=0.0, diagonal_above=10, precondition_frequency=3, stagger=False
+    )
+    assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq", "factor_cols", "basis_cols"}
+    options = {"betas": (0.95, 0.95), "shampoo_beta": 0.95, "eps": 1e-8, "frequency": 3}
+
+    class OneSided(SoapMatrix):
+        def _refreshed(self, factor, basis):
+            return (
+                (basis, torch.arange(len(basis))) if len(basis) == 12 else super()._refreshed(factor, basis)
+            )
+
+    one, weight = OneSided(12, 5, **options), param.detach().double()
+    for grad in grads:
+        found = one.direction(grad.double())
+        one.q_left = torch.eye(12).double()
+        weight = weight if found is None else weight - 0.02 * found
+    train([param], [grads], optimizer)
+    close(param.detach(), weight)
+
+
+def test_a_refresh_beside_the_step_changes_no_bit():
+    grads, results = gradients((9, 7)), []
+    for overlap in (False, True):
+        param = parameter((9, 7))
+        optimizer = SOAP([param], precondition_frequency=3, max_preconditioner_dim=4, overlap=overlap)
+        train([param], [grads], optimizer)
+        state = optimizer.state_dict()["state"][0]
+        results.append([param.detach(), *(state[k] for k in sorted(state))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrices", "as_matrices"),
+    [((3, 6, 5), "auto", (3, 6, 5)), ((6, 2, 3, 2), "auto", (1, 6, 12)), ((2, 2, 6, 5), "stack", (4, 6, 5))],
+)
+def test_tensors_are_rotated_as_the_matrices_they_stand_for(shape, matrices, as_matrices):
+    generator = torch.Generator().manual_seed(0)
+    grads, param = [torch.randn(shape, generator=generator) for _ in range(6)], parameter(shape)
+    options = {"precondition_frequency": 2, "max_preconditioner_dim": 4, "stagger": False}
+    singles = [torch.nn.Parameter(m.clone()) for m in param.detach().view(as_matrices)]
+    train([param], [grads], SOAP([param], matrices=matrices, **options))
+    train(
+        singles,
+        [[g.view(as_matrices)[i] for g in grads] for i in range(len(singles))],
+        SOAP(singles, **options),
+    )
+    assert torch.equal(param.detach().view(as_matrices), torch.stack([s.detach() for s in singles]))
+
+
+@pytest.mark.parametrize("name", ["zero", "rank one", "huge", "beyond", "tiny", "below"])
+def test_updates_stay_finite_whatever_the_gradient(name):
+    normal = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    bad = {
+        "zero": torch.zeros(9, 6),
+        "rank one": normal[:, :1] @ normal[:1],
+        "huge": 1e14 * normal,
+        "beyond": 1e30 * normal,
+        "tiny": 1e-14 * normal,
+        "below": 1e-30 * normal,
+    }[name]
+    for grads in ([bad] * 5 + gradients((9, 6), 3), gradients((9, 6), 3) + [bad] * 4 + gradients((9, 6), 3)):
+        param = parameter((9, 6))
+        optimizer = SOAP([param], max_preconditioner_dim=4, precondition_frequency=2)
+        train([param], [grads], optimizer)
+        assert bool(param.isfinite().all())
+        assert all(bool(v.isfinite().all()) for v in optimizer.state[param].values())
+        assert optimizer.root_counts.kept == 0
+        if name == "zero" and grads[0] is bad:
+            assert optimizer.root_counts.zero > 0
+
+
+def test_a_basis_that_cannot_be_refreshed_stays_and_says_so(caplog):
+    param = parameter((4, 4))
+    optimizer = SOAP([param], precondition_frequency=1)
+    train([param], [gradients((4, 4), 3)], optimizer)
+    basis = optimizer.state[param]["basis_cols"].clone()
+    optimizer.state[param]["factor_cols"][2] = math.nan
+    train([param], [gradients((4, 4), 2)], optimizer)
+    assert torch.equal(optimizer.state[param]["basis_cols"], basis)
+    assert optimizer.root_counts.kept == 2
+    assert bool(param.isfinite().all())
+    assert "last good ones stay in use (parameter 0" in caplog.text
+
+
+def test_memory_is_what_the_formula_says():
+    optimizer = SOAP([parameter((10, 7)), parameter((5,))], max_preconditioner_dim=4)
+    sizes = [(r, c) for r in (4, 4, 2) for c in (4, 3)]
+    assert optimizer.state_bytes() == {
+        "step": 8,
+        "exp_avg": 300, "exp_avg_sq": 300,
+        "factor_rows": 4 * sum(r * (r + 1) // 2 for r, _ in sizes), "basis_rows": 4 * sum(r * r for r, _ in sizes),
+        "factor_cols": 4 * sum(c * (c + 1) // 2 for _, c in sizes), "basis_cols": 4 * sum(c * c for _, c in sizes),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_continues_with_the_same_bits_from_a_state_dict(overlap):
+    grads, param = gradients((9, 6)), parameter((9, 6))
+    options = {"precondition_frequency": 3, "max_preconditioner_dim": 4, "overlap": overlap}
+    optimizer = SOAP([param], **options)
+    train([param], [grads[:7]], optimizer)
+    copy = torch.nn.Parameter(param.detach().clone())
+    resumed = SOAP([copy], **options)
+    train([copy], [gradients((9, 6), 4, seed=9)], resumed)
+    copy.data.copy_(param.detach())
+    resumed.load_state_dict(optimizer.state_dict())
+    train([param], [grads[7:]], optimizer)
+    train([copy], [grads[7:]], resumed)
+    assert torch.equal(param.detach(), copy.detach())
+
+
+def test_a_tensor_lr_is_obeyed():
+    grads, params = gradients((6, 4), 4), [parameter((6, 4)), parameter((6, 4))]
+    for param, lr in zip(params, (0.1, torch.tensor(0.1)), strict=True):
+        train([param], [grads], SOAP([param], lr=lr))
+    torch.testing.assert_close(*params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"betas": (0.9, 1.0)}, r"betas\[1\]"), ({"shampoo_beta": 1.5}, "shampoo_beta=1.5")],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SOAP([parameter((4, 4))], **options)
