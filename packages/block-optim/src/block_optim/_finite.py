@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
 from block_optim._params import Param
-from block_optim._runs import Run, find_runs
+from block_optim._runs import Run, find_runs, is_dense
 from block_optim._torch_compat import DISTRIBUTED, local_of, non_finite_check
 
 
@@ -79,6 +79,8 @@ class GradientCheck:
     def __init__(self) -> None:
         self._version = -1
         self._runs: list[Run] = []
+        self._loose: list[int] = []
+        self._dense: list[int] = []
         self._cells: list[torch.Tensor] = []
         self._sums = torch.empty(0)
         self._flag: torch.Tensor | None = None
@@ -95,12 +97,16 @@ class GradientCheck:
                 non_finite_check(same, flag)
             return flag
         if version != self._version:
-            self._runs = find_runs(grads)
+            self._loose = [i for i, g in enumerate(grads) if not is_dense(g)]  # as autograd's expanded ones
+            self._dense = [i for i, g in enumerate(grads) if is_dense(g)]
+            self._runs = find_runs([grads[i] for i in self._dense])
             self._sums = torch.zeros(len(self._runs))
             self._cells = list(self._sums.unbind())
             self._version = version
+        dense = [grads[i] for i in self._dense] if self._loose else grads
         for run, cell in zip(self._runs, self._cells, strict=True):
-            torch.sum(run.view(grads), 0, dtype=torch.float32, out=cell)
-        if not math.isfinite(sum(self._sums.tolist())):
+            torch.sum(run.view(dense), 0, dtype=torch.float32, out=cell)
+        loose = sum(float(torch.sum(grads[i], dtype=torch.float32)) for i in self._loose)
+        if not math.isfinite(sum(self._sums.tolist()) + loose):
             flag.fill_(float(not all(bool(torch.isfinite(g).all()) for g in grads)))
         return flag
