@@ -152,7 +152,8 @@ class MixtureOfExperts(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         order_S = chosen_BTk.flatten().argsort(stable=True)  # pairs by expert; S = N * top_k
         token_S = order_S // self.top_k
-        counts_E = torch.bincount(chosen_BTk.flatten(), minlength=probs_BTE.shape[-1])
+        counts_E = order_S.new_zeros(probs_BTE.shape[-1])
+        counts_E = counts_E.scatter_add(0, chosen_BTk.flatten(), torch.ones_like(order_S))
         y_SD = self._experts(x_ND[token_S], counts_E) * weight_BTk.flatten()[order_S, None].to(x_ND.dtype)
         y_ND = torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
         return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk)

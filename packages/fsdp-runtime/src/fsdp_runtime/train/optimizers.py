@@ -28,11 +28,11 @@ _BETAS = ("betas", (0.9, 0.95))
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "torch-adamw": OptimizerSpec("torch", "AdamW", 2e-3, (_BETAS,)),
     "torch-sgd": OptimizerSpec("torch", "SGD", 0.3, (("momentum", 0.9),)),
-    "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,)),
-    "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,)),
-    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (), matrices_apart=True),
-    "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3),
-    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3),
+    "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,), takes_norm=True),
+    "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,), takes_norm=True),
+    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (), matrices_apart=True, takes_norm=True),
+    "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3, takes_norm=True),
+    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True),
 }
 
 
@@ -87,7 +87,8 @@ def make_optimizer(
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
     """Matrices with weight decay, vectors without; a group that would be empty is left out."""
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for _, parameter in named:
         (matrices if parameter.ndim >= 2 else vectors).append(parameter)
     groups = [(matrices, weight_decay), (vectors, 0.0)]

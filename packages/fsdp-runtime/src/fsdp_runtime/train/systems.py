@@ -6,7 +6,7 @@ optimizer's step go through it, because DeepSpeed wants them to itself.
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +24,10 @@ Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def wrap_order(model: nn.Module) -> Iterator[nn.Module]:
+def wrap_order(model: nn.Module) -> list[nn.Module]:
     """The modules that become units: each layer. The root, with what is left, comes after."""
     names = set(getattr(model, "_no_split_modules", None) or ("Block",))
-    for module in model.modules():
-        if type(module).__name__ in names:
-            yield module
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 class System:

@@ -6,6 +6,7 @@ One small all-reduce per step carries the loss and two flags, "asked to stop" an
 step later: so ranks stop at the same step, nobody waits for a flag, and the device is never waited for.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -31,11 +32,13 @@ from .config import RunConfig, pick_device
 from .corpus import TextData, read_data
 from .errors import TrainError, agreed
 from .hardware import StepClock, memory_mb, peak_flops
+from .memory import StepMeter
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import System, make_system
 
+MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
 _BAD_LOSSES = 5  # this many losses in a row that are no numbers end a run
 
 
@@ -116,6 +119,7 @@ class Trainer:
             )
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
+        self._meter = StepMeter(self.device) if config.measure else None
         mesh = init_device_mesh(self.device.type, (self.world_size,)) if distributed else None
         self.system: System = make_system(config, self.device, mesh)
         self.model, self.optimizer = self._build()
@@ -236,7 +240,9 @@ class Trainer:
                 self._held_out(report)
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
-                sums = self._train_step()
+                measured = self._meter if self.step + 1 == min(MEASURED_STEP, config.steps) else None
+                with measured.step() if measured else contextlib.nullcontext():
+                    sums = self._train_step()
                 self._lap = clock.lap()
                 if waiting is not None:
                     stopped = self._read(waiting, report)
@@ -389,6 +395,8 @@ class Trainer:
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
+            "measured_peak": self._meter.peak if self._meter else None,
+            "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
 

@@ -1,0 +1,335 @@
+"""What each rank of a run will hold, worked out before anything is allocated, and how far a run was from it.
+
+The units are sharded for real, on the meta device, in one process that stands for one rank of many; what is gathered
+when follows from the order in which units run. The peak is
+
+    parameter and gradient shards + optimizer state      for good
+    + gathered buffers                                    a pool: released ones are kept for the next of their size
+    + the larger of: activations of a microbatch, temporaries of the optimizer's step
+"""
+
+import dataclasses
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from .config import RunConfig, pick_device
+from .corpus import read_data
+from .errors import TrainError
+from .launch import pick_ranks, start_ranks
+from .memory import LiveBytes, activation_bytes
+from .model import Transformer
+from .optimizers import make_optimizer, optimizer_spec
+from .systems import Runtime, wrap_order
+from .trainer import MEASURED_STEP, losses_of, model_config
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit on one rank. Bytes, but for `parameters` and `shards` (elements)."""
+
+    name: str
+    parameters: int
+    shards: tuple[int, ...]  # shard sizes, a segment each
+    padding: float  # of the buffer's elements
+    weights: int
+    gradients: int
+    state: int
+    gathered: tuple[int, ...]  # full parameter buffers, a segment each
+    reducing: tuple[int, ...]  # full gradient buffers
+    keeps: bool  # stays gathered between forward and backward
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All units on one rank, and what is held beside them."""
+
+    units: tuple[UnitPlan, ...]
+    in_flight: int
+    activations: int
+    optimizer_step: int | None  # None: not known
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps, without the pool of gathered buffers."""
+        return sum(unit.weights + unit.gradients + unit.state for unit in self.units)
+
+    @property
+    def peak(self) -> int:
+        """The most live bytes of a step, once the order of units is known (from the second step on)."""
+        return self.at_rest + self.in_flight + max(self.activations, self.optimizer_step or 0)
+
+
+def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0) -> MemoryPlan:
+    """Plan a run of fsdp_runtime. Allocates nothing but what planning needs; takes torch.distributed for itself.
+
+    Raises:
+        TrainError: another system, a transformers model, or an optimizer that is not there.
+    """
+    if config.system != "fsdp_runtime":
+        raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
+    if config.hf_config:
+        raise TrainError("plan works out activations for the built-in model, not for --hf-config")
+    sizes = model_config(config, vocab_size)
+    device = torch.device(pick_device(config.device))
+    with silent_ranks(rank, world_size):
+        mesh = init_device_mesh(device.type, (world_size,))
+        with torch.device("meta"):
+            model: nn.Module = Transformer(sizes)
+        layer_modules = wrap_order(model)
+        Runtime(config, device, mesh).shard(model)
+        optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
+        step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
+        units = tuple(_unit_plan(module, optimizer, world_size) for module in [*layer_modules, model])
+    layers, root = units[:-1], units[-1]
+
+    def build() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if config.precision == "bf16" else torch.float32)
+        try:
+            return Transformer(sizes, checkpointing=config.checkpointing)
+        finally:
+            torch.set_default_dtype(before)
+
+    def run(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        cross_entropy, aux = losses_of(model, tokens, targets)
+        return cross_entropy + config.model.aux_weight * aux
+
+    rows = config.batch // (world_size * config.accumulate)
+    return MemoryPlan(
+        units=(root, *layers),
+        in_flight=in_flight_bytes(root, layers),
+        activations=activation_bytes(build, run, rows, config.seq_len, device),
+        optimizer_step=step,
+    )
+
+
+def _unit_plan(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> UnitPlan:
+    from fsdp_runtime._registry import unit_of
+
+    unit = unit_of(module)
+    assert unit is not None
+    shards = tuple(segment.shard_size for group in unit.groups for segment in group.layout.segments)
+    total = world_size * sum(shards)
+    elements = sum(math.prod(param.shape) for param in unit.params)
+    weights = gradients = state = 0
+    gathered: list[int] = []
+    reducing: list[int] = []
+    for group in unit.groups:
+        sizes = [segment.shard_size for segment in group.layout.segments]
+        weights += sum(sizes) * group.dtypes.kept.itemsize
+        gradients += sum(sizes) * group.dtypes.kept.itemsize
+        aliased = world_size == 1 and group.dtypes.kept == group.dtypes.compute
+        if not aliased:
+            gathered += [world_size * size * group.dtypes.compute.itemsize for size in sizes]
+        reducing += [world_size * size * group.dtypes.reduce.itemsize for size in sizes]
+    for param in unit.params:
+        state += sum(_local_bytes(value) for value in optimizer.state[param.sharded].values())
+    return UnitPlan(
+        unit.name,
+        elements,
+        shards,
+        (total - elements) / total,
+        weights,
+        gradients,
+        state,
+        tuple(gathered),
+        tuple(reducing),
+        keeps=unit.reshard_after_forward is False,
+    )
+
+
+def _local_bytes(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.numel() * local.element_size()
+
+
+def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, takes_norm: bool) -> int | None:
+    """Peak bytes that a step makes beside its state, or None where a step cannot be made without values.
+
+    Makes the state of optimizers that do so in their first step.
+    """
+    step: Callable[..., Any] = optimizer.step
+    live = LiveBytes()
+    for _ in range(2):  # states come with the first step
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        live = LiveBytes()
+        try:
+            with live:
+                step(grad_norm=1.0) if takes_norm else step()
+        except (RuntimeError, NotImplementedError):  # a matrix's root, or an exchange between ranks
+            return None
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+    return live.peak
+
+
+def in_flight_bytes(root: UnitPlan, layers: tuple[UnitPlan, ...]) -> int:
+    """Bytes of the pool of gathered buffers: for each size the most that are lent at once, over a whole step."""
+    lent: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for sign, sizes in _lending(root, layers):
+        for size in sizes:
+            lent[size] += sign
+            most[size] = max(most[size], lent[size])
+    return sum(size * count for size, count in most.items())
+
+
+def _lending(root: UnitPlan, layers: tuple[UnitPlan, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Buffers lent (+1) and released (-1) in a step whose order is known: one unit is gathered ahead, one reduction
+    is under way beside the backward that goes on."""
+    gathered: set[str] = set()
+
+    def gather(unit: UnitPlan) -> Iterator[tuple[int, tuple[int, ...]]]:
+        if unit.name not in gathered:
+            gathered.add(unit.name)
+            yield 1, unit.gathered
+
+    def release(unit: UnitPlan) -> Iterator[tuple[int, tuple[int, ...]]]:
+        gathered.discard(unit.name)
+        yield -1, unit.gathered
+
+    order = [root, *layers]
+    for unit, following in zip(order, [*order[1:], None], strict=True):
+        yield from gather(unit)
+        if following is not None:
+            yield from gather(following)
+        if not unit.keeps:
+            yield from release(unit)
+    flying: UnitPlan | None = None
+    order = [root, *layers[::-1]]
+    for place, unit in enumerate(order):
+        yield from gather(unit)
+        ahead = next((later for later in order[place + 1 :] if later.name not in gathered), None)
+        if ahead is not None:
+            yield from gather(ahead)
+        yield 1, unit.reducing
+        if unit is not root:  # the root's gradients come before and after those of the layers
+            yield from release(unit)
+            if flying is not None:
+                yield -1, flying.reducing
+            flying = unit
+    yield from release(root)
+    if flying is not None:
+        yield -1, flying.reducing
+    yield -1, root.reducing
+
+
+class _SilentGroup(dist.ProcessGroup):
+    """A process group of many ranks of which only this one exists. It cannot communicate, and is not asked to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._ranks, self._name = size, "0"
+
+    def size(self) -> int:
+        return self._ranks
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "silent"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    pg_name = group_name
+
+
+@contextmanager
+def silent_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is `rank` of `world_size` ranks that do not exist.
+
+    Raises:
+        TrainError: torch.distributed is in use already.
+    """
+    if dist.is_initialized():
+        raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
+    if not hasattr(dist.Backend, "SILENT"):
+        dist.Backend.register_backend(
+            "silent",
+            lambda store, rank, size, timeout: _SilentGroup(rank, size),
+            devices=["cpu", "cuda", "meta"],
+        )
+    dist.init_process_group("silent", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
+    """Print a run's plan; with ``measure`` also run a few steps and print how far the measured peak was from it.
+
+    Returns 0.
+    """
+    ranks = pick_ranks(config, asked_ranks)
+    config.check(ranks)
+    data = read_data(
+        config.data,
+        dtype=config.dtype,
+        vocab_size=config.vocab_size,
+        held_out=config.held_out,
+        seq_len=config.seq_len,
+    )
+    plan = make_plan(config, data.vocab_size, ranks)
+    for line in plan_lines(plan, ranks):
+        print(line)
+    if not config.measure:
+        return 0
+    sys.stdout.flush()
+    short = dataclasses.replace(
+        config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
+    )
+    summary = start_ranks(short, ranks, quiet=True).summary
+    for text, planned, measured in (
+        ("live bytes before it", plan.at_rest + plan.in_flight, summary["measured_rest"]),
+        ("peak", plan.peak, summary["measured_peak"]),
+    ):
+        off = 100 * (measured / planned - 1)
+        print(
+            f"step {MEASURED_STEP}, measured {text}: {_mb(measured)} MB, {off:+.1f} % from {_mb(planned)} MB planned"
+        )
+    return 0
+
+
+def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
+    """The plan as a markdown table and sums."""
+    lines = [
+        f"rank 0 of {ranks}; MB are 10^6 bytes",
+        "",
+        "| unit | parameters | shard (elements) | padding | weights MB | gradients MB | optimizer MB | gathered MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for unit in plan.units:
+        shard = " + ".join(f"{size:,}" for size in unit.shards)
+        lines.append(
+            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * unit.padding:.2f} % | {_mb(unit.weights)} "
+            f"| {_mb(unit.gradients)} | {_mb(unit.state)} | {_mb(sum(unit.gathered))} |"
+        )
+    held = [
+        ("at rest (weights, gradients, optimizer state)", plan.at_rest),
+        ("gathered buffers in flight", plan.in_flight),
+        ("activations and temporaries of a microbatch", plan.activations),
+        ("temporaries of the optimizer's step", plan.optimizer_step),
+        ("expected peak", plan.peak),
+    ]
+    return [*lines, "", *(f"{text + ':':<48}{_mb(nbytes):>12} MB" for text, nbytes in held)]
+
+
+def _mb(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
