@@ -3,13 +3,16 @@
 import importlib
 import sys
 
+# verb: its module and what it does
 VERBS = {
-    "ablation": "what each idea is worth: the same step without it",
-    "counts": "exact counts of one step: collectives, bytes, calls, live memory",
-    "gpu": "GPU tests and benchmarks, started by gpu.sh",
-    "padding": "how much each layout rule pads real models, for the report",
-    "report": "all results as one Markdown page with pictures",
-    "speed": "tokens/s, CPU time, step parts and peak memory of all systems",
+    "ablation": ("ablation", "what each idea is worth: the same step without it"),
+    "counts": ("counts", "exact counts of one step: collectives, bytes, calls, live memory"),
+    "gpu": ("gpu", "GPU tests and benchmarks, started by gpu.sh"),
+    "import": ("gpu_import", "bring home what gpu.sh measured on another machine"),
+    "padding": ("padding", "how much each layout rule pads real models, for the report"),
+    "report": ("report", "all results as one Markdown page with pictures"),
+    "scale": ("scale", "predicted step time and memory on 64 to 16,384 GPUs, and a check"),
+    "speed": ("speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
 }
 
 
@@ -18,9 +21,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in VERBS:
         width = max(map(len, VERBS))
         print("python -m bench VERB [--help]\n")
-        print("\n".join(f"  {verb:{width}}  {what}" for verb, what in VERBS.items()))
+        print("\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in VERBS.items()))
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
-    module = importlib.import_module(f".{arguments[0].replace('-', '_')}", __package__)
+    module = importlib.import_module(f".{VERBS[arguments[0]][0]}", __package__)
     return module.main(arguments[1:]) or 0
 
 

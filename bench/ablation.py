@@ -66,8 +66,10 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         ]  # fmt: skip
         header = ["runtime", "throughput", "CPU time", "step ms", "optimizer ms", "spread"]
         title = f"Ablation, {figures['ranks']} real ranks: {key}"
-        bars = [{"title": "Throughput, ours = 1", "ticks": [""], "unit": "", "reference": 1.0,
-                 "series": {SYSTEMS[n].label: [times["ours"]["wall"] / t["wall"]] for n, t in times.items()}}]  # fmt: skip
+        shares = {SYSTEMS[n].label: [times["ours"]["wall"] / t["wall"]] for n, t in times.items()}
+        bars = [
+            {"title": "Throughput, ours = 1", "ticks": [""], "unit": "", "reference": 1.0, "series": shares}
+        ]
         skipped = "".join(f" {SYSTEMS[n].label} is not there: {why}." for n, why in raw["skipped"].items())
         out.append({"title": title, "text": text + skipped, "header": header, "rows": rows, "bars": bars})
     found = figures["counts"]

@@ -2,8 +2,8 @@
 
     tests                  pytest -m gpu over all packages
     one-rank               NCCL with one rank: host time and copies, no wire; losses are compared
-    simulated-R            one process for rank 0 of R, a wire of 50 GB/s into each rank; and the same with no delay, the
-                           difference being exposed communication
+    simulated-R            one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at all,
+                           the difference being exposed communication
     memory-R-SYSTEM        peak reserved and allocated memory of one system in that world
     real-N                 NCCL on all GPUs, where there are several
 
@@ -62,10 +62,8 @@ def pieces(gpus: int, dry: bool) -> list[Piece]:
     ]
     for workload in (dense, stacked):
         for ranks in SIMULATED:
-            for wire, label in ((WIRE, ""), ({"bandwidth": None}, "-nowire")):
-                simulate = {"ranks": ranks, **wire}
-                request = {**base, "workload": workload, "systems": SYSTEMS, "simulate": simulate}
-                out.append(Piece(f"simulated-{workload}-{ranks}{label}", "rounds", 1, request, 80))
+            request = {**base, "workload": workload, "systems": SYSTEMS, "simulate": {"ranks": ranks, **WIRE}}
+            out.append(Piece(f"simulated-{workload}-{ranks}", "rounds", 1, request, 100))
     for ranks in SIMULATED:
         for system in ("ours", "fsdp2"):
             request = {
@@ -148,71 +146,75 @@ def run(out: Path, *, dry: bool, budget: float, skip_tests: bool) -> dict[str, A
     return found
 
 
-def summary(content: dict[str, Any]) -> str:
-    """Markdown of everything."""
+def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything as tables: `{"title", "text", "header", "rows"}`."""
     from .systems import SYSTEMS as LABELS
 
     where, found = content["machine"], content["figures"]
-    lines = [
-        f"# GPU benchmarks: {where['gpus']} x {where['gpu'] or 'no GPU'}, torch {where['torch']}, {where['date']}"
-    ]
-    if found["dry_run"]:
-        lines.append(
-            "\nA DRY RUN on a CPU with tiny models: it shows that the path works, its figures mean nothing."
-        )
-    lines.append(f"\nGPU tests: {found.get('tests', 'not run')}. All took {found['seconds']:.0f} s.\n")
-    header = ["system", "step ms", "x FSDP2", "forward ms", "backward ms", "optimizer ms", "spread"]
+    title = f"GPU: {where['gpus']} x {where['gpu'] or 'no GPU'}"
+    dry = (
+        " A DRY RUN on a CPU with tiny models: the path works, the figures mean nothing."
+        if found["dry_run"]
+        else ""
+    )
+    failed = {
+        name: piece["failed"].splitlines()[0] for name, piece in found["pieces"].items() if "failed" in piece
+    }
+    text = f"GPU tests: {found.get('tests', 'not run')}. All took {found['seconds']:.0f} s.{dry}"
+    text += "".join(f" {name} failed: {why}." for name, why in failed.items())
+    rows = []
     for name, piece in found["pieces"].items():
-        if "failed" in piece:
-            lines.append(f"\n**{name}**: {piece['failed'].splitlines()[0]}\n")
-            continue
-        if "times" not in piece:
-            continue
-        lines.append(f"\n**{name}**\n")
-        rows = [
-            [
-                LABELS[system].label,
-                f"{1e3 * t['wall']:.2f}",
-                f"{t['wall_ratio_fsdp2']:.2f}" if "wall_ratio_fsdp2" in t else "",
-                *(f"{1e3 * t[part]:.2f}" for part in ("forward", "backward", "update")),
-                f"{t['spread']:.1%}",
-            ]
-            for system, t in piece["times"].items()
-        ]
-        lines.append(results.table(header, rows))
-        lines += [f"\n{LABELS[system].label}: {reason}" for system, reason in piece["skipped"].items()]
-    lines += _memory(found["pieces"]) + _exposed(found["pieces"])
-    return "\n".join(lines) + "\n"
+        for system, t in piece.get("times", {}).items():
+            parts = (f"{1e3 * t[part]:.2f}" for part in ("forward", "backward", "update"))
+            ratio = f"{t['wall_ratio_fsdp2']:.2f}" if "wall_ratio_fsdp2" in t else ""
+            rows.append(
+                [name, LABELS[system].label, f"{1e3 * t['wall']:.2f}", ratio, *parts, f"{t['spread']:.1%}"]
+            )
+    header = ["world", "system", "step ms", "x FSDP2", "forward ms", "backward ms", "optimizer ms", "spread"]
+    out = [{"title": title, "text": text, "header": header, "rows": rows}]
+    if rows := _memory(found["pieces"]):
+        header = ["world and system", "reserved MiB", "allocated MiB", "RSS MiB"]
+        out.append(
+            {"title": f"{title}: peak memory", "text": "One process each.", "header": header, "rows": rows}
+        )
+    if rows := _exposed(found["pieces"]):
+        text = "Step minus the same step with no delay on the wire."
+        header = ["world", "system", "exposed ms", "share of the step"]
+        out.append({"title": f"{title}: exposed communication", "text": text, "header": header, "rows": rows})
+    skipped = sorted(
+        {(LABELS[s].label, why) for p in found["pieces"].values() for s, why in p.get("skipped", {}).items()}
+    )
+    if skipped:
+        rows = [list(pair) for pair in skipped]
+        out.append({"title": f"{title}: not measured", "text": "", "header": ["system", "why"], "rows": rows})
+    return out
 
 
-def _memory(found: dict[str, Any]) -> list[str]:
-    rows = [
-        [name.removeprefix("memory-"), *(results.mib(piece[k]) if k in piece else "" for k in _MEMORY_KEYS)]
+def _memory(found: dict[str, Any]) -> list[list[str]]:
+    keys = ("cuda_reserved", "cuda_allocated", "start")
+    return [
+        [name.removeprefix("memory-"), *(results.mib(piece[key]) if key in piece else "" for key in keys)]
         for name, piece in found.items()
         if name.startswith("memory-") and "start" in piece
     ]
-    return (
-        ["\n**Peak memory, MiB**\n", results.table(["world and system", *_MEMORY_KEYS], rows)] if rows else []
-    )
 
 
-_MEMORY_KEYS = ("cuda_reserved", "cuda_allocated", "start")
-
-
-def _exposed(found: dict[str, Any]) -> list[str]:
-    rows = []
-    for name, piece in found.items():
-        free = found.get(f"{name}-nowire", {})
-        if "times" in piece and "times" in free:
-            for system, t in piece["times"].items():
-                if system in free["times"]:
-                    seconds = t["wall"] - free["times"][system]["wall"]
-                    rows.append([name, system, f"{1e3 * seconds:.2f}", f"{seconds / t['wall']:.1%}"])
-    header = ["world", "system", "exposed ms", "share of the step"]
+def _exposed(found: dict[str, Any]) -> list[list[str]]:
     return [
-        "\n**Exposed communication** (step minus the same step with no delay)\n",
-        results.table(header, rows),
+        [name, system, f"{1e3 * t['exposed']:.2f}", f"{t['exposed'] / t['wall']:.1%}"]
+        for name, piece in found.items()
+        for system, t in piece.get("times", {}).items()
+        if "exposed" in t
     ]
+
+
+def summary(content: dict[str, Any]) -> str:
+    """Markdown of everything."""
+    where = content["machine"]
+    lines = [f"# GPU benchmarks, torch {where['torch']}, {where['date']}, commit {content['commit']}"]
+    for part in report_tables(content):
+        lines += [f"## {part['title']}", part["text"], results.table(part["header"], part["rows"])]
+    return "\n\n".join(line for line in lines if line) + "\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Pictures of the report, as SVG files that open anywhere. Needs matplotlib; the report does without where it is absent.
+"""Pictures of the report, as SVG files that open anywhere. Needs matplotlib; without it the report has tables only.
 
 bars      groups of bars side by side, one panel each
 stacks    bars of kinds on top of one another

@@ -1,4 +1,4 @@
-"""The sections of the report: each reads the results it is about and gives Markdown, or nothing where there are none."""
+"""The sections of the report: each reads the results it is about and gives Markdown; nothing where there are none."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from .systems import SYSTEMS
 
 INTRODUCTION = """\
 Written by `python -m bench report` from the JSON files beside it. Counts are exact on any machine. Times are medians
-over rounds in which all systems take turns; ratios are taken within a round. What each workload is, and the command that
-measures it, is in [the README of this folder](../README.md)."""
+over rounds in which all systems take turns; ratios are taken within a round. What each workload is, and the command
+that measures it, is in [the README of this folder](../README.md)."""
 
 
 def _about(found: dict[str, Any]) -> str:
@@ -103,7 +103,8 @@ def counts_section(folder: Path) -> list[str]:
         name = item["name"].removeprefix("counts-")
         out.append(
             f"## Exact counts of one step, workload {name}\n\nBeyond the same model's own step with no sharding. "
-            f"*Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls. {_about(item)}"
+            f"*Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls."
+            f" {_about(item)}"
         )
         if plots.available():
             _count_bars(folder, name, figures)
@@ -291,8 +292,8 @@ def summary(folder: Path) -> list[str]:
     if rows:
         busy = " The machine was busy: times are provisional." if noisy else ""
         out.append(
-            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores, gloo, one"
-            f" thread a rank, all systems taking turns ({where['date'][:10]}).{busy}"
+            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
+            f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}"
         )
         out.append(results.table(header, rows))
     for item in results.load_all("counts-counts", folder):

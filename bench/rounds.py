@@ -5,11 +5,14 @@ Started by `launch`. Every rank builds every system from the same weights. Then
     check     the same batches through each: losses must agree, or the system is dropped and the difference reported
     rounds    in each round every system does some steps, in an order that rotates
 
+In a simulated world each measurement is repeated with a wire that takes no time, so that what is exposed shows.
 Raw samples of rank 0 are answered; walls are taken between barriers, so they are the slowest rank's.
 """
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from . import machine
@@ -38,12 +41,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if not trainers:
         raise RuntimeError(f"no system is left to measure: {skipped}")
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+    free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     calibration: list[float] = []
     for turn in range(request["rounds"]):
         calibration.append(machine.calibrate())
         names = list(trainers)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             samples[name].append(clock.measure(trainers[name], request["steps"]))
+            if "simulate" in request:
+                with no_delay():
+                    free[name].append(clock.measure(trainers[name], request["steps"]))
     return {
         "workload": describe(job.workload),
         "ranks": dist.get_world_size(),
@@ -54,8 +61,21 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "skipped": skipped,
         "samples": samples,
+        "free": free,
         "calibration": calibration,
     }
+
+
+@contextmanager
+def no_delay() -> Iterator[None]:
+    """A simulated wire that takes no time: what a step is without waiting for it."""
+    from .simulated_group import SimulatedGroup, Wire
+
+    wire, SimulatedGroup.wire = SimulatedGroup.wire, Wire(None)
+    try:
+        yield
+    finally:
+        SimulatedGroup.wire = wire
 
 
 def build_all(names: list[str], job: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -58,11 +58,17 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """The collectives that the systems under comparison launch. `wire` may be exchanged between steps."""
+    """The collectives that the systems under comparison launch.
 
-    def __init__(self, rank: int, size: int, device: str, wire: Wire) -> None:
+    Attributes:
+        wire: of all groups; may be exchanged between steps.
+    """
+
+    wire = Wire(None)
+
+    def __init__(self, rank: int, size: int, device: str) -> None:
         super().__init__(rank, size)
-        self._size, self.wire = size, wire
+        self._size = size
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._cycles = _cycles_per_second() if device == "cuda" else 0.0
 
@@ -178,17 +184,14 @@ def _cycles_per_second() -> float:
     return cycles / (start.elapsed_time(end) / 1e3)
 
 
-def connect(size: int, device: str, wire: Wire) -> SimulatedGroup:
+def connect(size: int, device: str, wire: Wire) -> None:
     """Make a simulated group the default one, this process its rank 0."""
     name = f"simulated_{device}"
-    made: list[SimulatedGroup] = []
 
     def create(store: Any, rank: int, ranks: int, timeout: Any) -> SimulatedGroup:
-        made.append(SimulatedGroup(rank, ranks, device, wire))
-        return made[-1]
+        return SimulatedGroup(rank, ranks, device)
 
-    if name in dist.Backend.backend_list:
-        raise RuntimeError("one simulated world for each process: the last one's group is still registered")
-    dist.Backend.register_backend(name, create, devices=[device])
+    SimulatedGroup.wire = wire
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, create, devices=[device])
     dist.init_process_group(name, rank=0, world_size=size, store=dist.HashStore())
-    return made[0]

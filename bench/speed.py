@@ -56,6 +56,11 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
             "tokens_per_second": tokens / medians["wall"],
             "spread": machine.spread([r["wall"] for r in rounds]),
         }
+        if raw.get("free", {}).get(name):
+            pairs = zip(rounds, raw["free"][name], strict=True)
+            out[name]["exposed"] = statistics.median(
+                with_wire["wall"] - without["wall"] for with_wire, without in pairs
+            )
         for peer in ("fsdp2", "ddp"):
             if peer in samples:
                 for key in ("wall", "cpu"):

@@ -105,7 +105,7 @@ def _planned(name: str, model: Any, job: Job, step: Callable[[Any, int], int]) -
 def layout_in_order(
     specs: Sequence[Any], world_size: int, align: int, step: Callable[[Any, int], int]
 ) -> Any:
-    """One buffer, tensors in the given order, each at its earliest start; the least multiple of `step` that holds them."""
+    """One buffer, tensors in the given order, each at its earliest start; the least fitting multiple of `step`."""
     from layout_planner import Layout, Segment
     from layout_planner._place import Item, placer
 

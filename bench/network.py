@@ -1,0 +1,120 @@
+"""The model behind `scale`: collectives on a cluster, and one ZeRO-3 step as two streams. Pure arithmetic.
+
+    wire      [gather 1][gather 2]...[gather L]   ...   [gather L-1][reduce L][gather L-2][reduce L-1]...[reduce 1]
+    compute             [ f 1 ][ f 2 ]...[ f L ][   b L   ][   b L-1   ]  ...
+
+A layer's compute waits for its gather; gathers run at most `depth` layers ahead; reductions queue behind the gathers
+already launched. What the step takes beyond its compute is exposed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs; every rate in bytes a second for each GPU.
+
+    Attributes:
+        node: GPUs in a node.
+        nvlink: into one GPU from the others of its node.
+        nic: into one GPU's share of its node's network cards.
+        hop_inside, hop_between: seconds a message takes to start, inside a node and between nodes.
+        efficiency: share of the stated rates that large collectives reach.
+        tree_efficiency: share that the logarithmic algorithm reaches, which trades rate for fewer hops.
+        memory: bytes a second of the GPU's memory, for copies (read and write both count).
+    """
+
+    node: int = 8
+    nvlink: float = 450e9
+    nic: float = 50e9
+    hop_inside: float = 1.5e-6
+    hop_between: float = 6e-6
+    efficiency: float = 0.85
+    tree_efficiency: float = 0.6
+    memory: float = 2.5e12
+
+    def gather(self, total: float, ranks: int) -> float:
+        """Seconds for all ranks to receive `total` bytes, of which each holds an equal part. Also a reduce-scatter.
+
+        Ring: every node receives all but its own part through its cards, hop after hop. Tree: as many bytes, a
+        logarithmic number of hops, a lower rate. The faster of the two.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = min(ranks, self.node)
+        nodes = -(-ranks // self.node)
+        local = total * (inside - 1) / inside / self.nvlink
+        across = total * (nodes - 1) / nodes / (inside * self.nic)
+        rate = max(local, across)
+        ring = rate / self.efficiency + (inside - 1) * self.hop_inside + (nodes - 1) * self.hop_between
+        tree = (
+            rate / self.tree_efficiency
+            + math.log2(max(nodes, 2)) * self.hop_between
+            + inside * self.hop_inside
+        )
+        return min(ring, tree)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One unit of a step; seconds.
+
+    Attributes:
+        forward, backward: compute, copies on the compute stream included.
+        gather, reduce: on the wire.
+    """
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step, and how much of it no compute covers."""
+
+    total: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        """Communication that nothing hides."""
+        return self.total - self.compute
+
+
+def step(layers: Sequence[Layer], *, depth: int = 1, overlap: bool = True) -> Step:
+    """One forward and backward over the layers.
+
+    Args:
+        depth: gathers run so many layers ahead of compute.
+        overlap: False: wire and compute take turns, as on a CPU without a spare core.
+    """
+    compute = sum(layer.forward + layer.backward for layer in layers)
+    if not overlap:
+        wire = sum(2 * layer.gather + layer.reduce for layer in layers[:-1])
+        return Step(compute + wire + layers[-1].gather + layers[-1].reduce, compute)
+    now, wire = 0.0, 0.0
+    starts: list[float] = []
+    ready: list[float] = []
+    for index, layer in enumerate(layers):
+        while len(ready) <= min(index + depth, len(layers) - 1):
+            ahead = len(ready)
+            may = starts[ahead - depth - 1] if ahead > depth else 0.0
+            wire = max(wire, may) + layers[ahead].gather
+            ready.append(wire)
+        now = max(now, ready[index])
+        starts.append(now)
+        now += layer.forward
+    held = len(layers) - 1  # the last layer is still gathered
+    gathered = {held: now}
+    for index in range(len(layers) - 1, -1, -1):
+        for ahead in range(index, max(index - depth, 0) - 1, -1):
+            if ahead not in gathered:
+                wire = max(wire, now) + layers[ahead].gather
+                gathered[ahead] = wire
+        now = max(now, gathered[index]) + layers[index].backward
+        wire = max(wire, now) + layers[index].reduce
+    return Step(max(now, wire), compute)
