@@ -212,7 +212,8 @@ def test_cautious_decay_touches_only_entries_that_the_update_shrinks():
     Muon([p], lr=0.1, weight_decay=0.5, momentum=0, cautious_weight_decay=True).step()
     decayed = start * torch.where(update * start >= 0, 1 - 0.05, 1.0)
     torch.testing.assert_close(p.detach(), decayed - 0.1 * update, rtol=1e-5, atol=1e-7)
-    assert ((update * start < 0).sum() > 5) and ((update * start > 0).sum() > 5)
+    assert (update * start < 0).sum() > 5
+    assert (update * start > 0).sum() > 5
 
 
 def test_int8_momentum_keeps_close_to_fp32_in_a_quarter_of_the_memory():

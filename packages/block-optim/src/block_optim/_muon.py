@@ -120,8 +120,10 @@ class Muon(BlockOptimizer):
             "momentum_dtype": momentum_dtype,
         }
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
-        self._build()
+        if not self._hosted:
+            self._build()
 
+    _hosted = False  # a part of a mixed optimizer gets all of its groups before it plans
     block_policy = staticmethod(muon_block_policy)
 
     # ---------------------------------------------------------------- construction

@@ -1,0 +1,128 @@
+import pytest
+import torch
+from muon_helpers import full, placed, tensors, world_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+from block_optim._qk_clip import qk_clip_
+from ragged_shard import RaggedShard, distribute_tensor
+from ragged_shard.testing import record_collectives, run_ranks
+
+HEADS, KEY_HEADS, ROWS, DIM = 4, 2, 3, 5
+
+
+def attention_logits(x, w_q, w_k):
+    """The largest logit of each query head; keys are shared by consecutive query heads."""
+    q = (x @ w_q.T).view(len(x), HEADS, -1)
+    k = (x @ w_k.T).view(len(x), -1, q.size(-1)).repeat_interleave(HEADS // (len(w_k) // q.size(-1)), 1)
+    return torch.einsum("ihd,jhd->hij", q, k).amax((1, 2))
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, KEY_HEADS])
+@pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0, 0.3])
+def test_logits_above_tau_come_down_to_it_and_others_stay(key_heads, alpha):
+    x, w_q, w_k = tensors([(30, DIM), (HEADS * ROWS, DIM), (key_heads * ROWS, DIM)], 0)
+    before = attention_logits(x, w_q, w_k)
+    tau = float(before.median())
+    eta = qk_clip_(w_q, w_k, before, tau=tau, alpha=alpha)
+    torch.testing.assert_close(eta, (tau / before).clamp(max=1))
+    after = attention_logits(x, w_q, w_k)
+    assert (after <= tau * 1.0001).all()
+    if key_heads == HEADS:
+        torch.testing.assert_close(after, before.clamp(max=tau), rtol=1e-4, atol=1e-5)
+
+
+def test_logits_below_tau_change_nothing():
+    w_q, w_k = tensors([(12, DIM), (12, DIM)], 0)
+    copies = w_q.clone(), w_k.clone()
+    assert torch.equal(qk_clip_(w_q, w_k, torch.full((4,), 99.0)), torch.ones(4))
+    assert torch.equal(w_q, copies[0])
+    assert torch.equal(w_k, copies[1])
+
+
+def test_each_head_is_scaled_by_its_own_rows_factor():
+    w_q, w_k = torch.ones(HEADS * ROWS, DIM), torch.ones(HEADS * ROWS, DIM)
+    qk_clip_(w_q, w_k, torch.tensor([50.0, 400.0, 100.0, 10000.0]))
+    want = torch.tensor([1.0, 0.5, 1.0, 0.1]).repeat_interleave(ROWS)[:, None].expand(-1, DIM)
+    torch.testing.assert_close(w_q, want)
+    torch.testing.assert_close(w_k, want)
+
+
+def test_grouped_keys_take_the_smallest_factor_of_their_query_heads():
+    w_k = torch.ones(KEY_HEADS * ROWS, DIM)
+    qk_clip_(torch.ones(HEADS * ROWS, DIM), w_k, torch.tensor([50.0, 400.0, 100.0, 100.0]))
+    assert w_k[:ROWS].eq(0.5).all()
+    assert w_k[ROWS:].eq(1).all()
+
+
+def test_mla_scales_rotary_queries_by_eta_and_leaves_values():
+    nope, rope, value = 3, 2, 4
+    w_q, w_kv = torch.ones(2 * (nope + rope), DIM), torch.ones(2 * (nope + value), DIM)
+    qk_clip_(w_q, w_kv, torch.tensor([400.0, 100.0]), rotary_rows=rope, value_rows=value)
+    q, kv = w_q.view(2, nope + rope, DIM), w_kv.view(2, nope + value, DIM)
+    assert q[0, :nope].eq(0.5).all()
+    assert q[0, nope:].eq(0.25).all()
+    assert kv[0, :nope].eq(0.5).all()
+    assert kv[0, nope:].eq(1).all()
+    assert q[1].eq(1).all()
+    assert kv[1].eq(1).all()
+
+
+def test_one_weight_alone_can_be_scaled():
+    w_q, w_k = torch.ones(12, DIM), torch.ones(12, DIM)
+    qk_clip_(w_q, None, torch.tensor([400.0] * 4))
+    qk_clip_(None, w_k, torch.tensor([400.0] * 4))
+    assert w_q.eq(0.5).all()
+    assert w_k.eq(0.5).all()
+
+
+def shards_of_rows():
+    import random
+
+    mesh = world_mesh()
+    (w_q, w_k), logits = tensors([(12, DIM), (6, DIM)], 0), torch.tensor([50.0, 400.0, 120.0, 900.0])
+    want_q, want_k = w_q.clone(), w_k.clone()
+    qk_clip_(want_q, want_k, logits)
+    for layout in ("elements", "rows", "whole", "shard", "replicate"):
+        q, k = (
+            placed(w_q.clone(), mesh, layout, random.Random(3)),
+            placed(w_k.clone(), mesh, layout, random.Random(5)),
+        )
+        replicated = torch_distribute(logits, mesh, [Replicate()])
+        q = torch.nn.Parameter(q)
+        with record_collectives() as record:
+            qk_clip_(q, k, replicated)
+        assert record.kinds == []
+        assert torch.equal(full(q.detach()), want_q), layout
+        assert torch.equal(full(k), want_k), layout
+    cut = distribute_tensor(w_q.clone(), mesh, [RaggedShard((0, 1), (1, 0, 59))])
+    qk_clip_(cut, None, logits)
+    assert torch.equal(full(cut), want_q)
+    try:
+        qk_clip_(cut, None, torch_distribute(logits, mesh, [Shard(0)]))
+    except ValueError as error:
+        return "reduce it with MAX" in str(error)
+    return False
+
+
+def test_sharded_rows_are_scaled_by_their_global_number_without_communication():
+    assert run_ranks(3, shards_of_rows) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.ones(10, 2), None, torch.ones(4)), {}, "do not divide into 4 heads"),
+        ((torch.ones(12, 2), torch.ones(7, 2), torch.ones(4)), {}, "no number of heads of 3 rows"),
+        ((torch.ones(12, 2), torch.ones(9, 2), torch.ones(4)), {}, "divides 4 query heads"),
+        ((torch.ones(12, 2), None, torch.tensor([1.0, float("nan"), 1, 1])), {}, "one finite number"),
+        ((torch.ones(12, 2), None, torch.ones(2, 2)), {}, "one finite number"),
+        ((torch.ones(12, 2), None, torch.ones(4)), {"tau": 0}, "tau > 0"),
+        ((torch.ones(12, 2), None, torch.ones(4)), {"alpha": 1.5}, "alpha from 0 to 1"),
+        ((torch.ones(12, 2), None, torch.ones(4)), {"rotary_rows": 4}, "heads of more than 4 rows"),
+        ((torch.ones(12, 2).T, None, torch.ones(2)), {}, "not row-major"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        qk_clip_(*arguments, **options)

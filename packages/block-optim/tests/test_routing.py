@@ -1,0 +1,333 @@
+import copy
+import logging
+import math
+import random
+import tempfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from muon_helpers import full, placed, world_mesh
+from routing_helpers import Model, full_gradients, make_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from block_optim._adamw import AdamW
+from block_optim._adamw8bit import AdamW8bit
+from block_optim._muon import Muon
+from block_optim._routing import param_groups_for, routes_of
+from block_optim._routing_mixed import Mixed
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+def routed(model, **options):
+    return param_groups_for(model, verbose=False, **options)
+
+
+def where(model, **overrides):
+    return {
+        r.names[0]: (r.algorithm, r.reason) for r in routes_of(model, others="adamw", overrides=overrides)
+    }
+
+
+def give(model, step):
+    loss, grads = full_gradients(model, step)
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g
+    return loss.item()
+
+
+def test_every_kind_of_parameter_goes_where_the_table_says():
+    assert where(Model()) == {
+        "tok.weight": ("adamw", "embedding"),
+        **{
+            f"blocks.{i}.{name}": kind
+            for i in range(2)
+            for name, kind in {
+                "experts": ("muon", "stack"),
+                "norm.weight": ("adamw", "vector"),
+                "qkv.weight": ("muon", "matrix"),
+                "qkv.bias": ("adamw", "vector"),
+                "up.weight": ("muon", "matrix"),
+                "down.weight": ("muon", "matrix"),
+                "router.weight": ("adamw", "vector"),
+                "router.bias": ("adamw", "vector"),
+            }.items()
+        },
+        "conv.weight": ("muon", "convolution"),
+        "conv.bias": ("adamw", "vector"),
+        "final.weight": ("adamw", "vector"),
+        "final.bias": ("adamw", "vector"),
+        "to_logits.weight": ("adamw", "head"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lm_head", "head"),
+        ("model.lm_head", "head"),
+        ("head", "head"),
+        ("output", "head"),
+        ("module.output", "head"),
+        ("attn.output", "matrix"),
+        ("blocks.0.head", "matrix"),
+        ("wte", "embedding"),
+        ("model.embed_tokens", "embedding"),
+        ("tok_embeddings", "embedding"),
+        ("unembedded", "head"),
+        ("blocks.0.up", "matrix"),
+    ],
+)
+def test_embeddings_and_heads_are_known_by_name_too(name, reason):
+    model = nn.Module()
+    inner = model
+    *path, last = name.split(".")
+    for part in path:
+        inner.add_module(part, nn.Module())
+        inner = getattr(inner, part)
+    inner.add_module(last, nn.Linear(4, 6, bias=False))
+    assert where(model) == {f"{name}.weight": ("muon" if reason == "matrix" else "adamw", reason)}
+
+
+def test_a_tied_head_is_one_parameter_and_an_embedding():
+    routes = routes_of(make_model(tied=True), others="adamw", overrides={})
+    (tied,) = [r for r in routes if len(r.names) > 1]
+    assert tied.names == ("tok.weight", "to_logits.weight")
+    assert (tied.algorithm, tied.reason) == ("adamw", "embedding")
+
+
+def test_frozen_parameters_are_left_out_and_listed():
+    model = make_model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    optimizer = routed(model)
+    assert ("blocks.0.up.weight",) in [r.names for r in optimizer.routes if r.algorithm == "none"]
+    assert all(p is not model.blocks[0].up.weight for g in optimizer.param_groups for p in g["params"])
+
+
+def test_overrides_by_pattern_choose_algorithm_and_options():
+    model = make_model()
+    overrides = {r"qkv\.weight": {"matrices": "rows:8,4,4"}, "blocks.1.up": "adamw", "tok": {"lr": 0.5}}
+    optimizer = routed(model, overrides=overrides)
+    group_of = {n: g for g in optimizer.param_groups for n in g["param_names"]}
+    assert group_of["blocks.0.qkv.weight"]["matrices"] == "rows:8,4,4"
+    assert group_of["blocks.0.up.weight"]["algorithm"] == "muon"
+    assert group_of["blocks.1.up.weight"]["algorithm"] == "adamw"
+    assert (group_of["tok.weight"]["algorithm"], group_of["tok.weight"]["lr"]) == ("adamw", 0.5)
+    assert group_of["conv.weight"]["matrices"] == "flatten"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overrides": {"qvk": "adamw"}}, r"overrides \['qvk'\] match no parameter of Model"),
+        ({"overrides": {"qkv": "sgd"}}, "'sgd' is not one of muon, adamw, adamw8bit"),
+        ({"others": "sgd"}, "others='sgd'"),
+        ({"muon": {"betas": (0.9, 0.95)}}, "algorithm 'muon' has no option 'betas'"),
+        ({"adamw": {"momentum": 0.9}}, "algorithm 'adamw' has no option 'momentum'"),
+    ],
+)
+def test_what_fits_nothing_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        routed(make_model(), **options)
+
+
+def test_what_went_where_is_printed_with_layers_folded(capsys):
+    param_groups_for(make_model(tied=True))
+    text = capsys.readouterr().out
+    assert "tok.weight = to_logits.weight" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("blocks.*.up.weight")]
+    assert line.split() == ["blocks.*.up.weight", "24x8", "2", "muon", "matrix"]
+    assert text.splitlines()[-1].startswith("adamw: 12 tensors, ")
+
+
+@pytest.mark.parametrize("others", ["adamw", "adamw8bit"])
+def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
+    model = make_model(dim=16)
+    twin = copy.deepcopy(model)
+    mixed = routed(model, lr=0.02, others=others, muon={"momentum": 0.9}, adamw={"weight_decay": 0.3})
+    matrices = {n for r in mixed.routes if r.algorithm == "muon" for n in r.names}
+    named = list(twin.named_parameters())
+    flat = [(n, p) for n, p in named if n == "conv.weight"]
+    plain = [(n, p) for n, p in named if n in matrices and n != "conv.weight"]
+    kind = {"adamw": AdamW, "adamw8bit": AdamW8bit}[others]
+    alone = [
+        Muon(plain, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        Muon(flat, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", matrices="flatten"),
+        kind([(n, p) for n, p in named if n not in matrices], lr=0.02, weight_decay=0.3),
+    ]
+    losses = []
+    for step in range(4):
+        losses.append(give(model, step))
+        give(twin, step)
+        mixed.step()
+        for optimizer in alone:
+            optimizer.step()
+    for (name, p), (_, q) in zip(model.named_parameters(), named, strict=True):
+        assert torch.equal(p, q), name
+    assert losses[-1] < losses[0]
+
+
+def test_vectors_can_be_spared_from_decay():
+    optimizer = routed(make_model(), decay_vectors=False)
+    for group in optimizer.param_groups:
+        vectors = {p.ndim < 2 or min(p.shape) < 2 for p in group["params"]}
+        assert len(vectors) == 1
+        assert (group["weight_decay"] == 0) == vectors.pop()
+
+
+def test_one_scheduler_drives_all_groups_and_one_state_dict_holds_all_states():
+    model = make_model()
+    optimizer = routed(model, lr=0.1, adamw={"lr": 0.01})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
+    give(model, 0)
+    optimizer.step()
+    scheduler.step()
+    rates = {g["algorithm"]: g["lr"] for g in optimizer.param_groups}
+    assert rates == {"muon": 0.05, "adamw": 0.005}
+    assert optimizer.parts["muon"].param_groups[0]["lr"] == 0.05
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == len(list(model.parameters()))
+    assert {tuple(sorted(s)) for s in saved["state"].values()} == {
+        ("momentum_buffer",),
+        ("exp_avg", "exp_avg_sq", "step"),
+    }
+
+
+def test_saved_and_loaded_it_goes_on_to_the_bit():
+    model = make_model()
+    optimizer = routed(model)
+    for step in range(2):
+        give(model, step)
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    other = routed(twin, lr=0.9)
+    with tempfile.TemporaryFile() as file:
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+    clone, copied = copy.deepcopy((model, optimizer))
+    for some, o in ((model, optimizer), (twin, other), (clone, copied)):
+        give(some, 2)
+        o.step()
+    for p, q, r in zip(model.parameters(), twin.parameters(), clone.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+    assert copied.routes == optimizer.routes
+
+
+def test_a_state_dict_of_other_algorithms_is_refused():
+    saved = routed(make_model()).state_dict()
+    saved["param_groups"][0]["algorithm"] = "adamw8bit"
+    with pytest.raises(ValueError, match="saved with algorithm='adamw8bit'"):
+        routed(make_model()).load_state_dict(saved)
+
+
+def test_a_non_finite_gradient_of_one_algorithm_skips_all(caplog):
+    model = make_model()
+    optimizer = routed(model)
+    before = copy.deepcopy(model)
+    give(model, 0)
+    model.final.bias.grad[0] = math.nan
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert "final.bias" in caplog.text
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_a_group_without_an_algorithm_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"first: w\) has algorithm=None: expected one of muon"):
+        Mixed([{"params": [("w", nn.Parameter(torch.zeros(2, 2)))]}])
+    with pytest.raises(ValueError, match="no group has algorithm 'muon'"):
+        _ = Mixed([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "adamw"}]).plan
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        routed(nn.ReLU())
+
+
+def sharded(layout):
+    """The model with each parameter in a layout of its own; and the gradients of a step in the same ones."""
+    mesh, model = world_mesh(), make_model(dim=16)
+    seeds = {n: i for i, (n, _) in enumerate(model.named_parameters())}
+
+    def put(name, value):
+        kind = layout if value.ndim > 1 else "shard"
+        return placed(value.detach(), mesh, kind, random.Random(f"{name} {seeds[name]}"))
+
+    reference = make_model(dim=16)
+    for name, p in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(put(name, p)))
+
+    def gradients(step):
+        _, grads = full_gradients(reference, step)
+        for (name, p), g in zip(model.named_parameters(), grads, strict=True):
+            p.grad = put(name, g)
+
+    return model, gradients
+
+
+def trained_apart(layout):
+    model, gradients = sharded(layout)
+    optimizer = routed(model, lr=0.02)
+    for step in range(2):
+        gradients(step)
+        with record_collectives() as record:
+            optimizer.step()
+    return [full(p.detach()) for p in model.parameters()], sum(k == "all_reduce" for k in record.kinds)
+
+
+@pytest.mark.parametrize("layout", ["elements", "shard"])
+def test_sharded_it_gives_the_bits_of_one_process_and_asks_once_about_bad_numbers(layout):
+    reference, twin = make_model(dim=16), make_model(dim=16)
+    optimizer = routed(twin, lr=0.02)
+    for step in range(2):
+        _, grads = full_gradients(reference, step)
+        for p, g in zip(twin.parameters(), grads, strict=True):
+            p.grad = g
+        optimizer.step()
+    for found, asked in run_ranks(3, trained_apart, layout):
+        assert asked == 2  # finite? and, of the exchanged matrices, which have a gradient
+        for a, b in zip(found, twin.parameters(), strict=True):
+            assert torch.equal(a, b.detach())
+
+
+def checkpointed(folder, layout, load, flatten):
+    model, gradients = sharded(layout)
+    if load:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+    optimizer = routed(model, lr=0.5 if load else 0.02)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    if not load:
+        gradients(0)
+        optimizer.step()
+    state = {
+        "model": dict(model.named_parameters()),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    if load:
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    gradients(1)
+    optimizer.step()
+    return [full(p.detach()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_checkpoint_of_all_algorithms_resumes_to_the_bit_at_another_world_size(flatten):
+    with tempfile.TemporaryDirectory() as folder:
+        (expected, *_) = run_ranks(3, checkpointed, folder, "elements", False, flatten)
+        for found in run_ranks(2, checkpointed, folder, "shard", True, flatten):
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
