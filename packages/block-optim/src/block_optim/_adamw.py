@@ -27,6 +27,8 @@ class AdamW(BlockOptimizer):
         amsgrad: must be False.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
+        stochastic_rounding: round bf16 parameters up or down at random, by their place between; fp32 ones stay exact.
+        seed: of that; the random bits depend on seed, parameter name, step and element only.
         skip_nonfinite: leave out, on every rank, a step whose gradients are not finite on some rank.
 
     Raises:
@@ -47,6 +49,8 @@ class AdamW(BlockOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
         skip_nonfinite: bool = True,
     ) -> None:
         refuse_options(foreach=foreach, capturable=capturable, differentiable=differentiable)
@@ -60,6 +64,8 @@ class AdamW(BlockOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "fused": bool(fused),
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
         }
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -78,6 +84,7 @@ class AdamW(BlockOptimizer):
             raise ValueError(f"fused={group['fused']!r} in one group: it is an option of the whole optimizer")
         for param in params:
             check_dense(param)
+            check_rounding(group, param)
 
     def _init_state(self, group: dict[str, Any], params: Sequence[Param]) -> None:
         self._rule.init_state(group, params, self.state)
@@ -107,6 +114,17 @@ def check_adamw_options(group: dict[str, Any]) -> None:
         raise ValueError(
             "amsgrad=True: not here; its third state would grow the memory by half for a maximum that has not been "
             "shown to help; use torch.optim.AdamW for it"
+        )
+
+
+def check_rounding(group: dict[str, Any], param: Param) -> None:
+    """Raise ValueError where a parameter's elements have no place in the global tensor to draw random bits for."""
+    if not group["stochastic_rounding"] or param.dtype != torch.bfloat16:
+        return
+    if param.start is None or not param.local.is_contiguous():
+        raise ValueError(
+            f"{param.name}: stochastic_rounding needs a rank's part to be one contiguous run of the tensor, it lies as "
+            f" {param.placements} with stride {param.local.stride()}; round to nearest in its group"
         )
 
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
-from block_optim._adamw import check_adamw_options
+from block_optim._adamw import check_adamw_options, check_rounding
 from block_optim._adamw_rule import AdamWRule, check_dense
 from block_optim._base import Active, BlockOptimizer
 from block_optim._blocks import check_block, scale_layout
 from block_optim._codec import map_of
+from block_optim._launch import has_kernels
 from block_optim._params import Param
+from block_optim._quantized_rule import QuantizedRule
 from layout_planner import Elements, Tile, parse_block
 
 Rule = Callable[[str, torch.Tensor], bool]
@@ -34,18 +36,18 @@ class AdamW8bit(BlockOptimizer):
     that the same run gives the same bits at any world size. Communicates nothing in `step`, but for the agreement on
     non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
 
-    States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale`` and
-    ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). With ``state_map="root"`` the code in
-    ``exp_avg_sq`` is of the second moment's root.
+    States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
+    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). With ``state_map="root"`` the code
+    in ``exp_avg_sq`` is of the second moment's root.
 
     Args:
-        params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors, each rank's part a run of whole blocks.
+        params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, maximize: as in `AdamW`.
         block: `Elements(n)` consecutive elements, or `Tile(rows, columns)` of each matrix.
         state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
-        quantize: a rule ``(name, parameter) -> bool`` for which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding: round bf16 parameters up or down at random, by their place between; fp32 ones are not touched.
+        quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
+        stochastic_rounding: round bf16 parameters up or down at random, by their place between; fp32 ones stay exact.
         seed: of that; the random bits depend on seed, parameter name, step and element only.
         skip_nonfinite: leave out, on every rank, a step whose gradients are not finite on some rank.
 
@@ -106,12 +108,11 @@ class AdamW8bit(BlockOptimizer):
         return policy
 
     def _begin(self) -> None:
-        from block_optim._quantized_rule import QuantizedRule
-
         super()._begin()
-        self._wide = AdamWRule()
+        self._wide = AdamWRule(fused="cuda")
         self._narrow = QuantizedRule()
         self._chosen: dict[torch.Tensor, bool] = {}
+        self._takes_flag = True
 
     def _check_group(self, group: dict[str, Any], params: Sequence[Param]) -> None:
         check_adamw_options(group)
@@ -128,6 +129,7 @@ class AdamW8bit(BlockOptimizer):
         rule = group.pop("quantize")
         for param in params:
             check_dense(param)
+            check_rounding(group, param)
             wanted = self._wants(param, rule, group["min_8bit_numel"])
             self._chosen[param.param] = wanted
             if wanted:
@@ -140,12 +142,14 @@ class AdamW8bit(BlockOptimizer):
         return is_quantized(param.name, param.param, least, rule)
 
     def _init_state(self, group: dict[str, Any], params: Sequence[Param]) -> None:
+        if any(not has_kernels(p.device) for p in params):
+            self._takes_flag = False
         self._narrow.init_state(group, [p for p in params if self._chosen[p.param]], self.state)
         self._wide.init_state(group, [p for p in params if not self._chosen[p.param]], self.state)
 
     def _update(self, active: Active, found_inf: torch.Tensor | None) -> None:
-        self._narrow.update(active)
-        self._wide.update(active)
+        self._narrow.update(active, found_inf)
+        self._wide.update(active, found_inf)
 
 
 def is_quantized(name: str, param: torch.Tensor, least: int, rule: Rule) -> bool:
@@ -160,8 +164,8 @@ def _check_quantizable(param: Param) -> None:
         )
     if param.start is None:
         raise ValueError(
-            f"{param.name}: with placements {param.placements} a rank's part is not one run of the tensor, so blocks are "
-            "cut; keep its states in fp32 with quantize=False in its group"
+            f"{param.name}: with placements {param.placements} a rank's part is not one run of the tensor, so blocks "
+            "are cut; keep its states in fp32 with quantize=False in its group"
         )
     if not param.local.is_contiguous():
         raise ValueError(

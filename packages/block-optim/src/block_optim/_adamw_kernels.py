@@ -9,11 +9,13 @@ rounded to nearest when they are written back.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from block_optim import _torch_compat as compat
+from block_optim._rounding import Rounder
 from block_optim._runs import Run
 from block_optim._scalars import Hyper, Rates
 
@@ -26,6 +28,15 @@ VECTOR = (
 Tensors = list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where an item comes from, which is what its random bits depend on: a parameter and an element of it."""
+
+    name: str
+    seed: int
+    element: int
+
+
 class Item:
     """A run, or a part of one: 1-D views, or the tensor itself where a run is one tensor."""
 
@@ -33,6 +44,7 @@ class Item:
         self, run: Run, kind: int, parts: Tensors, firsts: Tensors, seconds: Tensors, counter: torch.Tensor
     ) -> None:
         self.kind = kind  # which of the step's rates
+        self.origin: Origin | None = None  # for stochastic rounding
         self.counter = counter
         self.run = run
         self.numel = run.numel
@@ -55,6 +67,7 @@ class Item:
             return self
         part = object.__new__(Item)
         part.kind, part.counter, part.run, part.numel = self.kind, self.counter, self.run, stop - start
+        part.origin = self.origin and replace(self.origin, element=self.origin.element + start)
         base = 0 if self.bounds is None else self.bounds[0]
         part.bounds = (base + start, base + stop)
         part.param, part.first, part.second = (
@@ -113,9 +126,17 @@ class _Batch:
         return self.wide_params, found
 
     def store(self) -> None:
-        """Write fp32 copies of parameters back, rounded to nearest."""
-        if self.wide_params is not None:
+        """Write fp32 copies of parameters back, rounded to nearest or as their origins say."""
+        if self.wide_params is None:
+            return
+        if self.items[0].origin is None:
             compat.foreach_copy_(self.params, self.wide_params)
+            return
+        for item, param, wide in zip(self.items, self.params, self.wide_params, strict=True):
+            assert item.origin is not None
+            origin, step = item.origin, round(float(item.counter))
+            rounder = self.scratch.rounder()
+            rounder(wide.view(-1), param.view(-1), origin.seed, origin.name, step, origin.element)
 
 
 class _Scratch:
@@ -125,6 +146,13 @@ class _Scratch:
         self.numel, self.device = numel, device
         self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self.views: dict[tuple[Any, ...], Tensors] = {}
+        self._rounder: Rounder | None = None
+
+    def rounder(self) -> Rounder:
+        """For stretches of up to as many elements."""
+        if self._rounder is None:
+            self._rounder = Rounder(self.numel, self.device)
+        return self._rounder
 
     def like(self, role: str, tensors: Tensors, dtype: torch.dtype) -> Tensors:
         """Tensors of these shapes, one after another in the buffer of a role."""

@@ -9,14 +9,15 @@ everywhere, and torch's fused CPU kernel, whose code for the last few elements r
 vectors only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from block_optim._adamw_kernels import FusedKernel, Item, Kernel, ListKernel
+from block_optim._adamw_kernels import FusedKernel, Item, Kernel, ListKernel, Origin
 from block_optim._base import Active
+from block_optim._launch import WIDE_BLOCK, Launch, Row, Scalars, has_kernels, wide_launch
 from block_optim._params import Param
 from block_optim._plan import Counts, Entry, StepPlan
 from block_optim._runs import FlatSpace, Run, gap_index, is_dense, joint_runs
@@ -34,11 +35,14 @@ class Moments(Entry):
 class AdamWRule:
     """The moments and updates of the parameters that were given to `init_state`.
 
+    Groups may have ``stochastic_rounding`` and ``seed``, for bf16 parameters.
+
     Args:
-        fused: torch's fused kernel and its numbers, instead of the op list and those of torch's for-loop and foreach.
+        fused: torch's fused kernel and its numbers, instead of the op list and those of torch's for-loop and foreach;
+            or "cuda": only there, so that the host need not wait for `found_inf`.
     """
 
-    def __init__(self, *, fused: bool = False) -> None:
+    def __init__(self, *, fused: bool | str = False) -> None:
         self._fused = fused
         self._entries: dict[torch.Tensor, Moments] = {}
         self._counts = Counts()
@@ -51,18 +55,21 @@ class AdamWRule:
             parts = [p.local for p in chosen]
             space = FlatSpace(parts)
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
-            on_device = self._fused and device.type != "cpu"
+            on_device = self._is_fused(device) and device.type != "cpu"
             steps = self._counts.new(len(chosen), device if on_device else "cpu")
             for param, m, v, step in zip(chosen, first, second, steps, strict=True):
                 state[param.param] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
                 self._entries[param.param] = Moments(param, group, step, len(self._entries), m, v)
         self._plan = None
 
+    def _is_fused(self, device: torch.device) -> bool:
+        return self._fused is True or self._fused == device.type
+
     def update(self, active: Active, found_inf: torch.Tensor | None = None) -> None:
         """One step of those parameters of this rule that have gradients."""
         plan = self._plan
         if plan is None or plan.version != active.version:
-            plan = self._plan = _Plan(self._entries, self._counts, active, self._fused)
+            plan = self._plan = _Plan(self._entries, self._counts, active, self._is_fused)
         plan.step(active, found_inf)
 
 
@@ -84,11 +91,16 @@ class _Plan(StepPlan[Moments]):
     """Kernels over runs, and the parameters' gap elements to put back."""
 
     def __init__(
-        self, entries: dict[torch.Tensor, Moments], counts: Counts, active: Active, fused: bool
+        self,
+        entries: dict[torch.Tensor, Moments],
+        counts: Counts,
+        active: Active,
+        fused: Callable[[torch.device], bool],
     ) -> None:
         super().__init__(entries, counts, active)
         self.fused = fused
         self.kernels: list[Kernel] = []
+        self.launches: list[tuple[Scalars, Launch]] = []
         self.gaps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def _run(
@@ -102,20 +114,35 @@ class _Plan(StepPlan[Moments]):
             torch.index_select(run, 0, index, out=buffer)
         for kernel in self.kernels:
             kernel(grads, rates, keep, found_inf)
+        for scalars, launch in self.launches:
+            scalars.update([hyper for hyper, _ in rates], [self.entries[i].step for i in self.samples])
+            launch(grads, scalars, found_inf)
         for run, index, buffer in self.gaps:
             run.index_copy_(0, index, buffer)
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         firsts, seconds = [e.exp_avg for e in self.entries], [e.exp_avg_sq for e in self.entries]
-        runs = joint_runs([self.locals, grads, firsts, seconds], keys)
-        kernel = FusedKernel if self.fused else ListKernel
+        origins = [_origin(e) for e in self.entries]
+        kinds = list(zip(keys, origins, strict=True))
+        runs = joint_runs([self.locals, grads, firsts, seconds], kinds)
         batches: dict[Any, list[Item]] = {}
         for run in runs:
             first = run.members[0]
-            place = (self.locals[first].device, self.locals[first].dtype, grads[first].dtype)
+            part, origin = self.locals[first], origins[first]
+            seed = None if origin is None else origin.seed
             kind, counter = self.classes.index(keys[first]), self.entries[first].step
-            batches.setdefault(place, []).append(Item(run, kind, self.locals, firsts, seconds, counter))
-        self.kernels = [made for place, items in batches.items() for made in kernel.over(items, place[2])]
+            item = Item(run, kind, self.locals, firsts, seconds, counter)
+            item.origin = origin
+            batches.setdefault((part.device, part.dtype, grads[first].dtype, seed), []).append(item)
+        self.kernels, self.launches = [], []
+        for (device, dtype, grad_dtype, seed), items in batches.items():
+            fused = self.fused(device)
+            narrow = dtype != torch.float32 or grad_dtype != torch.float32
+            if fused and narrow and items[0].first.dtype == torch.float32 and has_kernels(device):
+                scalars = Scalars(device, len(self.classes))
+                self.launches.append((scalars, wide_launch([_row(i, grad_dtype) for i in items], seed)))
+            else:
+                self.kernels += (FusedKernel if fused else ListKernel).over(items, grad_dtype)
         self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]
 
     def _gap(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -124,3 +151,34 @@ class _Plan(StepPlan[Moments]):
         if index is None:
             return None
         return run.view(self.locals), index, torch.empty(len(index), dtype=part.dtype, device=part.device)
+
+
+_NOWHERE = Origin("", 0, 0)
+
+
+def _origin(entry: Moments) -> Origin | None:
+    """What the random bits of a stochastically rounded parameter depend on; None for others."""
+    if not entry.group.get("stochastic_rounding") or entry.param.dtype != torch.bfloat16:
+        return None
+    assert entry.param.start is not None
+    return Origin(entry.param.name, entry.group["seed"], entry.param.start)
+
+
+def _row(item: Item, grad_dtype: torch.dtype) -> Row:
+    numel = item.numel
+    origin = item.origin or _NOWHERE
+    views = [t.as_strided((numel,), (1,)) for t in (item.param, item.first, item.second)]
+    programs = -(-numel // WIDE_BLOCK)
+    return Row(
+        views[0],
+        tuple(views[1:]),
+        item.run,
+        0,
+        1,
+        numel,
+        programs,
+        item.kind,
+        grad_dtype,
+        origin.element,
+        origin.name,
+    )

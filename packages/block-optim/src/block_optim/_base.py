@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from block_optim._finite import Agreement, GradientCheck, cut_groups, norm_is_finite
+from block_optim._finite import Agreement, DeferredFlags, GradientCheck, cut_groups, norm_is_finite
 from block_optim._load import copy_state
 from block_optim._params import Param
 from block_optim._torch_compat import foreach_div_, load_post_hooks, load_pre_hooks, local_of
@@ -90,6 +90,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._seen_places: list[Any] = []
         self._version = 0
         self._skipped = 0
+        self._deferred = DeferredFlags()
         self._cut_groups: list[Any] | None = None
         self._check = GradientCheck()
 
@@ -144,8 +145,14 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because of non-finite gradients, since construction."""
+        """Steps left out because of non-finite gradients, since construction. On CUDA: waits for the device."""
+        self._report_deferred(wait=True)
         return self._skipped
+
+    def _report_deferred(self, wait: bool = False) -> None:
+        for _ in range(self._deferred.skipped(wait)):
+            self._skipped += 1
+            _LOG.warning("step skipped: gradients were not finite (%d skipped so far)", self._skipped)
 
     @torch.no_grad()
     def step(
@@ -164,6 +171,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._report_deferred()
         active = self._collect()
         flag = self._nonfinite(active, grad_norm)
         if isinstance(flag, torch.Tensor) and not self._takes_flag:
@@ -176,7 +184,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         if scale is not None and active.grads:
             foreach_div_(active.grads, float(scale) if scale.device.type == "cpu" else scale)
-        self._update(active, flag if isinstance(flag, torch.Tensor) else None)
+        found_inf = flag if isinstance(flag, torch.Tensor) else None
+        self._update(active, found_inf)
+        if found_inf is not None:
+            self._deferred.add(found_inf)
         if not active.keeps:
             active.grads = []
         return loss

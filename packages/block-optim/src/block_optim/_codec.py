@@ -3,11 +3,10 @@
 A block's numbers are divided by its scale, the largest of them (over `top`), and each quotient gets the nearest code;
 one that lies in the middle between two goes to the larger magnitude.
 
-    "root"      first moment: a sign and 128 steps of a floating-point number with 4 bits of mantissa, shifted down so
-                that it reaches zero: v(c) = F(c) - F(0), |v| up to 1 - F(0); near 1 the error is 3 % of the number
-                at most, below F(0) = 0.0042 it is 0.00013 of the scale.
-                second moment: its ROOT, 256 steps of the same kind with no shift and no zero: from 1.6e-5 to 1,
-                the error 3.03 % at most and the smallest code a floor: a root never becomes zero.
+    "root"      floating-point steps with 5 bits of mantissa, F(c), shifted down towards zero, so that they are even
+                near zero and grow in proportion further up.
+                First moment: a sign and v(c) = F(c) - F(0), c = 0..127.
+                Second moment: its ROOT, v(c) = F(c) - F(-1), c = 0..255: no zero, the smallest is a floor.
     "dynamic"   bitsandbytes' signed and unsigned dynamic maps, the second moment itself; up to 50 % near the small end,
                 where the second moment becomes zero.
 
@@ -18,25 +17,42 @@ The arithmetic is integer arithmetic on the bits of fp32 numbers, so that torch 
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-MANTISSA = 4
-SHIFT = 23 - MANTISSA
-ONE = 127 << MANTISSA  # the steps up to 1.0
-HALF = 1 << (SHIFT - 1)
-
-SIGNED_OFFSET = ONE - 127
-UNSIGNED_OFFSET = ONE - 255
+ONE_EXPONENT = 127
 
 
-def step_value(step: int) -> float:
-    """The fp32 number whose bits are ``step`` << SHIFT."""
-    return torch.tensor(step << SHIFT, dtype=torch.int32).view(torch.float32).item()
+@dataclass(frozen=True)
+class Steps:
+    """The floating-point steps from ``offset`` on; the last one is 1.0. Their bits are ``step << shift``."""
+
+    mantissa: int
+    last: int  # the code of 1.0
+
+    @property
+    def shift(self) -> int:
+        """Bits below a step."""
+        return 23 - self.mantissa
+
+    @property
+    def offset(self) -> int:
+        """The step of code 0."""
+        return (ONE_EXPONENT << self.mantissa) - self.last
+
+    @property
+    def rounding(self) -> int:
+        """Added to a number's bits: half a step, less the offset; the code is then what is left of the shift."""
+        return (1 << (self.shift - 1)) - (self.offset << self.shift)
+
+    def value(self, code: int) -> float:
+        """F(code)."""
+        return torch.tensor(self.offset + code << self.shift, dtype=torch.int32).view(torch.float32).item()
 
 
-ZERO_SHIFT = step_value(SIGNED_OFFSET)  # F(0)
-TOP = 1.0 - ZERO_SHIFT
+FIRST, SECOND = Steps(5, 127), Steps(5, 255)
+FIRST_ZERO, SECOND_ZERO = FIRST.value(0), SECOND.value(-1)
 
 SCALE_MIN, SCALE_MAX = (
     1e-30,
@@ -61,38 +77,55 @@ class RootMap:
 
     name = "root"
     stores_root = True
-    first_top = TOP
-    second_top = 1.0
+    first_top = 1.0 - FIRST_ZERO
+    second_top = 1.0 - SECOND_ZERO
+
+    def kernel_arguments(self, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """What the Triton kernel takes of a map: six tables, unused here, and constants."""
+        numbers, table = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        constants = {
+            "ROOT_MAP": True,
+            "FIRST_SHIFT": FIRST.shift,
+            "FIRST_OFFSET": FIRST.offset,
+            "FIRST_ZERO": FIRST_ZERO,
+            "FIRST_TOP": self.first_top,
+            "SECOND_SHIFT": SECOND.shift,
+            "SECOND_OFFSET": SECOND.offset,
+            "SECOND_ZERO": SECOND_ZERO,
+            "SECOND_TOP": self.second_top,
+            **dict.fromkeys(("FIRST_LOW", "SECOND_LOW", "HIGH", "KEY_SHIFT", "ZERO_CODE", "CELLS"), 0),
+        }
+        return [numbers, table, table, numbers, table, table], constants
 
     def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
-        """Numbers in ±TOP from the codes of a stretch."""
+        """Numbers in ±first_top from the codes of a stretch."""
         sign = spares[0].bits
         out.inner_bits.copy_(codes)
         torch.bitwise_and(out.bits, 128, out=sign)
         sign.bitwise_left_shift_(24)
-        out.bits.bitwise_and_(127).add_(SIGNED_OFFSET).bitwise_left_shift_(SHIFT)
-        out.values.sub_(ZERO_SHIFT)
+        out.bits.bitwise_and_(127).add_(FIRST.offset).bitwise_left_shift_(FIRST.shift)
+        out.values.sub_(FIRST_ZERO)
         out.bits.bitwise_or_(sign)
 
     def encode_first(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
-        """Codes of numbers in ±TOP, which are lost."""
+        """Codes of numbers in ±first_top, which are lost."""
         sign, bits = spares[0].bits, values.bits
         torch.bitwise_right_shift(bits, 24, out=sign)
         sign.bitwise_and_(128)
-        values.values.abs_().add_(ZERO_SHIFT)
-        bits.add_(HALF - (SIGNED_OFFSET << SHIFT)).bitwise_right_shift_(SHIFT).clamp_(0, 127).bitwise_or_(
-            sign
-        )
+        values.values.abs_().add_(FIRST_ZERO)
+        bits.add_(FIRST.rounding).bitwise_right_shift_(FIRST.shift).clamp_(0, FIRST.last).bitwise_or_(sign)
         codes.copy_(values.inner_bits)
 
     def decode_second(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
-        """Numbers in (0, 1] from the codes of a stretch."""
+        """Numbers in (0, second_top] from the codes of a stretch."""
         out.inner_bits.copy_(codes)
-        out.bits.add_(UNSIGNED_OFFSET).bitwise_left_shift_(SHIFT)
+        out.bits.add_(SECOND.offset).bitwise_left_shift_(SECOND.shift)
+        out.values.sub_(SECOND_ZERO)
 
     def encode_second(self, values: Buffer, codes: torch.Tensor, spares: list[Buffer]) -> None:
-        """Codes of numbers in [0, 1], which are lost."""
-        values.bits.add_(HALF - (UNSIGNED_OFFSET << SHIFT)).bitwise_right_shift_(SHIFT).clamp_(0, 255)
+        """Codes of numbers in [0, second_top], which are lost."""
+        values.values.add_(SECOND_ZERO)
+        values.bits.add_(SECOND.rounding).bitwise_right_shift_(SECOND.shift).clamp_(0, SECOND.last)
         codes.copy_(values.inner_bits)
 
 
@@ -162,6 +195,24 @@ class DynamicMap:
         self.second_low = table.low
         self.second_values = torch.tensor(unsigned, device=device)
         self.second_base, self.second_limit = table.base.to(device), table.limit.to(device)
+
+    def kernel_arguments(self, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """What the Triton kernel takes of a map: six tables and constants."""
+        tables = [self.first_values, self.first_base, self.first_limit]
+        tables += [self.second_values, self.second_base, self.second_limit]
+        constants = {
+            "ROOT_MAP": False,
+            **dict.fromkeys(("FIRST_SHIFT", "FIRST_OFFSET", "SECOND_SHIFT", "SECOND_OFFSET"), 0),
+            **dict.fromkeys(("FIRST_ZERO", "SECOND_ZERO"), 0.0),
+            **dict.fromkeys(("FIRST_TOP", "SECOND_TOP"), 1.0),
+            "FIRST_LOW": self.low,
+            "SECOND_LOW": self.second_low,
+            "HIGH": self.high,
+            "KEY_SHIFT": KEY_SHIFT,
+            "ZERO_CODE": self.zero,
+            "CELLS": self.cells,
+        }
+        return tables, constants
 
     def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
         """Numbers in [-0.993, 1] from the codes of a stretch."""

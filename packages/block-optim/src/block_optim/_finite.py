@@ -68,6 +68,30 @@ def norm_is_finite(norm: torch.Tensor | float) -> bool:
     return math.isfinite(float(norm))
 
 
+class DeferredFlags:
+    """Skip flags that stay on a device: counted once the device has got there, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def add(self, flag: torch.Tensor) -> None:
+        """Note the flag of a step that has been launched."""
+        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((event, host))
+
+    def skipped(self, wait: bool = False) -> int:
+        """How many of the steps noted so far were skipped and have not been reported yet."""
+        count = 0
+        while self._pending and (wait or self._pending[0][0].query()):
+            event, host = self._pending.pop(0)
+            event.synchronize()
+            count += int(float(host) != 0)
+        return count
+
+
 class GradientCheck:
     """This rank's own check: one pass over the local gradients, a handful of calls however many there are.
 

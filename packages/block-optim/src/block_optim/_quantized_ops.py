@@ -2,7 +2,7 @@
 
     codes, scales -> m, r            decode (scratch)
     m, v = r^2, g -> m', v'          each product and sum rounded by itself: what Triton computes without contraction
-    m', v' -> r' = root of v', p'    v' / sqrt(v'), since torch's own CPU square root is not rounded correctly everywhere
+    m', v' -> r' = root of v', p'    v' / sqrt(v'), since torch's CPU square root is not always rounded correctly
     m', r' -> scales', codes'        the largest of each tile, the nearest code of each quotient
 
 Everything is written into scratch that is made once: nothing is allocated.
@@ -18,7 +18,7 @@ from block_optim._codec import SCALE_MAX, SCALE_MIN, Buffer, DynamicMap, RootMap
 from block_optim._rounding import Rounder
 from block_optim._scalars import Hyper, Rates
 
-SQUARE_MIN, SQUARE_MAX = 1e-38, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
+SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 BUFFERS = 7  # m, r, two for the update, and three more that the table look-ups need
 
 
@@ -170,8 +170,8 @@ class Unit:
 def _root_of(square: torch.Tensor, out: torch.Tensor) -> None:
     """square / sqrt(square): the same bits on every CPU, and as in Triton.
 
-    On CPU `torch.rsqrt` is 1 / sqrt, both rounded correctly, while `torch.sqrt` may be MKL's, which is not; on CUDA it is
-    the other way round.
+    On CPU `torch.rsqrt` is 1 / sqrt, both rounded correctly, while `torch.sqrt` may be MKL's, which is not; on CUDA it
+    is the other way round.
     """
     if square.device.type == "cpu":
         torch.rsqrt(square, out=out)

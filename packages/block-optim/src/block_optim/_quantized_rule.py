@@ -17,6 +17,7 @@ import torch
 from block_optim._base import Active
 from block_optim._blocks import Grid, Stretch, local_scales, merged, scale_layout, stretches_of, wrap_scales
 from block_optim._codec import map_of
+from block_optim._launch import Launch, Row, Scalars, has_kernels, quantized_launches
 from block_optim._params import Param
 from block_optim._plan import Counts, Entry, StepPlan
 from block_optim._quantized_ops import Place, Unit, UnitScratch
@@ -48,7 +49,7 @@ class QuantizedRule:
         self._plan: _Plan | None = None
 
     def init_state(self, group: dict[str, Any], params: Sequence[Param], state: Any) -> None:
-        """Make `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped) and their scales; enter them in ``state``."""
+        """Make `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped) and scales; enter them in ``state``."""
         for device in dict.fromkeys(p.device for p in params):
             self._init_on(device, group, [p for p in params if p.device == device], state)
         self._plan = None
@@ -64,7 +65,7 @@ class QuantizedRule:
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         scales = torch.zeros(end, device=device), torch.zeros(end, device=device)
-        steps = self._counts.new(len(params))
+        steps = self._counts.new(len(params), device if has_kernels(device) else "cpu")
         for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
             shape = _local_shape(grid, placements, counts[i])
             wrapped = [
@@ -82,12 +83,12 @@ class QuantizedRule:
             entry = Codes(param, group, steps[i], len(self._entries), grid, pair, scales, starts[i])
             self._entries[param.param] = entry
 
-    def update(self, active: Active) -> None:
-        """One step of those parameters of this rule that have gradients."""
+    def update(self, active: Active, found_inf: torch.Tensor | None = None) -> None:
+        """One step of those parameters of this rule that have gradients; ``found_inf`` only where kernels take it."""
         plan = self._plan
         if plan is None or plan.version != active.version:
             plan = self._plan = _Plan(self._entries, self._counts, active)
-        plan.step(active, None)
+        plan.step(active, found_inf)
 
 
 def _local_shape(grid: Grid, placements: tuple[Any, ...], count: int) -> tuple[int, ...]:
@@ -125,11 +126,12 @@ def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
 
 
 class _Plan(StepPlan[Codes]):
-    """Units over stretches over runs."""
+    """Units of torch ops, or launches of a kernel, over stretches over runs."""
 
     def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: Active) -> None:
         super().__init__(entries, counts, active)
         self.calls: list[_Call] = []
+        self.launches: list[tuple[Scalars, list[Launch]]] = []
 
     def _run(
         self,
@@ -138,35 +140,61 @@ class _Plan(StepPlan[Codes]):
         keep: bool,
         found_inf: torch.Tensor | None,
     ) -> None:
-        counts = [round(float(self.entries[i].step)) for i in self.samples]
-        for call in self.calls:
-            call.unit.step(call.grad(grads, keep), *rates[call.kind], counts[call.kind])
+        if self.calls:
+            counts = [round(float(self.entries[i].step)) for i in self.samples]
+            for call in self.calls:
+                call.unit.step(call.grad(grads, keep), *rates[call.kind], counts[call.kind])
+        for scalars, launches in self.launches:
+            scalars.update([hyper for hyper, _ in rates], [self.entries[i].step for i in self.samples])
+            for launch in launches:
+                launch(grads, scalars, found_inf)
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
-        kinds = [
-            (*key, id(e.scales), self._own(i, e))
-            for i, (key, e) in enumerate(zip(keys, self.entries, strict=True))
-        ]
-        stretches = [
-            (run, self.classes.index(keys[run.members[0]]), part)
-            for run in joint_runs(lists, kinds, max_gap=0)
-            for whole in self._stretches(run)
-            for part in _parts(whole, CHUNK.get(self.locals[run.members[0]].device.type, CHUNK["cuda"]))
-        ]
-        sizes: dict[torch.device, int] = {}
-        for run, _, part in stretches:
-            device = self.locals[run.members[0]].device
-            sizes[device] = max(sizes.get(device, 0), UnitScratch.size(part))
-        scratch = {device: UnitScratch(device, size) for device, size in sizes.items()}
-        rounders = {
-            device: Rounder(size, device)
-            for device, size in sizes.items()
-            if any(e.group["stochastic_rounding"] for e in self.entries)
-        }
-        self.calls = [
-            _Call(self._unit(run, part, scratch, rounders), run, part, kind) for run, kind, part in stretches
-        ]
+        own = [self._own(i, e) for i, e in enumerate(self.entries)]
+        kinds = [(key, id(e.scales), mine) for key, e, mine in zip(keys, self.entries, own, strict=True)]
+        found: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
+        for run in joint_runs(lists, kinds, max_gap=0):
+            first = run.members[0]
+            kind = self.classes.index(keys[first])
+            found.setdefault(self.locals[first].device, []).extend(
+                (run, kind, s) for s in self._stretches(run)
+            )
+        self.calls, self.launches = [], []
+        for device, stretches in found.items():
+            if has_kernels(device):
+                scalars = Scalars(device, len(self.classes))
+                self.launches.append((scalars, self._launches(device, stretches, grads)))
+            else:
+                self.calls += self._units(device, stretches)
+
+    def _launches(
+        self, device: torch.device, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]
+    ) -> list[Launch]:
+        rows: dict[tuple[Any, ...], list[Row]] = {}
+        for run, kind, part in stretches:
+            i = run.members[0]
+            entry, local, grad_dtype = self.entries[i], self.locals[i], grads[i].dtype
+            group, start = entry.group, entry.param.start
+            assert start is not None
+            codes = [_matrix(c, part) for c in entry.codes]
+            scales = [s[part.scale : part.scale + part.num_scales] for s in entry.scales]
+            row = Row(
+                _matrix(local, part), (*codes, *scales), run, part.start, part.rows, part.columns, part.num_scales,
+                kind, grad_dtype, start + part.start, entry.param.name,
+            )  # fmt: skip
+            seed = group["seed"] if group["stochastic_rounding"] else None
+            rows.setdefault((part.tile, group["state_map"], seed, local.dtype, grad_dtype), []).append(row)
+        return quantized_launches(rows, lambda name: map_of(name, device))
+
+    def _units(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
+        limit = CHUNK.get(device.type, CHUNK["cuda"])
+        parts = [(run, kind, part) for run, kind, whole in stretches for part in _parts(whole, limit)]
+        size = max(UnitScratch.size(part) for _, _, part in parts)
+        scratch, rounder = UnitScratch(device, size), None
+        if any(e.group["stochastic_rounding"] for e in self.entries):
+            rounder = Rounder(size, device)
+        return [_Call(self._unit(run, part, scratch, rounder), run, part, kind) for run, kind, part in parts]
 
     def _own(self, i: int, entry: Codes) -> Any:
         """What else keeps parameters out of one run: their format, and each bf16 one that is rounded by its name."""
@@ -183,18 +211,12 @@ class _Plan(StepPlan[Codes]):
             found += stretches_of(entry.param, entry.grid, start, entry.first_scale)
         return merged(found)
 
-    def _unit(
-        self,
-        run: Run,
-        part: Stretch,
-        scratch: dict[torch.device, UnitScratch],
-        rounders: dict[torch.device, Rounder],
-    ) -> Unit:
+    def _unit(self, run: Run, part: Stretch, scratch: UnitScratch, rounder: Rounder | None) -> Unit:
         i = run.members[0]
         entry, local = self.entries[i], self.locals[i]
         rounding = None
-        if entry.group["stochastic_rounding"] and local.dtype == torch.bfloat16:
-            rounding = rounders[local.device], entry.group["seed"]
+        if rounder is not None and entry.group["stochastic_rounding"] and local.dtype == torch.bfloat16:
+            rounding = rounder, entry.group["seed"]
         height = -(-part.rows // part.tile[0])
         scales = [s[part.scale : part.scale + part.num_scales].view(height, -1) for s in entry.scales]
         codes = [_matrix(c, part) for c in entry.codes]
@@ -207,9 +229,7 @@ class _Plan(StepPlan[Codes]):
             entry.param.name,
             start + part.start,
         )
-        return Unit(
-            place, map_of(entry.group["state_map"], local.device), part, scratch[local.device], rounding
-        )
+        return Unit(place, map_of(entry.group["state_map"], local.device), part, scratch, rounding)
 
 
 def _parts(stretch: Stretch, limit: int) -> list[Stretch]:

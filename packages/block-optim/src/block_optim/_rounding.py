@@ -8,6 +8,7 @@ same run gives the same bits however tensors are cut. The hash is two rounds of 
 multiplications), keyed before each; integer arithmetic, so torch and Triton agree.
 """
 
+import functools
 import hashlib
 
 import torch
@@ -19,9 +20,15 @@ _MASK = 0xFFFFFFFF
 
 def keys_of(seed: int, name: str, step: int, high: int) -> tuple[int, int]:
     """Two 32-bit keys for a parameter and a step; ``high`` is the element index's upper half."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    first, second = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    first, second = base_keys(seed, name)
     return (first + step * GOLDEN) & _MASK, (second ^ mix(high * GOLDEN + step)) & _MASK
+
+
+@functools.cache
+def base_keys(seed: int, name: str) -> tuple[int, int]:
+    """What seed and name contribute to the keys."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def mix(x: int) -> int:
@@ -49,7 +56,7 @@ class Rounder:
     def __call__(
         self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
     ) -> None:
-        """Round ``wide`` (1-D fp32, contiguous, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
+        """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
         turn = (1 << 32) - start % (1 << 32)
         if wide.numel() > turn:  # the lower half of the index begins anew within
             self(wide[turn:], out[turn:], seed, name, step, start + turn)
