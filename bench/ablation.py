@@ -10,7 +10,7 @@ blocks of 32 rows; for the optimizer's part 8-bit AdamW in tiles of 32x32.
 import argparse
 from typing import Any
 
-from . import machine, results
+from . import machine, store
 from .launch import launch
 from .speed import record, summarise
 from .systems import SYSTEMS
@@ -74,8 +74,8 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         out.append({"title": title, "text": text + skipped, "header": header, "rows": rows, "bars": bars})
     found = figures["counts"]
     rows = [
-        [SYSTEMS[n].label, f"{f['padding']:.1%}", results.mib(f["wire_bytes"]), results.mib(f["copied"]["forward"]),
-         results.mib(f["copied"]["backward"]), sum(f["calls"].values()), results.mib(f["peak"])]
+        [SYSTEMS[n].label, f"{f['padding']:.1%}", store.mib(f["wire_bytes"]), store.mib(f["copied"]["forward"]),
+         store.mib(f["copied"]["backward"]), sum(f["calls"].values()), store.mib(f["peak"])]
         for n, f in found.items()
     ]  # fmt: skip
     header = [
@@ -119,5 +119,5 @@ def main(arguments: list[str]) -> int:
     figures, noise = measure(options.ranks, options.rounds)
     figures["tables"] = tables(figures)
     for part in figures["tables"]:
-        print(f"{part['title']}\n\n{results.table(part['header'], part['rows'])}\n")
+        print(f"{part['title']}\n\n{store.table(part['header'], part['rows'])}\n")
     return record("ablation", figures, noise, options.keep_noisy)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import results
+from . import store
 from .launch import launch
 
 SIMULATED, REAL = (8, 64, 1024), (2, 4)
@@ -110,15 +110,15 @@ def as_table(figures: dict[str, dict[str, Any]]) -> str:
                     gathers,
                     reductions,
                     sum(launches.values()),
-                    results.mib(found["wire_bytes"]),
+                    store.mib(found["wire_bytes"]),
                     f"{found['padding']:.2%}",
-                    *(results.mib(found["copied"][part]) for part in ("forward", "backward")),
+                    *(store.mib(found["copied"][part]) for part in ("forward", "backward")),
                     sum(found["calls"].values()),
-                    results.mib(found["peak"]),
+                    store.mib(found["peak"]),
                     f"{found['peak'] / peak:.1%}" if peak else "",
                 ]
             )
-    return results.table(header, rows)
+    return store.table(header, rows)
 
 
 def memory_table(figures: dict[str, dict[str, Any]]) -> str:
@@ -126,12 +126,12 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
     from .systems import SYSTEMS as LABELS
 
     rows = [
-        [world, LABELS[name].label, *(results.mib(found["at_peak"].get(kind, 0)) for kind in KINDS)]
+        [world, LABELS[name].label, *(store.mib(found["at_peak"].get(kind, 0)) for kind in KINDS)]
         for world, systems in figures.items()
         for name, found in systems.items()
         if "skipped" not in found
     ]
-    return results.table(["ranks", "system", *(f"{kind} MiB" for kind in KINDS)], rows)
+    return store.table(["ranks", "system", *(f"{kind} MiB" for kind in KINDS)], rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
                 "count_ranks", ranks, {"workload": options.workload, "systems": SYSTEMS, "base": base}
             )
     print(as_table(figures), memory_table(figures), sep="\n\n")
-    path = results.save(f"counts-{options.workload}", figures)
+    path = store.save(f"counts-{options.workload}", figures)
     print(f"\nwritten to {path}")
     if options.write_expected:
         write_expected()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import machine, results
+from . import machine, store
 from .launch import ROOT, LaunchError, launch
 
 BUDGET = 540.0  # seconds for everything
@@ -193,7 +193,7 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
 def _memory(found: dict[str, Any]) -> list[list[str]]:
     keys = ("cuda_reserved", "cuda_allocated", "start")
     return [
-        [name.removeprefix("memory-"), *(results.mib(piece[key]) if key in piece else "" for key in keys)]
+        [name.removeprefix("memory-"), *(store.mib(piece[key]) if key in piece else "" for key in keys)]
         for name, piece in found.items()
         if name.startswith("memory-") and "start" in piece
     ]
@@ -213,7 +213,7 @@ def summary(content: dict[str, Any]) -> str:
     where = content["machine"]
     lines = [f"# GPU benchmarks, torch {where['torch']}, {where['date']}, commit {content['commit']}"]
     for part in report_tables(content):
-        lines += [f"## {part['title']}", part["text"], results.table(part["header"], part["rows"])]
+        lines += [f"## {part['title']}", part["text"], store.table(part["header"], part["rows"])]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options.out.mkdir(parents=True, exist_ok=True)
     found = run(options.out, dry=options.dry_run, budget=options.budget, skip_tests=options.skip_tests)
-    content = {"machine": machine.describe(), "commit": results.commit(), "noise": [], "figures": found}
+    content = {"machine": machine.describe(), "commit": store.commit(), "noise": [], "figures": found}
     (options.out / "figures.json").write_text(json.dumps(content, indent=1))
     (options.out / "summary.md").write_text(summary(content))
     print(f"\n{summary(content)}\nwritten to {options.out}")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import gpu_history, results
+from . import gpu_history, store
 from .launch import ROOT
 
 
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench import", description=__doc__.split("\n")[0])
     parser.add_argument("source", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", help="what was measured, where the figures do not say")
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results lie")
+    parser.add_argument("--folder", type=Path, default=store.FOLDER, help="where results lie")
     options = parser.parse_args(arguments)
     path = options.source / "figures.json"
     if not path.exists():

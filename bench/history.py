@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from . import results
+from . import store
 
 Point = tuple[int, str, float]
 
@@ -17,7 +17,7 @@ Point = tuple[int, str, float]
 def series(folder: Path | None = None) -> dict[str, dict[str, list[Point]]]:
     """Every recorded figure, oldest commit first. Figures of a version that the benchmark no longer has are kept."""
     found: dict[str, dict[str, list[Point]]] = {}
-    for about in sorted((folder or results.FOLDER).glob("*/machine.json")):
+    for about in sorted((folder or store.FOLDER).glob("*/machine.json")):
         machine = json.loads(about.read_text())["machine"]
         lines = found.setdefault(machine, {})
         for path in sorted(about.parent.glob("*.json")):

@@ -6,7 +6,7 @@ python -m bench padding      writes results/padding.json
 import argparse
 from typing import Any
 
-from . import results
+from . import store
 
 MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3")
 BLOCKS = ("rows:1", "rows:32")
@@ -48,5 +48,5 @@ def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="python -m bench padding", description=__doc__.split("\n")[0]).parse_args(
         arguments
     )
-    print(f"written to {results.save('padding', curves())}")
+    print(f"written to {store.save('padding', curves())}")
     return 0

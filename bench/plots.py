@@ -16,6 +16,8 @@ COLOURS = {
     "ours": "#0072B2", "fsdp_runtime": "#0072B2", "FSDP2": "#E69F00", "even rows (FSDP2)": "#E69F00",
     "Megatron-FSDP": "#009E73", "lcm (Megatron-FSDP)": "#009E73", "DDP (not sharded)": "#777777",
     "no sharding, one rank": "#BBBBBB", "FSDP1": "#CC79A7", "DeepSpeed ZeRO-3": "#D55E00",
+    "ours, blocks of 32 rows": "#56B4E9", "without zero-copy": "#56B4E9", "planner off: given order": "#009E73",
+    "planner off: lcm rule": "#CC79A7", "blocks ignored": "#777777",
 }  # fmt: skip
 KINDS = {
     "sharded": "#0072B2", "state": "#56B4E9", "gathered": "#E69F00", "gradients": "#D55E00", "parked": "#CC79A7",
@@ -32,6 +34,7 @@ class Panel:
         series: values by name: numbers beside `ticks` for bars, (x, y) pairs of lists for lines.
         errors: half-widths beside the values of a series, for bars.
         reference: a dashed horizontal line.
+        log: a logarithmic y axis, for lines.
     """
 
     title: str
@@ -40,6 +43,7 @@ class Panel:
     unit: str = ""
     errors: Mapping[str, Sequence[float]] | None = None
     reference: float | None = None
+    log: bool = False
 
 
 def available() -> bool:
@@ -154,13 +158,16 @@ def lines(
                 axis.set_yscale("symlog", linthresh=1.0)
                 axis.set_ylim(bottom=0)
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            elif panel.log:
+                axis.set_yscale("log")
+                axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            else:
+                axis.set_ylim(bottom=0)
+                axis.margins(y=0.1)
             axis.set_title(panel.title)
             axis.set_ylabel(panel.unit)
             axis.set_xlabel(x_label)
             axis.grid(axis="y", linewidth=0.3)
-            if not log_y:
-                axis.set_ylim(bottom=0)
-                axis.margins(y=0.1)
         _legend(axes)
 
 

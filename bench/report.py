@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import plots, report_sections, results
+from . import plots, report_sections, store
 
 BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of bench summary -->"
 
@@ -46,7 +46,7 @@ def put_into(readme: Path, folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Write report and summary."""
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=results.FOLDER)
+    parser.add_argument("--folder", type=Path, default=store.FOLDER)
     parser.add_argument("--readme", type=Path, help="also put the summary into this file")
     options = parser.parse_args(arguments)
     print(f"written to {write(options.folder)}")

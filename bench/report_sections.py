@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from . import counts, history, plots, results, speed
+from . import counts, history, plots, speed, store
 from .plots import Panel
 from .systems import SYSTEMS
 
@@ -28,7 +28,7 @@ def _picture(folder: Path, name: str, alt: str) -> str:
 
 def speed_section(folder: Path) -> list[str]:
     """Tables of every workload and number of ranks, and bars of the ratios."""
-    found = results.load_all("speed-", folder)
+    found = store.load_all("speed-", folder)
     if not found:
         return []
     out = ["## Speed and memory, all systems on the same work"]
@@ -98,7 +98,7 @@ def _has(item: dict[str, Any], name: str) -> bool:
 def counts_section(folder: Path) -> list[str]:
     """Exact counts and live memory."""
     out: list[str] = []
-    for item in results.load_all("counts-", folder):
+    for item in store.load_all("counts-", folder):
         figures = item["figures"]
         name = item["name"].removeprefix("counts-")
         out.append(
@@ -152,7 +152,7 @@ def _count_bars(folder: Path, name: str, figures: dict[str, Any]) -> None:
 
 def padding_section(folder: Path) -> list[str]:
     """Curves of how much layouts pad real models."""
-    found = results.load("padding", folder)
+    found = store.load("padding", folder)
     if not found:
         return []
     out = [
@@ -180,14 +180,14 @@ def padding_section(folder: Path) -> list[str]:
         for block, rules in blocks.items()
         for rule, y in rules.items()
     ]
-    return [*out, results.table(["model", "block", "rule", *(f"{r:,} ranks" for r in shown)], rows)]
+    return [*out, store.table(["model", "block", "rule", *(f"{r:,} ranks" for r in shown)], rows)]
 
 
 def tables_section(folder: Path) -> list[str]:
     """Results that bring their own table: {"title", "text", "header", "rows"}, with a list of bars to draw or none."""
     out: list[str] = []
     for path in sorted(folder.glob("*.json")):
-        item = results.load(path.stem, folder)
+        item = store.load(path.stem, folder)
         for index, part in enumerate(item["figures"].get("tables", []) if item else []):
             out.append(f"{'#' * part.get('level', 2)} {part['title']}\n\n{part['text']} {_about(item)}")
             if part.get("bars") and plots.available():
@@ -201,13 +201,13 @@ def tables_section(folder: Path) -> list[str]:
                 options = part.get("options", {})
                 plots.lines(folder / "plots" / f"{name}.svg", panels, **options)
                 out.append(_picture(folder, name, part["title"]))
-            out.append(results.table(part["header"], part["rows"]))
+            out.append(store.table(part["header"], part["rows"]))
     return out
 
 
 def scripts_section(folder: Path) -> list[str]:
     """What the scripts of this folder printed when `python -m bench scripts` ran them last."""
-    found = results.load_all("script-", folder)
+    found = store.load_all("script-", folder)
     if not found:
         return []
     out = ["## What the other scripts print"]
@@ -248,7 +248,7 @@ def history_section(folder: Path) -> list[str]:
         ]
         out.append(
             "<details><summary>newest figures</summary>\n\n"
-            + results.table(["figure", "value", "commit", "commits"], newest)
+            + store.table(["figure", "value", "commit", "commits"], newest)
             + "\n\n</details>"
         )
     return out
@@ -268,7 +268,7 @@ def summary(folder: Path) -> list[str]:
     ]
     rows = []
     noisy = False
-    for item in results.load_all("speed-", folder):
+    for item in store.load_all("speed-", folder):
         figures = item["figures"]
         if "ours" not in figures["times"]:
             continue
@@ -295,18 +295,18 @@ def summary(folder: Path) -> list[str]:
             f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
             f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}"
         )
-        out.append(results.table(header, rows))
-    for item in results.load_all("counts-counts", folder):
+        out.append(store.table(header, rows))
+    for item in store.load_all("counts-counts", folder):
         found = item["figures"].get("64 simulated", {})
         if "copied" in found.get("ours", {}):
             ours, theirs = found["ours"], found["fsdp2"]
             out.append(
                 "One step of a 31.6M-parameter Llama on 64 simulated ranks, beyond the model's own work: "
-                f"{results.mib(ours['copied']['forward'])} MiB copied in forward and"
-                f" {results.mib(ours['copied']['backward'])} in backward (FSDP2:"
-                f" {results.mib(theirs['copied']['forward'])} and {results.mib(theirs['copied']['backward'])}),"
+                f"{store.mib(ours['copied']['forward'])} MiB copied in forward and"
+                f" {store.mib(ours['copied']['backward'])} in backward (FSDP2:"
+                f" {store.mib(theirs['copied']['forward'])} and {store.mib(theirs['copied']['backward'])}),"
                 f" {sum(ours['calls'].values())} dispatcher calls ({sum(theirs['calls'].values())}),"
-                f" {results.mib(ours['peak'])} MiB live at the peak ({results.mib(theirs['peak'])})."
+                f" {store.mib(ours['peak'])} MiB live at the peak ({store.mib(theirs['peak'])})."
             )
     out.append("All figures, pictures and commands: [bench/results/REPORT.md](bench/results/REPORT.md).")
     return out

@@ -12,7 +12,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import results
+from . import store
 from .network import Cluster, Layer, Step, step
 
 RANKS = (64, 256, 1024, 4096, 16384)
@@ -157,7 +157,7 @@ def measured_flops() -> tuple[float, str]:
     """FLOP/s of a GPU from imported figures (the plain model on one rank), else the stated assumption."""
     from .workloads import WORKLOADS
 
-    for item in results.load_all("gpu-"):
+    for item in store.load_all("gpu-"):
         piece = item["figures"]["pieces"].get("one-rank", {})
         if item["machine"]["gpu"] and "plain" in piece.get("times", {}):
             work, t = piece["workload"], piece["times"]["plain"]
@@ -173,13 +173,21 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's tables and curves."""
     rows, panels = [], []
     for model, systems in figures["curves"].items():
-        for figure, title, factor in (
-            ("useful", "share of the step that is useful compute, %", 100),
-            ("memory", "memory of a GPU, GB", 1e-9),
+        for figure, unit, factor in (
+            ("useful", "useful compute, % of the step", 100),
+            ("memory", "GB on a GPU (80: dashed)", 1e-9),
         ):
             series = {s: (list(RANKS), [factor * v for v in found[figure]]) for s, found in systems.items()}
             reference = CAPACITY / 1e9 if figure == "memory" else None
-            panels.append({"title": f"{model}: {title}", "series": series, "reference": reference})
+            panels.append(
+                {
+                    "title": model,
+                    "unit": unit,
+                    "series": series,
+                    "reference": reference,
+                    "log": figure == "memory",
+                }
+            )
         for system, found in systems.items():
             cells = [
                 f"{found['seconds'][i]:.2f} s, {found['exposed'][i]:.0%} exposed, {found['memory'][i] / 1e9:,.0f} GB"
@@ -223,6 +231,6 @@ def main(arguments: list[str]) -> int:
         figures["check"] = check([int(n) for n in options.ranks.split(",")])
     figures["tables"] = tables(figures)
     for part in figures["tables"]:
-        print(f"{part['title']}\n\n{part['text']}\n\n{results.table(part['header'], part['rows'])}\n")
-    print(f"written to {results.save('scale', figures)}")
+        print(f"{part['title']}\n\n{part['text']}\n\n{store.table(part['header'], part['rows'])}\n")
+    print(f"written to {store.save('scale', figures)}")
     return 0

@@ -27,7 +27,8 @@ def check(rank_counts: list[int]) -> dict[str, Any]:
                 rows.append([WORKLOAD, ranks, SYSTEMS[name].label, *cells])
     text = (
         "The same arithmetic for runs on this machine: the plain model's compute, gloo's collectives (a start and a "
-        "rate from two sizes) and a large copy, all measured with every rank at it; without overlap, since no core is spare."
+        "rate from two sizes) and a large copy, all measured with every rank at it; without overlap, "
+        "since no core is spare."
     )
     for found in raw:
         text += "".join(

@@ -13,7 +13,7 @@ import statistics
 import sys
 from typing import Any
 
-from . import machine, results
+from . import machine, store
 from .launch import launch
 
 ALL = ["ddp", "ours", "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
@@ -95,10 +95,10 @@ def as_table(figures: dict[str, Any]) -> str:
                 f"{t['cpu']:.3f}",
                 *(f"{1e3 * t[part]:.0f}" for part in ("forward", "backward", "update")),
                 f"{t['spread']:.1%}",
-                *(results.mib(memory[key]) if key in memory else "" for key in ("start", "steady")),
+                *(store.mib(memory[key]) if key in memory else "" for key in ("start", "steady")),
             ]
         )
-    lines = [results.table(header, rows)]
+    lines = [store.table(header, rows)]
     for name, reason in figures["skipped"].items():
         lines.append(f"\n{SYSTEMS[name].label} is not in the table: {reason}.")
     return "\n".join(lines)
@@ -147,5 +147,5 @@ def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
     if noise and not keep_noisy:
         print("nothing is recorded", file=sys.stderr)
         return TOO_BUSY
-    print(f"\nwritten to {results.save(name, figures, noise=noise)}")
+    print(f"\nwritten to {store.save(name, figures, noise=noise)}")
     return 0
