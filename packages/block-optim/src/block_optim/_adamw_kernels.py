@@ -84,10 +84,10 @@ class Kernel(Protocol):
         self,
         grads: Tensors,
         rates: Sequence[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """One step. `grads` are the local gradients, in the runs' numbering; views of them are kept if ``keep``."""
+        """One step. `grads` are the local gradients, in the runs' numbering; views of them are kept while ``keep`` stays, unless it is 0."""
         ...
 
 
@@ -105,14 +105,15 @@ class _Batch:
         )
         self.wide_grads = scratch.like("grads", self.params, dtype) if grad_dtype != dtype else None
         self.scratch = scratch
-        self.kept: Tensors | None = None
+        self.kept: tuple[int, Tensors] | None = None
 
-    def load(self, grads: Tensors, keep: bool, negate: Sequence[bool]) -> tuple[Tensors, Tensors]:
+    def load(self, grads: Tensors, keep: int, negate: Sequence[bool]) -> tuple[Tensors, Tensors]:
         """Parameters and gradients to compute with."""
-        found = self.kept
-        if found is None:
+        if self.kept is None or self.kept[0] != keep:
             found = [item.take(grads) for item in self.items]
-            self.kept = found if keep else None
+            self.kept = (keep, found) if keep else None
+        else:
+            found = self.kept[1]
         if any(negate) or self.wide_grads is not None:
             copies = self.wide_grads or self.scratch.like("grads", self.params, self.firsts[0].dtype)
             compat.foreach_copy_(copies, found)
@@ -207,7 +208,7 @@ class ListKernel:
         self,
         grads: Tensors,
         rates: Sequence[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
         """One step over the batch."""
@@ -287,7 +288,7 @@ class FusedKernel:
         self,
         grads: Tensors,
         rates: Sequence[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
         """One step over the batch."""

@@ -107,7 +107,7 @@ class _Plan(StepPlan[Moments]):
         self,
         grads: list[torch.Tensor],
         rates: list[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
         for run, index, buffer in self.gaps:

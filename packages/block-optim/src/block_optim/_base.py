@@ -30,9 +30,10 @@ _LOG = logging.getLogger("block_optim")
 class Active:
     """The parameters that have gradients in this step, with their local gradients, in the optimizer's order.
 
-    `version` rises when other parameters have gradients, or when a parameter or gradient lies elsewhere in memory: what
-    is planned from offsets may be kept for as long as it stays. Gradient tensors (and views of them) may be kept only
-    where `keeps` is True, which means that somebody else keeps them too: else `zero_grad()` would free nothing.
+    `version` rises when other parameters have gradients, when a parameter lies elsewhere in memory, or when gradients
+    lie otherwise among themselves (which share a storage, at which offsets): what is planned from that may be kept for
+    as long as it stays. Gradient tensors (and views of them) may be kept only while `keeps` is the same number and not
+    0, which means that somebody else keeps them too: else `zero_grad()` would free nothing.
     """
 
     __slots__ = ("grads", "keeps", "locals", "params", "version")
@@ -44,7 +45,7 @@ class Active:
         self.locals = parts
         self.grads = grads
         self.version = version
-        self.keeps = False
+        self.keeps = 0
 
 
 class BlockOptimizer(torch.optim.Optimizer):
@@ -87,7 +88,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._active: Active | None = None
         self._seen_grads: list[Any] = []
         self._seen_addresses: list[int] = []
-        self._seen_places: list[Any] = []
+        self._seen_places: Any = None
+        self._epoch = 0
         self._version = 0
         self._skipped = 0
         self._deferred = DeferredFlags()
@@ -205,7 +207,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             and all(g is (r and r()) for g, r in seen)
         ):
             if not active.keeps:  # the same objects again: somebody keeps them, so may we
-                active.keeps = True
+                active.keeps = self._epoch
                 active.grads = self._local_grads(grads)
             return active
         params = [p for p, g in zip(self._params.values(), grads, strict=True) if g is not None]
@@ -213,9 +215,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         local_grads = self._local_grads(grads)
         self._seen_grads = [None if g is None else weakref.ref(g) for g in grads]
         self._seen_addresses = addresses
-        places = [_place(t) for t in (*parts, *local_grads)]
+        self._epoch += 1
+        places = (_places(parts, absolute=True), _places(local_grads, absolute=False))
         if active is not None and params == active.params and places == self._seen_places:
-            active.grads, active.keeps = local_grads, False
+            active.grads, active.keeps = local_grads, 0
             return active
         self._version += 1
         self._seen_places = places
@@ -322,9 +325,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._load_states(dict(values))
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    """Where and how a tensor lies in memory."""
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.stride())
+def _places(tensors: list[torch.Tensor], *, absolute: bool) -> list[Any]:
+    """Where and how tensors lie: in which storage (or, not absolute, which of them share one), and how in it."""
+    storages = [t.untyped_storage().data_ptr() for t in tensors]
+    if not absolute:
+        order = {pointer: i for i, pointer in reversed(list(enumerate(storages)))}
+        storages = [order[pointer] for pointer in storages]
+    return [(s, t.storage_offset(), t.dtype, t.stride()) for s, t in zip(storages, tensors, strict=True)]
 
 
 def check_lr(lr: Any) -> None:

@@ -68,6 +68,9 @@ def norm_is_finite(norm: torch.Tensor | float) -> bool:
     return math.isfinite(float(norm))
 
 
+MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each run
+
+
 class DeferredFlags:
     """Skip flags that stay on a device: counted once the device has got there, without waiting for it."""
 
@@ -102,6 +105,7 @@ class GradientCheck:
 
     def __init__(self) -> None:
         self._version = -1
+        self._many = False
         self._runs: list[Run] = []
         self._loose: list[int] = []
         self._dense: list[int] = []
@@ -124,11 +128,15 @@ class GradientCheck:
             self._loose = [i for i, g in enumerate(grads) if not is_dense(g)]  # as autograd's expanded ones
             self._dense = [i for i, g in enumerate(grads) if is_dense(g)]
             self._runs = find_runs([grads[i] for i in self._dense])
+            self._many = len(self._runs) > MANY_RUNS
             self._sums = torch.zeros(len(self._runs))
             self._cells = list(self._sums.unbind())
             self._version = version
         dense = [grads[i] for i in self._dense] if self._loose else grads
-        for run, cell in zip(self._runs, self._cells, strict=True):
+        if self._many:
+            for dtype in {g.dtype for g in dense}:
+                non_finite_check([g for g in dense if g.dtype == dtype], flag)
+        for run, cell in zip(() if self._many else self._runs, self._cells, strict=False):
             torch.sum(run.view(dense), 0, dtype=torch.float32, out=cell)
         loose = sum(float(torch.sum(grads[i], dtype=torch.float32)) for i in self._loose)
         if not math.isfinite(sum(self._sums.tolist()) + loose):

@@ -90,10 +90,10 @@ class StepPlan(Generic[EntryT]):
         self,
         grads: list[torch.Tensor],
         rates: list[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Make the calls; ``rates`` has one entry for each class. Views of gradients may be kept if ``keep``."""
+        """Make the calls; ``rates`` has one entry for each class. Views of gradients may be kept while ``keep`` stays, unless 0."""
         raise NotImplementedError
 
     def step(self, active: Active, found_inf: torch.Tensor | None) -> None:

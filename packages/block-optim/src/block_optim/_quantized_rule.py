@@ -107,14 +107,14 @@ class _Call:
     run: Run
     stretch: Stretch
     kind: int
-    kept: torch.Tensor | None = None
+    kept: tuple[int, torch.Tensor] | None = None
 
-    def grad(self, grads: list[torch.Tensor], keep: bool) -> torch.Tensor:
+    def grad(self, grads: list[torch.Tensor], keep: int) -> torch.Tensor:
         """The unit's gradients as (rows, columns)."""
-        if self.kept is not None:
-            return self.kept
+        if self.kept is not None and self.kept[0] == keep:
+            return self.kept[1]
         found = _matrix(grads[self.run.members[0]], self.stretch)
-        self.kept = found if keep else None
+        self.kept = (keep, found) if keep else None
         return found
 
 
@@ -137,7 +137,7 @@ class _Plan(StepPlan[Codes]):
         self,
         grads: list[torch.Tensor],
         rates: list[tuple[Hyper, Rates]],
-        keep: bool,
+        keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
         if self.calls:
