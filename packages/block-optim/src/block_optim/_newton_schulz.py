@@ -67,14 +67,21 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of this shape; what the last `take` of the same name and dtype holds is overwritten."""
+        view = self._views.get((name, shape, dtype))
+        if view is not None:
+            return view
         numel = math.prod(shape)
         found = self._buffers.get((name, dtype))
         if found is None or found.numel() < numel:
             found = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self.device)
-        return found[:numel].view(shape)
+            for old in [key for key in self._views if key[0] == name and key[2] == dtype]:
+                del self._views[old]
+        view = self._views[name, shape, dtype] = found[:numel].view(shape)
+        return view
 
     @property
     def nbytes(self) -> int:
