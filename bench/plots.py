@@ -161,6 +161,7 @@ def lines(
             elif panel.log:
                 axis.set_yscale("log")
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+                axis.yaxis.set_minor_formatter(lambda value, _: "")
             else:
                 axis.set_ylim(bottom=0)
                 axis.margins(y=0.1)
