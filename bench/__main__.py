@@ -6,12 +6,15 @@ import sys
 # verb: its module and what it does
 VERBS = {
     "ablation": ("ablation", "what each idea is worth: the same step without it"),
+    "checkpoint": ("checkpoint", "how long saving and loading takes"),
     "counts": ("counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu", "GPU tests and benchmarks, started by gpu.sh"),
     "import": ("gpu_import", "bring home what gpu.sh measured on another machine"),
     "padding": ("padding", "how much each layout rule pads real models, for the report"),
+    "record": ("record", "all figures of the report anew, in one go"),
     "report": ("report", "all results as one Markdown page with pictures"),
     "scale": ("scale", "predicted step time and memory on 64 to 16,384 GPUs, and a check"),
+    "scripts": ("scripts", "keep what the other scripts of this folder print"),
     "speed": ("speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
 }
 
