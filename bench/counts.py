@@ -1,7 +1,7 @@
 """Exact counts of one step, the same on any machine: collectives, bytes, dispatcher calls, live memory.
 
 python -m bench counts                     8, 64, 1024 simulated ranks and 2, 4 real ones; writes results/counts.json
-python -m bench counts --write-expected    also the committed expectations that the tests hold our own counts to
+python -m bench counts --write-expected    instead: the committed expectations that the tests hold our own counts to
 
 A simulated world is torch's fake process group: this process stands for rank 0, collectives send nothing, and all
 else is as it would be, up to the last byte. Every figure is what a system does beyond the same model's own step with
@@ -10,7 +10,6 @@ no sharding at all.
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,9 +138,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench counts", description=__doc__.split("\n")[0])
     parser.add_argument("--workload", default="counts")
     parser.add_argument("--simulated-only", action="store_true", help="leave the real ranks out")
-    parser.add_argument("--write-expected", action="store_true", help=f"write {EXPECTED.name}")
+    parser.add_argument("--write-expected", action="store_true", help=f"only write {EXPECTED.name} anew")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.write_expected:
+        write_expected()
+        return 0
     base = plain(options.workload)
     figures = {f"{ranks} simulated": compare(options.workload, ranks, SYSTEMS, base) for ranks in SIMULATED}
     if not options.simulated_only:
@@ -152,8 +153,6 @@ def main(arguments: list[str]) -> int:
     print(as_table(figures), memory_table(figures), sep="\n\n")
     path = store.save(f"counts-{options.workload}", figures)
     print(f"\nwritten to {path}")
-    if options.write_expected:
-        write_expected()
     return 0
 
 
