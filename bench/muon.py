@@ -11,7 +11,7 @@ alternate in the same processes and are given the same gradients; their paramete
     all-gather         each rank gathers every update and orthogonalises all of it (bf16 payload, torch's Newton-Schulz)
     torch, plain       torch.optim.Muon on unsharded copies: no communication, all of the work on every rank
 
-Plans: pure arithmetic, the same on any machine. Per step and rank: GiB received by an all-gather Muon and by ours (mean),
+Plans: pure arithmetic, the same on any machine. Per step and rank: GiB received by an all-gather Muon and by ours,
 TFLOP of the most loaded rank, and its ratio to the mean, for longest-first owners and for owners by turns.
 """
 

@@ -254,6 +254,25 @@ def test_momentum_of_another_dtype_follows_the_same_path(dtype):
     torch.testing.assert_close(params[0].float(), twins[0].detach(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("momentum_dtype", [None, torch.float32])
+def test_parameters_of_several_dtypes_share_a_group(momentum_dtype):
+    """As they would be updated alone."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    made = [
+        [torch.nn.Parameter(parameters([(6, 9)], seed=i)[0].detach().to(d)) for i, d in enumerate(dtypes)]
+        for _ in "ab"
+    ]
+    together = Muon(made[0], lr=0.1, momentum_dtype=momentum_dtype)
+    alone = [Muon([p], lr=0.1, momentum_dtype=momentum_dtype) for p in made[1]]
+    for step in range(2):
+        for some in made:
+            give_gradients(some, step)
+        for optimizer in (together, *alone):
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
+    assert not torch.equal(made[0][2], made[0][2].float().double())  # fp64 is not rounded to fp32 on the way
+
+
 def test_coefficients_method_and_options_of_a_group_are_used():
     results = []
     for options in ({}, {"coefficients": "quintic"}, {"ns_steps": 2}, {"coefficients": (2.0, -1.5, 0.5)}):

@@ -209,6 +209,35 @@ def without_gradients():
     return True
 
 
+def whole_beside_cut():
+    """In one bucket: a matrix that is cut and has no gradient, and whole ones, with gradients at their holders only."""
+    mesh, rank = world_mesh(), dist.get_rank()
+    weights, grads = tensors(((8, 6), (8, 6), (8, 6)), 0), tensors(((8, 6), (8, 6), (8, 6)), 1)
+    placements = [Shard(0), RaggedShard((0,), (1, 0, 0)), RaggedShard((0,), (0, 1, 0))]
+    makers = [torch_distribute, distribute_tensor, distribute_tensor]
+    params = [
+        torch.nn.Parameter(make(w, mesh, [p])) for make, w, p in zip(makers, weights, placements, strict=True)
+    ]
+    for i in (1, 2):
+        value = distribute_tensor(grads[i], mesh, [placements[i]])
+        params[i].grad = value if rank == i - 1 else None
+    optimizer = Muon(params, lr=0.1)
+    assert optimizer.plan.domains[0].num_buckets == 1
+    optimizer.step()
+    found = [full(p.detach()) for p in params]
+    assert torch.equal(found[0], weights[0])
+    for i in (1, 2):
+        twin = torch.nn.Parameter(weights[i].clone())
+        twin.grad = grads[i]
+        torch.optim.Muon([twin], lr=0.1).step()
+        assert torch.equal(found[i], twin.detach())
+    return True
+
+
+def test_whole_matrices_need_gradients_only_where_they_are():
+    assert run_ranks(3, whole_beside_cut) == [True] * 3
+
+
 def test_parameters_without_gradient_on_some_or_all_ranks():
     assert run_ranks(3, without_gradients) == [True] * 3
 
@@ -275,14 +304,17 @@ def test_a_checkpoint_resumes_to_the_bit_at_another_world_size_and_layout(layout
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def disagreeing():
+def disagreeing(option, values):
     p = torch.nn.Parameter(torch_distribute(torch.ones(4, 4), world_mesh(), [Shard(0)]))
-    Muon([p], ns_steps=5 if dist.get_rank() else 4)
+    Muon([p], **{option: values[dist.get_rank()]})
 
 
-def test_ranks_with_different_options_are_told_so_at_construction():
+@pytest.mark.parametrize(
+    ("option", "values"), [("ns_steps", (4, 5)), ("coefficients", ("keller", "quintic"))]
+)
+def test_ranks_with_different_options_are_told_so_at_construction(option, values):
     with pytest.raises(RankError) as error:
-        run_ranks(2, disagreeing)
+        run_ranks(2, disagreeing, option, values)
     assert all("plan Muon differently" in str(cause) for cause in error.value.causes.values())
     assert len(error.value.causes) == 2
 

@@ -24,6 +24,7 @@ from block_optim._muon_plan import DomainPlan, MuonPlan, PlannedMatrix, holders,
 from block_optim._muon_policy import muon_block_policy
 from block_optim._muon_tensors import LocalParam, row_state, update_momenta
 from block_optim._newton_schulz import METHODS, Method, Recipe, Scratch
+from block_optim._owners import digest
 from block_optim._params import Param
 
 ADJUST = (None, "original", "match_rms_adamw", "spectral", "none")
@@ -261,7 +262,7 @@ class MuonEngine:
     ) -> DomainPlan:
         plan = plan_domain(planned, held.num_ranks, bucket_bytes)
         if held.group is not None:
-            _check_alike(plan, held.group, device)
+            _check_alike(digest(plan.fingerprint, _options(self._groups)), held.group, device)
         scratch = self._scratch.setdefault(device, Scratch(device))
         by_bucket: list[list[PlannedMatrix]] = [[] for _ in range(plan.num_buckets)]
         for m in plan.matrices:
@@ -305,6 +306,9 @@ class MuonEngine:
         for some in by_group.values():
             group = self._group_of[some[0].index]
             update_momenta(some, group["momentum"], self._scratch[some[0].local.device])
+        rates = {id(group): _on_host(group["lr"]) for group in self._groups}
+        for bucket in self._buckets:
+            bucket.lr = rates[id(bucket.group)]
         run_pipeline(self._buckets, active)
         for i in active:  # gradients are not ours to keep
             self._local[i].grad = self._local[i].local
@@ -357,8 +361,18 @@ def _reserve(
         scratch.take(name, (numel,), dtype)
 
 
-def _check_alike(plan: DomainPlan, group: dist.ProcessGroup, device: torch.device) -> None:
-    mark = plan.fingerprint
+def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:
+    """A tensor on the CPU, so that it is waited for once; arithmetic stays in its dtype, as torch's does."""
+    return lr.detach().cpu() if isinstance(lr, torch.Tensor) else lr
+
+
+def _options(groups: list[dict[str, Any]]) -> list[str]:
+    """What groups say, but for what may be a tensor or is the parameters themselves."""
+    left_out = ("params", "param_names", "lr", "initial_lr")
+    return [repr(sorted((k, str(v)) for k, v in group.items() if k not in left_out)) for group in groups]
+
+
+def _check_alike(mark: int, group: dist.ProcessGroup, device: torch.device) -> None:
     both = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     highest, lowest = both.tolist()

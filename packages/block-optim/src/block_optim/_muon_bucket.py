@@ -21,9 +21,7 @@ from block_optim._newton_schulz import Recipe, Scratch, orthogonalize_
 from block_optim._torch_compat import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
 
 WIRE = torch.bfloat16
-EXCHANGE_SLOTS = (
-    3  # buckets whose exchanges are under way or unread at once: the next one's, this one's, the last one's
-)
+EXCHANGE_SLOTS = 3  # exchanges under way or unread at once: of the next bucket, this one, the last
 STACK_SLOTS = 2  # buckets whose own matrices are in memory at once
 
 
@@ -75,12 +73,15 @@ class Bucket:
         lane: Lane,
     ) -> None:
         self.matrices, self.group, self.recipe = matrices, group, recipe
+        self.lr: Any = 0.0  # of this step: a number, or a tensor on the CPU
         self._params, self._scratch, self._lane = params, scratch, lane
         process_group, self._rank, number = place
         self._normuon = bool(group["normuon"])
         self.exchange: Exchange | None = None
         self.side: Exchange | None = None
         owners, lengths = [m.owner for m in matrices], [m.held for m in matrices]
+        # Only of these do all ranks know alike whether they have gradients, and so whether there is a transfer.
+        self._travelling = frozenset(m.param for m in matrices if m.moved)
         if process_group is not None and moves(owners, lengths):
             slot = str(number % EXCHANGE_SLOTS)
             at = (process_group, self._rank, owners)
@@ -164,9 +165,14 @@ class Bucket:
         Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing travels.
         """
         self._active = active
-        if not any(m.param in active for m in self.matrices):
+        by_kind: dict[Any, list[Fragment]] = defaultdict(list)
+        for f in self._fragments:
+            if f.param.index in active:
+                by_kind[f.param.coded, f.param.momentum.dtype].append(f)
+        for some in by_kind.values():
+            self._pack(some)
+        if not self._travelling & active:
             return _nothing
-        self._pack([f for f in self._fragments if f.param.index in active])
         waits = []
         if self.side is not None:
             for f in self._fragments:
@@ -179,9 +185,7 @@ class Bucket:
         return lambda: _all(waits)
 
     def _pack(self, fragments: list[Fragment]) -> None:
-        """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16, where the matrix is computed."""
-        if not fragments:
-            return
+        """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16; of fragments of one dtype."""
         mu, nesterov = self.group["momentum"], self.group["nesterov"]
         wires = [f.wire for f in fragments]
         if not fragments[0].param.coded:
@@ -270,7 +274,7 @@ class Bucket:
 
     def send_back(self) -> Callable[[], None]:
         """Start the transfer of the updates to where the matrices are held; the result waits. As `send`, backwards."""
-        if not any(m.param in self._active for m in self.matrices):
+        if not self._travelling & self._active:
             return _nothing
         sides = [e for e in (self.side, self.exchange) if e is not None]
         waits = [e.back(self._lane) for e in sides]
@@ -281,19 +285,20 @@ class Bucket:
         fragments = [f for f in self._fragments if f.own == own and f.param.index in self._active]
         if not fragments:
             return
-        lr, decay = self.group["lr"], self.group["weight_decay"]
-        by_scale: dict[float, list[Fragment]] = defaultdict(list)
+        lr, decay = self.lr, self.group["weight_decay"]
+        by_scale: dict[tuple[float, bool], list[Fragment]] = defaultdict(list)
         for f in fragments:
             m = self.matrices[f.number].matrix
-            by_scale[float(-lr * lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns))].append(f)
+            alpha = float(-lr * lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns))
+            by_scale[alpha, f.param.local.dtype.itemsize < 4].append(f)
         if self.group["cautious_weight_decay"]:
             self._decay_cautiously(fragments, float(lr * decay))
         else:
             foreach_mul_([f.param.local[f.low : f.high] for f in fragments], float(1 - lr * decay))
-        for alpha, some in by_scale.items():
+        for (alpha, narrow), some in by_scale.items():
             updates = self._rescaled(some) if self._normuon else [f.wire for f in some]
             targets = [f.param.local[f.low : f.high] for f in some]
-            if all(t.dtype == torch.float32 for t in targets):
+            if not narrow:
                 foreach_add_(targets, updates, alpha=alpha)
             else:  # low-precision parameters are added to in fp32 and rounded once, whatever their cuts
                 wide = self._pieces("apply", some, torch.float32)
