@@ -160,9 +160,12 @@ class Tally(TorchDispatchMode):
 
         def call(storage: torch.UntypedStorage, other: Any) -> Any:
             result = original(storage, other)
-            memory.refresh(storage)
-            if isinstance(other, torch.UntypedStorage):  # memory was exchanged
-                memory.refresh(other, kind="parked")
+            if not isinstance(other, torch.UntypedStorage):
+                memory.refresh(storage)
+                return result
+            # Memory was exchanged: book the loss first, else the block would be counted twice for a moment.
+            for one in sorted((storage, other), key=torch.UntypedStorage.nbytes):
+                memory.refresh(one, kind="parked" if one is other else "temporaries")
             return result
 
         return call

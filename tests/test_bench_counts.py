@@ -88,6 +88,21 @@ def test_memory_counts_births_deaths_and_resizes_of_storages():
     assert sum(change for _, change in found.memory._events) == 0
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="this torch cannot exchange memory"
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_memory_that_storages_exchange_is_counted_once(turned):
+    a, b = torch.zeros(1000).untyped_storage(), torch.UntypedStorage(0)
+
+    def exchange():
+        (torch.empty(0).set_(a)).add_(0)
+        (b if turned else a)._swap_data_ptr_(a if turned else b)
+
+    found = tallied(exchange)
+    assert found.memory.peak()[0] == 4000
+
+
 def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
     kept = []
 
