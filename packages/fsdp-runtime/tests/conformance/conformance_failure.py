@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from conformance_models import (
     seeded,
     shard_stack,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, Wrong, case
 
 FAILURE = "Exceptions"
 MEMORY = "Memory"
@@ -83,9 +84,9 @@ def reset_after_forward(fsdp):
     FAILURE,
     "`reset_iter_state()` after an exception in backward: the next step is right",
     ranks=3,
-    fsdp2=Raises(AssertionError, r"head\.weight\.grad"),
+    fsdp2=Wrong(match=r"head\.weight\.grad"),
     ours=None,
-    note="FSDP2's root adds what the failed backward had left to its next gradient",
+    note="its root adds what the failed backward had left to its next gradient",
 )
 def reset_after_backward(fsdp):
     for reshard in (True, False):
@@ -102,9 +103,9 @@ def reset_after_backward(fsdp):
 @case(
     FAILURE,
     "`reset_iter_state()` discards gradients that wait for a sync",
-    fsdp2=Raises(AssertionError, r"up\.weight\.grad"),
+    fsdp2=Wrong(match=r"up\.weight\.grad"),
     ours=None,
-    note="FSDP2 says so too, and adds them to the next gradient",
+    note="it adds them to the next gradient",
 )
 def reset_discards(fsdp):
     model, reference = shard_stack(fsdp, seeded(Fragile)), seeded(Fragile)
@@ -167,8 +168,10 @@ def steady(fsdp):
 
 @case(MEMORY, "deleting model and optimizer gives every byte back", ranks=2)
 def given_back(fsdp):
+    over = mesh()  # outlives the model, in torch's own caches too
+
     def use():
-        model = shard_stack(fsdp, seeded(Stack))
+        model = shard_stack(fsdp, seeded(Stack), mesh=over)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(3):
             mean_square(model, mine(batch(step))).backward()
@@ -181,10 +184,19 @@ def given_back(fsdp):
     with only_new_objects():
         before = live_bytes()
         use()
+        for _ in range(40):  # gloo's own threads let go of a collective's tensors a moment after it is done
+            if live_bytes() == before:
+                return
+            time.sleep(0.05)
         assert live_bytes() == before, (before, live_bytes())
 
 
-@case(MEMORY, "between steps a rank holds its shards and nothing more", ranks=4)
+@case(
+    MEMORY,
+    "between steps a rank holds its shards, and no more than one gathered unit beside them",
+    ranks=4,
+    note="kept for the next gather, where FSDP2 returns it to the allocator",
+)
 def at_rest(fsdp):
     with only_new_objects():
         model = shard_stack(fsdp, seeded(lambda: Stack(4, 64, 256)), reshard_after_forward=True)
@@ -192,7 +204,8 @@ def at_rest(fsdp):
             model(torch.randn(2, 64)).sum().backward()
             model.zero_grad()
         whole = sum(p.numel() * 4 for p in model.parameters())
-        assert live_bytes() < 0.3 * whole, (live_bytes(), whole)
+        unit = sum(p.numel() * 4 for p in model.blocks[0].parameters())
+        assert live_bytes() < 0.26 * whole + 1.02 * unit, (live_bytes(), whole, unit)
 
 
 @case(MEMORY, "a forward that reshards holds no more than two units at once", ranks=4)

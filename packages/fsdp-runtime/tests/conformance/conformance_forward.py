@@ -142,7 +142,7 @@ def set_reshard_after_forward(fsdp):
 @case(
     UNITS,
     "`set_reshard_after_forward` takes a bool",
-    fsdp2=Raises((ValueError, TypeError), "reshard_after_forward"),
+    fsdp2=Raises(ValueError, "reshard_after_forward"),
 )
 def set_reshard_after_forward_number(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh()).set_reshard_after_forward(2)
@@ -280,7 +280,7 @@ def forward_prefetch(fsdp):
         out.sum().backward()
 
 
-@case(UNITS, "prefetch lists take wrapped modules only", fsdp2=Raises((ValueError, TypeError), "FSDPModule"))
+@case(UNITS, "prefetch lists take wrapped modules only", fsdp2=Raises(ValueError, "FSDPModule"))
 def prefetch_plain(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh()).set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
@@ -517,7 +517,7 @@ def forward_method_plain(fsdp):
 @case(
     FORWARD,
     "`register_fsdp_forward_method` of a method that is not there",
-    fsdp2=Raises((ValueError, AttributeError), "nothere"),
+    fsdp2=Raises(ValueError, "nothere"),
 )
 def forward_method_missing(fsdp):
     fsdp.register_fsdp_forward_method(fsdp.fully_shard(MLP(), mesh=mesh()), "nothere")
@@ -527,7 +527,7 @@ def forward_method_missing(fsdp):
     FORWARD,
     "a method other than forward, not registered",
     fsdp2=Raises(RuntimeError, "mixed torch.Tensor and DTensor"),
-    ours=Raises((RuntimeError, NotImplementedError), "register_fsdp_forward_method|forward|full_tensor"),
+    ours=Raises(NotImplementedError, "full_tensor"),
 )
 def other_method(fsdp):
     class Model(MLP):

@@ -43,6 +43,14 @@ class Raises:
 
 
 @dataclass(frozen=True)
+class Wrong(Raises):
+    """The case's own assertion fails, with this message: no error, but wrong values."""
+
+    error: type[BaseException] = AssertionError
+    match: str = ""
+
+
+@dataclass(frozen=True)
 class Case:
     """One behaviour. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
 
@@ -55,6 +63,7 @@ class Case:
     ours: Raises | None
     better: str
     note: str
+    unsupported: bool
     timeout: float
 
     @property
@@ -62,7 +71,7 @@ class Case:
         """What the table says of this implementation beside FSDP2."""
         if self.better or (self.fsdp2 is not None and self.ours is None):
             return "better"
-        if self.ours is not None and self.fsdp2 is None:
+        if self.unsupported or (self.ours is not None and self.fsdp2 is None):
             return "not supported"
         return "equal"
 
@@ -83,16 +92,20 @@ def case(
     ours: Raises | str | None = "same",
     better: str = "",
     note: str = "",
+    unsupported: bool = False,
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a case. ``ours`` is what FSDP2 does unless it says else; ``better`` says why, where both work."""
+    """Enter a case. ``ours`` is what FSDP2 does unless it says else.
+
+    ``better`` says why, where both work; ``unsupported`` is for what FSDP2 supports elsewhere than on gloo.
+    """
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:
         name = fn.__name__
         assert name not in CASES, f"two cases called {name}"
         theirs = fsdp2 if isinstance(ours, str) else ours
         sizes = (ranks,) if isinstance(ranks, int) else ranks
-        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, better, note, timeout)
+        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, timeout)
         return fn
 
     return enter
@@ -154,7 +167,9 @@ def table() -> str:
 def _remark(entry: Case) -> str:
     parts = []
     if entry.fsdp2 is not None and entry.ours is None:
-        parts.append(f"FSDP2 raises {_name(entry.fsdp2)}")
+        parts.append(
+            "not so in FSDP2" if isinstance(entry.fsdp2, Wrong) else f"FSDP2 raises {_name(entry.fsdp2)}"
+        )
     elif entry.ours is not None and entry.fsdp2 is None:
         parts.append(f"raises {_name(entry.ours)}")
     elif entry.ours is not None and entry.fsdp2 is not None:

@@ -7,7 +7,6 @@ import torch
 from conformance_registry import IMPLEMENTATIONS, TORCH, all_cases, run_case, table
 from make_table import TABLE
 
-import fsdp_runtime
 from ragged_shard.testing import run_ranks
 
 CASES = all_cases()
@@ -16,14 +15,11 @@ CASES = all_cases()
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
-    if implementation == "ours" and not hasattr(fsdp_runtime, "fully_shard"):
-        pytest.skip("fsdp_runtime has no fully_shard yet")
     if implementation == "fsdp2" and not torch.__version__.startswith(TORCH):
         pytest.skip(f"the cases say what FSDP2 does in torch {TORCH}, this is {torch.__version__}")
     for ranks in CASES[name].ranks:
         run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=CASES[name].timeout, seed=0)
 
 
-@pytest.mark.skipif(not hasattr(fsdp_runtime, "fully_shard"), reason="fsdp_runtime has no fully_shard yet")
 def test_the_table_is_what_the_cases_say() -> None:
     assert TABLE.read_text() == table(), f"stale: run {Path(__file__).parent / 'make_table.py'}"

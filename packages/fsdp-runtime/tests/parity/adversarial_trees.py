@@ -38,23 +38,26 @@ class Node(nn.Module):
             self.matrix = nn.Parameter((torch.randn(WIDTH, size) / 3).t())
         if rng.random() < 0.25:
             self.unused = nn.Parameter(torch.randn(rng.choice(SIZES), 3))
-        self.parts = nn.ModuleList(Node(rng, depth - 1, awkward) for _ in range(rng.choice((0, 1, 2, 3)) if depth else 0))
-        self.order = [rng.randrange(len(self.parts)) for _ in range(len(self.parts) + 1)] if len(self.parts) else []
+        parts = rng.choice((0, 1, 2, 3)) if depth else 0
+        self.parts = nn.ModuleList(Node(rng, depth - 1, awkward) for _ in range(parts))
+        self.order = (
+            [rng.randrange(len(self.parts)) for _ in range(len(self.parts) + 1)] if len(self.parts) else []
+        )
         self.again = rng.random() < 0.3
 
     def forward(self, x):
         if self.kind == "linear":
-            x = x + self.down(torch.tanh(self.up(x)))
+            x = x + torch.tanh(self.down(torch.tanh(self.up(x))))
         elif self.kind == "experts":
-            x = x + torch.einsum("bw,ewk,ekv->bv", x, self.up, self.down) / self.up.shape[0]
+            x = x + torch.tanh(torch.einsum("bw,ewk,ekv->bv", x, self.up, self.down))
         elif self.kind == "norm":
             x = self.norm(x) + self.shift
         elif self.kind == "vector":
-            x = x * (1 + 0.1 * self.vector)
+            x = x + torch.tanh(x * self.vector)
         elif self.kind == "scalar":
-            x = x * (1 + 0.1 * self.scalar)
+            x = x + torch.tanh(x * self.scalar)
         elif self.kind == "transposed":
-            x = x + torch.tanh(x @ self.matrix.t()) @ self.matrix
+            x = x + torch.tanh(torch.tanh(x @ self.matrix.t()) @ self.matrix)
         for i in self.order if self.again else range(len(self.parts)):
             x = self.parts[i](x)
         return x
@@ -72,10 +75,6 @@ def tree(seed: int, awkward: bool) -> nn.Module:
         if rng.random() < 0.15:
             p.requires_grad_(False)
     return root
-
-
-def run(root: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return root(x)
 
 
 class Whole(nn.Module):
@@ -104,7 +103,12 @@ def shard(fsdp: Any, model: Whole, seed: int, awkward: bool) -> str:
     if hasattr(fsdp, "block_policies"):
         policies = fsdp.block_policies
         blocks, policy = rng.choice(
-            [("none", None), ("rows", policies.rows(4)), ("tiles", policies.tiles(3, 3)), ("whole", policies.whole())]
+            [
+                ("none", None),
+                ("rows", policies.rows(4)),
+                ("tiles", policies.tiles(3, 3)),
+                ("whole", policies.whole()),
+            ]
         )
         options["block_policy"] = policy
     for unit in units:
@@ -142,7 +146,9 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     whole = found.full_tensor()
     assert whole.shape == wanted.shape, what
     worst = (whole - wanted).abs().max().item() if wanted.numel() else 0.0
-    assert worst <= 1e-5 * max(1.0, wanted.abs().max().item() if wanted.numel() else 1.0), f"{what}: {worst:.1e} apart"
+    assert worst <= 1e-5 * max(1.0, wanted.abs().max().item() if wanted.numel() else 1.0), (
+        f"{what}: {worst:.1e} apart"
+    )
 
 
 def train_many(system: str, seeds: list[int], awkward: bool) -> None:

@@ -17,7 +17,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"tie_word_embeddings": True},
     "Qwen3MoeConfig": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "MixtralConfig": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "GptOssConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOssConfig": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 
@@ -61,7 +65,9 @@ def train(system: str, name: str, steps: int = 3) -> tuple[float, float]:
     after, apart = model.state_dict(), 0.0
     assert after.keys() == reference.state_dict().keys()
     for key, p in reference.named_parameters():
-        apart = max(apart, ((after[key].full_tensor() - p).abs().max() / p.abs().max().clamp(min=1e-3)).item())
+        apart = max(
+            apart, ((after[key].full_tensor() - p).abs().max() / p.abs().max().clamp(min=1e-3)).item()
+        )
     return worst, apart
 
 

@@ -31,7 +31,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)).to(
+            x.dtype
+        )
 
 
 def rotate(x_BHTD: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(s.heads * self.size, s.width, bias=False)
 
     def forward(self, x_BTC):
-        q, k, v = (w(x_BTC).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x_BTC).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         repeat = self.heads // self.key_heads
         q, k = rotate(q), rotate(k).repeat_interleave(repeat, 1)
         y = F.scaled_dot_product_attention(q, k, v.repeat_interleave(repeat, 1), is_causal=True)

@@ -47,7 +47,9 @@ class Run:
         parts += ["HSDP"] * self.hsdp + ["offload"] * self.offload
         parts += [f"{self.microbatches} microbatches" + ", synced" * self.sync] * (self.microbatches > 1)
         parts += [f"checkpoint {self.recompute}"] * bool(self.recompute)
-        parts += [f"reshard {self.reshard}"] * (self.reshard is not None) + [f"blocks {self.blocks}"] * bool(self.blocks)
+        parts += [f"reshard {self.reshard}"] * (self.reshard is not None) + [f"blocks {self.blocks}"] * bool(
+            self.blocks
+        )
         return ", ".join(parts)
 
 
@@ -61,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Distances: of losses, relative, the worst step; of parameters, relative to a tensor's largest value, the worst."""
+    """Distances: of losses, relative, the worst step; of parameters, to a tensor's largest value, the worst."""
 
     losses: float  # ours from one process
     parameters: float
@@ -74,15 +76,16 @@ class Report:
 
 def policy_of(name: str) -> Any:
     """The block policies by the names that the tests use."""
-    from layout_planner import Rows, Tile, Whole
-
     from fsdp_runtime import block_policies
+    from layout_planner import Rows, Tile, Whole
 
     return {
         "rows": lambda name, p: Rows(8),
         "tiles": lambda name, p: Tile(8, 8) if p.ndim > 1 else None,
         "whole": block_policies.whole(),
-        "pattern": block_policies.by_pattern({r"experts|feed_forward": Whole(), r"attention": Rows(4), r".": None}),
+        "pattern": block_policies.by_pattern(
+            {r"experts|feed_forward": Whole(), r"attention": Rows(4), r".": None}
+        ),
     }[name]
 
 
@@ -107,7 +110,9 @@ def wrap(fsdp: Any, model: Llama, run: Run) -> None:
     )
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": run.reshard}
     if run.low:
-        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     if run.offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=run.device == "cuda")
     if run.blocks:
@@ -139,7 +144,9 @@ def sharded(system: str, run: Run) -> Outcome:
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
-    return Outcome(tuple(losses), {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()})
+    return Outcome(
+        tuple(losses), {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -180,12 +187,15 @@ def same_bits(a: Outcome, b: Outcome) -> bool:
     return a.losses == b.losses and all(torch.equal(v, b.parameters[k]) for k, v in a.parameters.items())
 
 
-def compare(run: Run, system: str = "ours") -> Report:
-    """On every rank of a launch: train all three ways."""
-    ours, fsdp2, one = sharded(system, run), theirs(run.twin), alone(run.single)
+def compare(run: Run, system: str = "ours") -> Report | None:
+    """On every rank of a launch: train all three ways. The report is rank 0's, which alone trains alone."""
+    ours, fsdp2 = sharded(system, run), theirs(run.twin)
+    if dist.get_rank() != 0:
+        return None
+    one = alone(run.single)
     return Report(*distance(ours, one), *distance(fsdp2, one), *distance(ours, fsdp2), same_bits(ours, fsdp2))
 
 
-def compare_all(runs: list[Run], system: str = "ours") -> list[Report | str]:
-    """Many runs in one launch; where one fails the same way on every rank, its error."""
+def compare_all(runs: list[Run], system: str = "ours") -> list[Report | None]:
+    """Many runs in one launch."""
     return [compare(run, system) for run in runs]

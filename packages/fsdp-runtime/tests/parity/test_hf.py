@@ -10,6 +10,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_transformers_models_train_as_in_one_process_and_as_under_fsdp2(ranks: int) -> None:
-    for (name, system), (losses, parameters) in run_ranks(ranks, train_all, list(CONFIGS), timeout=240)[0].items():
+    for (name, system), (losses, parameters) in run_ranks(ranks, train_all, list(CONFIGS), timeout=240)[
+        0
+    ].items():
         assert losses < 1e-6, (name, system, losses)
         assert parameters < 1e-5, (name, system, parameters)
