@@ -6,7 +6,7 @@ import pytest
 import torch
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
-from block_optim import Shampoo
+from block_optim import Shampoo, _precond_plan, _shampoo_roots
 
 STEPS = 14
 
@@ -441,3 +441,20 @@ def test_memory_that_is_not_row_major_is_refused_by_name():
     param = torch.nn.Parameter(torch.zeros(4, 6).t())
     with pytest.raises(ValueError, match=r"head: its memory is not row-major"):
         Shampoo([("head", param)])
+
+
+@pytest.mark.parametrize("options", [{}, {"root_method": "qr"}, {"kl": True, "root_method": "newton"}])
+def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(options, monkeypatch):
+    results = []
+    for filled in (False, True):
+        if filled:
+            for module in (_precond_plan, _shampoo_roots):
+                monkeypatch.setattr(module, "room", lambda count, size, device: size)
+        param = parameter((9, 6))
+        optimizer = Shampoo(
+            [param], max_preconditioner_dim=4, precondition_frequency=2, diagonal_above=8, **options
+        )
+        train([param], [[torch.zeros(9, 6), *gradients((9, 6), 6)]], optimizer)
+        results.append((param.detach(), optimizer.root_counts))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]

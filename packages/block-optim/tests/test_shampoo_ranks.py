@@ -86,7 +86,7 @@ def test_blocks_that_are_not_local_cost_what_the_optimizer_says_and_it_says_how_
         assert kinds == ["all_reduce", "all_to_all", "all_to_all"]
         assert says == promised
         assert len(messages) == 1
-        assert f"{promised / 1e6:.1f} MB" in messages[0]
+        assert f"{promised / 1e6:.3g} MB" in messages[0]
         assert (
             f"block_policy={'SOAP' if kind == 'soap' else 'Shampoo'}.block_policy(max_preconditioner_dim=4)"
             in messages[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from shampoo_reference import SoapMatrix, blocks_of
 
-from block_optim import SOAP
+from block_optim import SOAP, _precond_plan
 
 STEPS = 14
 
@@ -252,3 +252,16 @@ def test_a_tensor_lr_is_obeyed():
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SOAP([parameter((4, 4))], **options)
+
+
+def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(monkeypatch):
+    results = []
+    for filled in (False, True):
+        if filled:
+            monkeypatch.setattr(_precond_plan, "room", lambda count, size, device: size)
+        param = parameter((9, 6))
+        optimizer = SOAP([param], max_preconditioner_dim=4, precondition_frequency=2)
+        train([param], [[torch.zeros(9, 6), *gradients((9, 6), 6)]], optimizer)
+        results.append((param.detach(), optimizer.root_counts))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]

@@ -160,7 +160,7 @@ class Preconditioned(BlockOptimizer):
         group = moving[0].group
         options = f"max_preconditioner_dim={group['max_preconditioner_dim']}"
         _LOG.warning(
-            "%s: %d of %d parameters (%s) have blocks that no rank holds whole: each step sends %.1f MB over all "
+            "%s: %d of %d parameters (%s) have blocks that no rank holds whole: each step sends %.3g MB over all "
             "ranks, gradients to the blocks' owners and updates back. fully_shard(..., block_policy="
             "%s.block_policy(%s)) lays them out so that nothing is sent.",
             type(self).__name__,

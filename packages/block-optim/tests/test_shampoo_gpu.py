@@ -1,0 +1,52 @@
+"""Shampoo and SOAP on a CUDA device."""
+
+import pytest
+import torch
+from test_shampoo import gradients, parameter, train
+
+from block_optim import SOAP, Shampoo
+from block_optim._roots import RootOptions, inverse_roots
+
+pytestmark = pytest.mark.gpu
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+SHAPE = (200, 96)
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind, overlap):
+    grads = gradients(SHAPE, 12)
+    options = {"lr": 0.01, "max_preconditioner_dim": 64, "precondition_frequency": 4, "overlap": overlap}
+    cpu, device = parameter(SHAPE), torch.nn.Parameter(parameter(SHAPE).detach().cuda())
+    train([cpu], [grads], kind([cpu], **options))
+    train([device], [[g.cuda() for g in grads]], kind([device], **options))
+    moved = (cpu.detach() - parameter(SHAPE).detach()).norm()
+    assert float((device.detach().cpu() - cpu.detach()).norm() / moved) < 0.02
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_the_bits_do_not_depend_on_how_many_blocks_a_process_has(kind):
+    options = {"lr": 0.01, "max_preconditioner_dim": 32, "precondition_frequency": 3, "stagger": False}
+    many = [torch.nn.Parameter(parameter((96, 64), seed).detach().cuda()) for seed in range(5)]
+    grads = [[g.cuda() for g in gradients((96, 64), 8, seed)] for seed in range(5)]
+    one = torch.nn.Parameter(many[3].detach().clone())
+    train(many, grads, kind(many, **options))
+    train([one], [grads[3]], kind([one], **options))
+    assert torch.equal(one.detach(), many[3].detach())
+
+
+@pytest.mark.parametrize("method", ["eigh", "newton", "qr"])
+def test_roots_are_close_to_fp64(method):
+    grads = torch.randn(3, 128, 160, generator=torch.Generator().manual_seed(0)).cuda()
+    factors = grads @ grads.mT
+    basis = torch.zeros_like(factors) if method == "qr" else None
+    found = inverse_roots(
+        factors, 0.25, RootOptions(method), last=torch.zeros_like(factors), last_basis=basis
+    )
+    for matrix, root in zip(factors.double(), found.roots, strict=True):
+        values, vectors = torch.linalg.eigh(matrix)
+        wanted = (vectors * (values + 1e-5 * matrix.norm()).pow(-0.25)) @ vectors.mT
+        assert float((root - wanted).norm() / wanted.norm()) < 1e-3
