@@ -18,7 +18,6 @@ from .systems import SYSTEMS
 LAYOUT = ["ours", "ours-staged", "ours-given-order", "ours-lcm", "fsdp2"]
 OPTIMIZER = ["ours", "ours-gathering"]
 BLOCKS = {"block_policy": "rows:32"}
-TILES = {"block_policy": "tile:32x32"}
 
 
 def measure(ranks: int, rounds: int) -> tuple[dict[str, Any], list[str]]:
@@ -32,7 +31,7 @@ def measure(ranks: int, rounds: int) -> tuple[dict[str, Any], list[str]]:
     common = {"workload": "ablation", "rounds": rounds, "steps": 2}
     layout = launch("rounds", ranks, {**common, "systems": LAYOUT, "options": BLOCKS})
     try:
-        request = {**common, "systems": OPTIMIZER, "options": TILES, "optimizer": "adamw8bit"}
+        request = {**common, "systems": OPTIMIZER, "optimizer": "adamw8bit"}
         optimizer = launch("rounds", ranks, request)
     except RuntimeError as error:
         optimizer = {"failed": str(error).splitlines()[-1], "samples": {}, "calibration": [], "skipped": {}}

@@ -82,6 +82,8 @@ def _ours(name: str, model: Any, job: Job) -> Trainer:
     options = {"mp_policy": _mixed(MixedPrecisionPolicy, job), **job.options}
     if isinstance(options.get("block_policy"), str):
         options["block_policy"] = _block_policy(options["block_policy"])
+    elif job.optimizer in ("adamw8bit", "shampoo"):
+        options.setdefault("block_policy", _declared(job.optimizer))
     for block in model.blocks:
         fully_shard(block, mesh=job.mesh, **options)
     return _trainer(name, fully_shard(model, mesh=job.mesh, **options), job)
@@ -115,9 +117,7 @@ def _fsdp1(name: str, model: Any, job: Job) -> Trainer:
 def _ddp(name: str, model: Any, job: Job) -> Trainer:
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(
-        model, process_group=job.mesh.get_group(), gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    wrapped = DistributedDataParallel(model, process_group=job.mesh.get_group(), gradient_as_bucket_view=True)
     return _trainer(name, wrapped, job, _autocast(job))
 
 
@@ -197,6 +197,16 @@ def _block_policy(text: str) -> Any:
     return lambda name, parameter: block if parameter.ndim > 1 else None
 
 
+def _declared(optimizer: str) -> Any:
+    """What an optimizer declares that it needs whole."""
+    import block_optim
+    from layout_planner import Tile
+
+    if optimizer == "adamw8bit":
+        return block_optim.AdamW8bit.block_policy(block=Tile(*TILE))
+    return block_optim.Shampoo.block_policy()
+
+
 def _variant(which: str) -> Callable[[str, Any, Job], Trainer]:
     """Our runtime with one idea taken away."""
 
@@ -241,7 +251,9 @@ def make_optimizers(module: Any, job: Job) -> list[Any]:
     if job.optimizer == "block-adamw":
         return [block_optim.AdamW(parameters, lr=LEARNING_RATE)]
     if job.optimizer == "adamw8bit":
-        return [block_optim.AdamW8bit(parameters, lr=LEARNING_RATE)]
+        from layout_planner import Tile
+
+        return [block_optim.AdamW8bit(parameters, lr=LEARNING_RATE, block=Tile(*TILE))]
     if job.optimizer == "shampoo":
         return [block_optim.Shampoo(parameters, lr=LEARNING_RATE)]
     if job.optimizer == "muon":
@@ -256,6 +268,7 @@ def make_optimizers(module: Any, job: Job) -> list[Any]:
 
 
 LEARNING_RATE = 1e-3
+TILE = (32, 32)  # of 8-bit AdamW's states
 OPTIMIZERS = ("adamw", "block-adamw", "adamw8bit", "muon", "shampoo")
 
 
