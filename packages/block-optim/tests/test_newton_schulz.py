@@ -41,6 +41,21 @@ def test_a_matrix_gets_the_bits_of_torch_muon(shape, dtype):
         )
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_norm_below_eps_is_taken_as_eps(batched):
+    stack = gaussian(2, 6, 9) * 1e-5
+    expected = []
+    for matrix in stack:
+        param = torch.nn.Parameter(torch.zeros(6, 9))
+        param.grad = matrix.clone()
+        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, eps=10.0).step()
+        expected.append(-param.detach())
+    found = stack.bfloat16()
+    orthogonalize_(found, Recipe(resolve("keller"), eps=10.0, batched=batched), Scratch(stack.device))
+    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=0, atol=1e-5 if batched else 0)
+    assert 1e-4 < float(torch.linalg.matrix_norm(found.float(), 2).max()) < 0.1
+
+
 def test_the_input_is_left_as_it_is():
     for dtype in (torch.float32, torch.bfloat16):
         matrix = gaussian(8, 6, dtype=dtype)
