@@ -285,17 +285,41 @@ def prefetch_plain(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh()).set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
-@case(UNITS, "`set_modules_to_backward_prefetch`: the same values, the same collectives")
+@case(
+    UNITS, "`set_modules_to_backward_prefetch`: gathers of the listed units begin before this one's backward"
+)
 def backward_prefetch(fsdp):
+    begun, records = {}, []
+
+    class Spy(MLP):
+        def forward(self, x):
+            hidden = torch.tanh(self.up(x))
+            if hidden.requires_grad and records:
+                hidden.register_hook(lambda gradient: begun.update({self.index: gathers(records[-1])}))
+            return self.down(hidden)
+
+    def build():
+        model = Stack()
+        for i in range(3):
+            model.blocks[i] = Spy()
+            model.blocks[i].index = i
+        return model
+
     def wrap(model):
         shard_stack(fsdp, model, reshard_after_forward=True)
         model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
         model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
 
-    model = check_training(Stack, wrap)
-    _, backward = forward_backward_kinds(model)
-    assert backward.count("all_gather") <= 4
-    assert backward.count("reduce_scatter") == 4
+    model = check_training(build, wrap)
+    for _ in range(2):
+        records.append(None)
+        out = run(model).sum()
+        with record_collectives() as record:
+            records.append(record)
+            out.backward()
+        assert gathers(record) <= 4, record.kinds
+        assert begun[2] == gathers(record), (begun, record.kinds)
+        assert record.kinds.count("reduce_scatter") == 4
 
 
 @case(UNITS, "`set_unshard_in_backward(False)`: no gather in backward for a unit that does not need one")
