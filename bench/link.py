@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .ranks import job_of, run_worker
+from .ranks import all_gather, job_of, reduce_scatter, run_worker
 
 SMALL, LARGE = 1 << 14, 1 << 21  # elements of a shard
 
@@ -32,10 +32,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     whole, out = torch.zeros(size * LARGE), torch.zeros(LARGE)
 
     def gather(n: int) -> None:
-        dist.all_gather_single(whole[: n * size], out[:n])
+        all_gather(whole[: n * size], out[:n])
 
     def reduce(n: int) -> None:
-        dist.reduce_scatter_single(out[:n], whole[: n * size])
+        reduce_scatter(out[:n], whole[: n * size])
 
     other = torch.zeros_like(whole)
     parts: dict[str, list[float]] = {}

@@ -37,6 +37,20 @@ def run_worker(run: Callable[[dict[str, Any]], Any]) -> None:
         dist.destroy_process_group()
 
 
+def all_gather(whole: Any, own: Any) -> None:
+    """Gather equal parts, under the name that this release of torch has for it."""
+    import torch.distributed as dist
+
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, own)
+
+
+def reduce_scatter(own: Any, whole: Any) -> None:
+    """Reduce into equal parts, under the name that this release of torch has for it."""
+    import torch.distributed as dist
+
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, whole)
+
+
 def job_of(request: dict[str, Any]) -> Any:
     """The job that a request describes, on a mesh over all ranks."""
     import torch.distributed as dist

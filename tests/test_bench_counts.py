@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import counting, counts, tally
+from bench import counting, counts, ranks, tally
 
 EXPECTED = json.loads(counts.EXPECTED.read_text())
 
@@ -123,8 +123,8 @@ def test_collectives_count_by_kind_with_what_a_rank_receives():
         whole, own = torch.zeros(16), torch.zeros(4)
 
         def talk():
-            dist.all_gather_single(whole, own)
-            dist.reduce_scatter_single(own, whole)
+            ranks.all_gather(whole, own)
+            ranks.reduce_scatter(own, whole)
             dist.all_reduce(whole)
 
         found = tallied(talk)
