@@ -87,7 +87,9 @@ class Kernel(Protocol):
         keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """One step. `grads` are the local gradients, in the runs' numbering; views of them are kept while ``keep`` stays, unless it is 0."""
+        """One step. `grads` are the local gradients, in the runs' numbering; views are kept
+        while ``keep`` stays, unless it is 0.
+        """
         ...
 
 
@@ -325,7 +327,7 @@ class _Tails:
             list(torch.zeros(len(items), VECTOR, dtype=dtype, device=device).unbind()) for _ in range(4)
         ]
         self.parts = [
-            [vector[: item.numel] for vector, item in zip(vectors, items, strict=True)]
+            [v[: item.numel].view(item.param.shape) for v, item in zip(vectors, items, strict=True)]
             for vectors in self.vectors
         ]
 

@@ -124,7 +124,16 @@ class _Plan(StepPlan[Moments]):
         firsts, seconds = [e.exp_avg for e in self.entries], [e.exp_avg_sq for e in self.entries]
         origins = [_origin(e) for e in self.entries]
         kinds = list(zip(keys, origins, strict=True))
-        runs = joint_runs([self.locals, grads, firsts, seconds], kinds)
+        # Parameters without gradients are no gaps: between two others they end a run, so their moments stay theirs.
+        idle = [e.param.local for e in self.idle]
+        lists = [
+            [*self.locals, *idle],
+            [*grads, *idle],
+            [*firsts, *(e.exp_avg for e in self.idle)],
+            [*seconds, *(e.exp_avg_sq for e in self.idle)],
+        ]
+        found = joint_runs(lists, [*kinds, *(("idle", i) for i in range(len(idle)))])
+        runs = [run for run in found if run.members[0] < len(self.entries)]
         batches: dict[Any, list[Item]] = {}
         for run in runs:
             first = run.members[0]

@@ -72,6 +72,8 @@ class StepPlan(Generic[EntryT]):
         self.positions = [i for i, p in enumerate(active.params) if p.param in entries]
         self.entries = [entries[active.params[i].param] for i in self.positions]
         self.locals = [active.locals[i] for i in self.positions]
+        present = {id(e) for e in self.entries}
+        self.idle = [e for e in entries.values() if id(e) not in present]
         self.groups = list({id(e.group): e.group for e in self.entries}.values())
         order = {id(group): i for i, group in enumerate(self.groups)}
         self.group_of = [order[id(e.group)] for e in self.entries]
@@ -93,7 +95,9 @@ class StepPlan(Generic[EntryT]):
         keep: int,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Make the calls; ``rates`` has one entry for each class. Views of gradients may be kept while ``keep`` stays, unless 0."""
+        """Make the calls; ``rates`` has one entry for each class. Views of gradients may be kept while ``keep``
+        stays, unless it is 0.
+        """
         raise NotImplementedError
 
     def step(self, active: Active, found_inf: torch.Tensor | None) -> None:
