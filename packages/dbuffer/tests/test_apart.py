@@ -6,8 +6,17 @@ A CPU with an index stands for the other device: its memory is the same, the way
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import LAYOUTS, assert_locals_equal, assert_views_equal, fill_views, full_tensors, make
+from dbuffer_helpers import (
+    LAYOUTS,
+    assert_locals_equal,
+    assert_views_equal,
+    fill_views,
+    full_tensors,
+    make,
+    mesh_of,
+)
 
+from dbuffer import all_gather
 from ragged_shard.testing import record_collectives, run_ranks
 
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
@@ -43,8 +52,6 @@ def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, 
 
 
 def replicas_apart():
-    from dbuffer_helpers import mesh_of
-
     buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
     each = [full_tensors(seed=r + 1) for r in range(4)]
     fill_views(buffer, each[dist.get_rank()])
@@ -69,7 +76,9 @@ def shrink_and_gather(layout, dtype, full_dtype, size):
     buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
     tensors = full_tensors()
     buffer.load_full(tensors)
-    groups = [dist.new_group([*range(first, first + size)]) for first in range(0, dist.get_world_size(), size)]
+    groups = [
+        dist.new_group([*range(first, first + size)]) for first in range(0, dist.get_world_size(), size)
+    ]
     group = groups[dist.get_rank() // size]
     buffer.all_gather().wait()
     buffer.shrink(group)
@@ -115,9 +124,7 @@ def gather_half_shrunk():
         buffer.all_gather().wait()
     one.shrink(dist.group.WORLD)
     with pytest.raises(ValueError, match="only some were shrunk"):
-        import dbuffer
-
-        dbuffer.all_gather([one, other])
+        all_gather([one, other])
 
 
 def test_gathering_shrunk_and_whole_buffers_together_is_refused():

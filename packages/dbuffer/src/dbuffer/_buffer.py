@@ -141,7 +141,9 @@ class DBuffer:
 
     def _new_shards(self, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
         where: dict[str, Any] = {"device": self.shard_device, "pin_memory": self._pinned}
-        shards = tuple(make(segment.shard_size, dtype=self.dtype, **where) for segment in self.layout.segments)
+        shards = tuple(
+            make(segment.shard_size, dtype=self.dtype, **where) for segment in self.layout.segments
+        )
         for shard in shards:
             check_aligned(shard.data_ptr())
         return shards
@@ -157,6 +159,10 @@ class DBuffer:
                 for p in self._pieces
             }
         )
+
+    def count_users(self) -> int:
+        """How many tensors hold the full memory, this buffer's own included: autograd's, for a backward to come, too."""
+        return sum(compat.users(storage) for storage, _ in self._storages)
 
     def _flat_tensors(self) -> tuple[torch.Tensor, ...]:
         empty = torch.empty(0, dtype=self.full_dtype, device=self.device)
@@ -215,7 +221,7 @@ class DBuffer:
     def local_views(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects until the shard is given away.
+        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while the buffer has the shard.
 
         Raises:
             RuntimeError: the shard was given away.

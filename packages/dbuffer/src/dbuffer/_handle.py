@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from . import _torch_compat as compat
 from ._device import DeviceLayer
 
 
@@ -29,6 +30,11 @@ class Handle:
     def waited(self) -> bool:
         """Whether `wait` was called, so that the buffers are free for what comes next."""
         return self._finish is None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the collective itself is over, so that `wait` is without delay. Does not block."""
+        return self._work is None or compat.is_completed(self._work)
 
     def wait(self) -> None:
         """Let what follows on the current stream see the result.

@@ -63,13 +63,18 @@ class Recycler:
         device: where the blocks are.
         keep_bytes: park at most so many bytes; the longest parked go back to the allocator first. None: no limit,
             so that a repeated step allocates nothing. 0: keep nothing.
+        lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
+            more memory than was lent at once; a repeated step may then allocate anew.
     """
 
-    def __init__(self, device: torch.device | str, *, keep_bytes: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, *, keep_bytes: int | None = None, lean: bool = False
+    ) -> None:
         if keep_bytes is not None and keep_bytes < 0:
             raise ValueError(f"keep_bytes is {keep_bytes}; expected None or at least 0")
         self._layer = device_layer(device)
         self._keep = keep_bytes
+        self._lean = lean
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
@@ -100,6 +105,8 @@ class Recycler:
             self._homes[storage] = block.home
             self._reuses += 1
             return
+        if self._lean:
+            self.trim()
         storage.resize_(nbytes)
         check_aligned(storage.data_ptr())
         self._homes[storage] = self._layer.current_stream()

@@ -2,7 +2,8 @@
 
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
-Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._foreach_*`.
+Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
+`torch._foreach_*`.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,6 +62,17 @@ def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.Proces
         for tensor in tensors:
             dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return works
+
+
+def is_completed(work: Any) -> bool:
+    """Whether a work, or each of those that were coalesced, is over. Torch's simulated works are over at once."""
+    works = getattr(work, "works", [work])
+    return all(type(one).__name__ == "FakeWork" or one.is_completed() for one in works)
+
+
+def users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and handles hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 # One call for all segments: a single op where there is one tensor, else torch's multi-tensor kernels.

@@ -30,7 +30,7 @@ _RECYCLERS: "weakref.WeakValueDictionary[torch.device, Recycler]" = weakref.Weak
 def _recycler(device: torch.device) -> Recycler:
     found = _RECYCLERS.get(device)
     if found is None:
-        found = _RECYCLERS[device] = Recycler(device)
+        found = _RECYCLERS[device] = Recycler(device, lean=True)
     return found
 
 
@@ -48,6 +48,7 @@ class Context:
         self.post_optim_event: Any = None
         self.root: Unit | None = None  # of the forward pass under way
         self.in_backward = False
+        self.backward_id = -1
         self._streams: tuple[Any, Any] | None = None
         self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
         self._backward: Schedule[Unit] = Schedule()
@@ -144,8 +145,7 @@ class Context:
                 unit.reshard()
         self._order_of(self.root).end()
         self.root = None
-        if not torch.is_grad_enabled():
-            self.recycler.trim()  # no backward follows
+        self.recycler.trim()  # the loss has the memory to itself
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +154,7 @@ class Context:
         if not self.in_backward:
             self._begin_backward()
         if not unit.entered_backward:
+            self.reap()
             unit.entered_backward = True
             self._backward.enter(unit)
         elif unit.unsharded:
@@ -165,6 +166,7 @@ class Context:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.backward_id = compat.backward_id()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
         if sorted(map(id, expected)) == sorted(map(id, self._last_backward)):
@@ -174,6 +176,7 @@ class Context:
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
+            self.recycler.trim()  # nothing more is gathered; what is parked would stand beside the last reductions
             for unit in reversed(self.units):
                 unit.post_backward()
             if self.is_last_backward:
@@ -197,6 +200,11 @@ class Context:
     def land(self, group: "Group") -> None:
         """Wait for a reduction that still uses the gathered gradient memory of a group that gets new gradients."""
         for reduction in [flying for flying in self._flying if flying.holds(group)]:
+            self._advance(reduction)
+
+    def reap(self) -> None:
+        """Free the gathered gradient memory of reductions that are over, before more is asked for."""
+        for reduction in [flying for flying in self._flying if flying.landed]:
             self._advance(reduction)
 
     def _advance(self, reduction: Reduction) -> None:

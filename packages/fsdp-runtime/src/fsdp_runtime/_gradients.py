@@ -33,6 +33,15 @@ class Gradients:
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     @property
+    def has_memory(self) -> bool:
+        """Whether the gathered buffer has memory."""
+        return self.buffer is not None and self.buffer.materialized
+
+    def complete(self) -> bool:
+        """Whether every parameter that is trained has a gradient in the buffer."""
+        return all(p.name in self._written for p in self._group.params if p.sharded.requires_grad)
+
+    @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
         return bool(self._written)

@@ -29,6 +29,7 @@ from ._param import GradHook, ManagedParam
 from ._scaling import ReduceOptions, Scaling, scaling
 from .block_policies import BlockPolicy
 
+_PART = 1 << 18  # elements: less is not worth a buffer, and a reduction, of its own
 _NCCL_BYTES = 16  # slices off this boundary are copied element by element
 
 
@@ -50,6 +51,22 @@ def layout_for(
                 f"block_policy gave {block!r} for parameter {param.name} of shape {param.shape}: {error}"
             ) from error
     return plan(specs, data.shard_size, align=max(8, _NCCL_BYTES // dtypes.narrowest))
+
+
+def parts_of(params: list[ManagedParam]) -> dict[str, int]:
+    """Which parameters of a unit with other units inside go together: those of one child; small ones join a neighbour.
+
+    embed.weight | final_norm.weight head.weight          (the other units run in between)
+    """
+    parts: dict[str, int] = {}
+    number, size, child = 0, 0, ""
+    for param in params:
+        first = param.name.split(".")[0]
+        if first != child and size >= _PART:
+            number, size = number + 1, 0
+        parts[param.name], child = number, first
+        size += math.prod(param.shape)
+    return parts
 
 
 class Group:
@@ -87,6 +104,7 @@ class Group:
         self.gradients = Gradients(self)
         self._locals: dict[str, torch.Tensor] = {}
         self._gathered_versions: tuple[int, ...] = ()
+        self._users_at_rest = 0
 
     def rename(self, name: str) -> None:
         """Call the group, and its memory, by another name."""
@@ -240,6 +258,7 @@ class Group:
             view = buffer.resting_views[param.name]
             if param.unsharded is None or param.unsharded_view is not view:
                 param.set_unsharded(view, self._on_grad)
+        self._users_at_rest = buffer.count_users()
 
     def ragged(self, param: ManagedParam, local: torch.Tensor) -> RaggedDTensor:
         """A distributed tensor like the sharded parameter around a local part; shares its memory."""
@@ -268,6 +287,24 @@ class Group:
         """How this group's gradients are scaled around their reduction."""
         shards = self.data.shard_size
         return scaling(options, self.dtypes.reduce, shards, self.data.data_parallel_size // shards)
+
+    # -- early release ----------------------------------------------------------------------------------------------
+
+    def held_by_autograd(self) -> bool:
+        """Whether a tensor on the gathered memory is saved for a backward to come.
+
+        Once all gradients are there, every use that has one is over; one that has none, of a detached parameter, is
+        not, and shows here.
+        """
+        assert self.buffer is not None
+        return self.buffer.count_users() > self._users_at_rest
+
+    def release(self) -> None:
+        """Free the gathered parameters of this group, and show the sharded ones."""
+        assert self.buffer is not None
+        self.buffer.release()
+        for param in self.params:
+            param.register_sharded()
 
     # -- staleness --------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,11 @@ class Reduction:
         """Whether both reduce gradients of one group."""
         return any(other.holds(group) for group in self._groups)
 
+    @property
+    def landed(self) -> bool:
+        """Whether the reduce-scatter is over."""
+        return all(handle.landed for handle in self._handles)
+
     def launch(self) -> None:
         """Start the reduce-scatter: one call for the unit (one for each mesh, and apart what is added to)."""
         context = self._context

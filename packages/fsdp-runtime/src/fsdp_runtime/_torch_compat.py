@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
@@ -23,6 +24,11 @@ DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 def in_backward() -> bool:
     """Whether this thread is inside a run of the autograd engine."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_id() -> int:
+    """A number for the run of the autograd engine that this thread is in; a run inside a run has its own."""
+    return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -50,6 +56,11 @@ def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
     assert isinstance(part, DeviceMesh)
     return part
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of other tensors, and is no DTensor."""
+    return not isinstance(tensor, DTensor) and bool(is_traceable_wrapper_subclass(tensor.data))
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:

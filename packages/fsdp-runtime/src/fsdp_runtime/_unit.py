@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 import dbuffer
 from dbuffer import Handle
 
+from . import _torch_compat as compat
 from ._context import Context
-from ._group import Group
+from ._group import Group, parts_of
 from ._labels import label
 from ._mesh import DataMesh
 from ._param import ManagedParam
@@ -33,6 +34,7 @@ class Unit:
         name: the first module's name in the root, for errors and profiles.
         groups: its parameters, one group for each dtype.
         context: what it shares with the other units of its model.
+        split: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
         entered_backward: between its pre-backward and its post-backward.
         running: the modules whose forward is under way.
@@ -58,6 +60,7 @@ class Unit:
         self.context = Context(data.device)
         self.context.units.append(self)
         self.groups: list[Group] = []
+        self.split = False
         self.root = True
         self.entered_backward = False
         self.running: list[nn.Module] = []
@@ -74,6 +77,7 @@ class Unit:
         self.gathered_ahead = False
         self._handles: list[Handle] = []
         self._unsharded = False
+        self._released: list[Group] = []  # ahead of the unit, in backward
 
     def rename(self, name: str) -> None:
         """Call the unit by its name in the root."""
@@ -91,13 +95,13 @@ class Unit:
     def take(self, params: list[ManagedParam], values: dict[str, torch.Tensor]) -> None:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
         self.groups = []
-        kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+        kinds: dict[tuple[torch.dtype, bool, int], list[ManagedParam]] = {}
+        parts = parts_of(params) if self.split else {}
         for param in params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
-        for (dtype, trained), members in kinds.items():
-            name = self.name if len(kinds) == 1 else f"{self.name} ({dtype}{'' if trained else ', frozen'})"
+            kinds.setdefault((param.dtype, param.requires_grad, parts.get(param.name, 0)), []).append(param)
+        for members in kinds.values():
             group = Group(
-                name,
+                self.name if len(kinds) == 1 else f"{self.name} ({members[0].name} ...)",
                 members,
                 self.data,
                 self.mp_policy,
@@ -138,7 +142,7 @@ class Unit:
     @property
     def gathered(self) -> bool:
         """Whether the full parameters are there or on their way."""
-        return self._unsharded or bool(self._handles)
+        return bool(self._handles) or (self._unsharded and not self._released)
 
     @property
     def reshard_after_forward(self) -> bool | int:
@@ -156,7 +160,7 @@ class Unit:
             return
         context = self.context
         with label("all_gather", self.name):
-            for group in self.groups:
+            for group in self._absent():
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
@@ -165,16 +169,19 @@ class Unit:
                     dbuffer.all_gather(buffers, stream=context.gather_stream, after=context.gather_after())
                 )
 
+    def _absent(self) -> list[Group]:
+        return self._released if self._unsharded else self.groups
+
     def _buffers_by_mesh(self) -> list[list[dbuffer.DBuffer]]:
         found: dict[int, list[dbuffer.DBuffer]] = {}
-        for group in self.groups:
+        for group in self._absent():
             assert group.buffer is not None
             found.setdefault(id(group.data.mesh), []).append(group.buffer)
         return list(found.values())
 
     def unshard(self) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
-        if self._unsharded:
+        if self._unsharded and not self._released:
             return
         self.gather()
         with label("wait_for_all_gather", self.name):
@@ -182,6 +189,7 @@ class Unit:
             for handle in handles:
                 handle.wait()
         self._unsharded, self.gathered_ahead = True, False
+        self._released.clear()
         for group in self.groups:
             for param in group.params:
                 param.register_unsharded()
@@ -206,12 +214,10 @@ class Unit:
         self._unsharded = self.gathered_ahead = False
         for group in self.groups:
             assert group.buffer is not None
-            if neighbours is None:
-                group.buffer.release()
-            else:
+            if neighbours is not None and group not in self._released:
                 group.buffer.shrink(neighbours)
-            for param in group.params:
-                param.register_sharded()
+            group.release()
+        self._released.clear()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -221,9 +227,25 @@ class Unit:
             grad = param.take_grad()
             if grad is None:
                 return
-            group = self._group_of(param)
-            self.context.land(group)
+            group, context = self._group_of(param), self.context
+            if not group.gradients.has_memory:
+                context.reap()
+            context.land(group)
             group.gradients.write(param, grad, group.scaling(self.reduce_options).before)
+            del grad
+            # In a run inside a run (reentrant checkpoints) more gradients of this parameter may come.
+            if self.split and compat.backward_id() == context.backward_id and group.gradients.complete():
+                self._finish_early(group)
+
+    def _finish_early(self, group: Group) -> None:
+        """Free and reduce a group that backward is done with, where the unit's own ends much later: around others."""
+        here = self.reshard_after_backward and self._unsharded and group not in self._released
+        if here and not group.held_by_autograd():
+            group.release()
+            self._released.append(group)
+            self.context.recycler.trim()
+        if self.requires_gradient_sync:
+            self._reduce([group])
 
     def _group_of(self, param: ManagedParam) -> Group:
         for group in self.groups:
@@ -246,9 +268,11 @@ class Unit:
             or (self.reduce_unused and any(param.sharded.requires_grad for param in group.params))
         ]
         if ready:
-            self.context.reduce(
-                Reduction(self.context, self.name, ready, self.reduce_options, self.reduce_unused)
-            )
+            self._reduce(ready)
+
+    def _reduce(self, groups: list[Group]) -> None:
+        context = self.context
+        context.reduce(Reduction(context, self.name, groups, self.reduce_options, self.reduce_unused))
 
     def reset(self) -> None:
         """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""

@@ -73,13 +73,14 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy, block_policy)
     data = data_mesh(mesh, dp_mesh_dims)
     reshard_after_forward = _checked_reshard(reshard_after_forward, data)
-    found = _find_params(modules, set(ignored_params or ()), data)
+    found = _find_params(modules, _checked_ignored(ignored_params, modules), data)
     _check_placements(found, shard_placement_fn)
     unit = Unit(modules, data, mp_policy, offload_policy, block_policy, reshard_after_forward)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         unit.neighbours = data.neighbours(reshard_after_forward)
-    outer = _release_from_outer(found)
+    unit.split = any(unit_of(inner) for one in modules for inner in one.modules())
     unit.take([one.param for one in found], {one.param.name: one.value for one in found})
+    outer = _release_from_outer(found)
     for one in found:
         remember_original(one.original, one.param.name)
     for inner in _managed_modules(modules):
@@ -127,6 +128,16 @@ def _check_policies(precision: Any, offload: Any, blocks: Any) -> None:
             f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
             "fsdp_runtime.block_policies"
         )
+
+
+def _checked_ignored(
+    ignored: Iterable[nn.Parameter] | None, modules: tuple[nn.Module, ...]
+) -> set[nn.Parameter]:
+    found = set(ignored or ())
+    for param in found:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
+    return found
 
 
 def _checked_reshard(value: Any, data: DataMesh) -> bool | int | None:
@@ -203,6 +214,16 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
         )
     if isinstance(param, RaggedDTensor):
         return _take_from_outer(name, param, places, data)
+    if param.dtype.is_complex or param.dtype == torch.bool:
+        raise ValueError(
+            f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params, or keep "
+            "torch.view_as_real of it"
+        )
+    if compat.is_wrapper_subclass(param):
+        raise NotImplementedError(
+            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the parts of a "
+            "tensor subclass; shard the plain parameter, or pass it in ignored_params"
+        )
     plain, other = take_apart(name, param, data)
     return _Found(ManagedParam(name, places, param, plain, other), param, plain, None)
 
@@ -232,6 +253,7 @@ def _release_from_outer(found: list[_Found]) -> list[Unit]:
     for outer in outers:
         gone = {id(one.original) for one in found}
         kept = [param for param in outer.params if id(param.sharded) not in gone]
+        outer.split = True
         outer.take(kept, {param.name: param.sharded for param in kept})
     return outers
 
