@@ -1,10 +1,13 @@
 import pytest
 import torch
+from routing_helpers import Model
 from torch import nn
 
+from block_optim._adamw8bit import AdamW8bit
 from block_optim._muon import Muon
-from block_optim._muon_policy import whole_shapes
-from layout_planner import Rows, TensorSpec, Whole, plan
+from block_optim._muon_policy import Wish, grant, matrix_block
+from block_optim._routing_policy import block_policy_for
+from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 
 
 class Layer(nn.Module):
@@ -56,10 +59,37 @@ def test_with_units_matrices_are_kept_whole_only_where_padding_stays_small(world
 
 
 def test_more_padding_allows_more_whole_matrices():
-    tensors = [(name, tuple(p.shape)) for name, p in Layer().named_parameters()]
-    kept = [len(whole_shapes(tensors, 5, allowance)) for allowance in (0.0, 0.3, 10.0)]
+    shapes = {name: tuple(p.shape) for name, p in Layer().named_parameters()}
+    wishes = [Wish(name, shape, matrix_block(name, shape, "auto")) for name, shape in shapes.items()]
+    granted = [grant(wishes, 5, allowance) for allowance in (0.0, 0.3, 10.0)]
+    kept = [sum(block is not None for block in blocks.values()) for blocks in granted]
     assert kept == sorted(kept)
-    assert kept[-1] == 3
+    assert kept[-1] == 7
+
+
+def test_blocks_that_are_no_wish_but_a_need_are_never_given_up():
+    wishes = [Wish("matrix", (64, 64), Whole()), Wish("codes", (64, 64), Elements(2048), optional=False)]
+    assert grant(wishes, 64, 0.0) == {"matrix": None, "codes": Elements(2048)}
+
+
+def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block():
+    model = Model(dim=64, vocabulary=96)
+    options = {
+        "others": "adamw8bit",
+        "overrides": {"qkv": {"matrices": "heads:4"}, r"up\.weight": "adamw8bit"},
+    }
+    policy = block_policy_for(model, adamw8bit={"block": Tile(8, 8)}, **options)
+    blocks = {name: policy(name, p) for name, p in model.named_parameters()}
+    assert blocks["blocks.0.experts"] == Rows(64)
+    assert blocks["blocks.0.qkv.weight"] == Rows(32)
+    assert blocks["blocks.0.up.weight"] == Tile(8, 8)
+    assert blocks["blocks.0.down.weight"] == blocks["conv.weight"] == Whole()
+    assert blocks["to_logits.weight"] == Tile(8, 8)
+    assert blocks["tok.weight"] is None  # an embedding, of which fp32 states need no blocks
+    assert blocks["blocks.0.norm.weight"] is blocks["blocks.0.qkv.bias"] is None
+    spare = block_policy_for(model, units=[*model.blocks, model], world_size=64, max_padding=0.0, **options)
+    assert spare("", model.blocks[0].down.weight) is None
+    assert spare("", model.blocks[0].up.weight) == AdamW8bit.block_policy()("up", model.blocks[0].up.weight)
 
 
 def test_parameters_outside_the_units_are_left_alone():

@@ -155,10 +155,12 @@ def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
     flat = [(n, p) for n, p in named if n == "conv.weight"]
     plain = [(n, p) for n, p in named if n in matrices and n != "conv.weight"]
     kind = {"adamw": AdamW, "adamw8bit": AdamW8bit}[others]
+    embedding = [(n, p) for n, p in named if n == "tok.weight"]
     alone = [
         Muon(plain, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
         Muon(flat, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", matrices="flatten"),
-        kind([(n, p) for n, p in named if n not in matrices], lr=0.02, weight_decay=0.3),
+        AdamW(embedding, lr=0.02, weight_decay=0.3),
+        kind([(n, p) for n, p in named if n not in {*matrices, "tok.weight"}], lr=0.02, weight_decay=0.3),
     ]
     losses = []
     for step in range(4):
@@ -218,6 +220,22 @@ def test_saved_and_loaded_it_goes_on_to_the_bit():
         assert torch.equal(p, q)
         assert torch.equal(p, r)
     assert copied.routes == optimizer.routes
+
+
+def test_options_that_come_with_a_state_dict_are_used_from_then_on():
+    model = make_model()
+    optimizer = routed(model, muon={"coefficients": "quintic"})
+    twin = copy.deepcopy(model)
+    other = routed(twin)
+    for some, o in ((model, optimizer), (twin, other)):
+        give(some, 0)
+        o.step()
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for some, o in ((model, optimizer), (twin, other)):
+        give(some, 1)
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_a_state_dict_of_other_algorithms_is_refused():

@@ -8,6 +8,7 @@ from block_optim._newton_schulz import orthogonalize
 from block_optim._qk_clip import qk_clip_
 from block_optim._routing import param_groups_for
 from block_optim._routing_mixed import Mixed
+from block_optim._routing_policy import block_policy_for
 from block_optim._shampoo import Shampoo
 from block_optim._soap import SOAP
 
@@ -20,6 +21,7 @@ __all__ = [
     "Mixed",
     "Muon",
     "Shampoo",
+    "block_policy_for",
     "orthogonalize",
     "param_groups_for",
     "qk_clip_",

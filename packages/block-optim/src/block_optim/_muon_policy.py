@@ -5,7 +5,8 @@ largest, so a group that holds one large matrix whole makes every rank pay for i
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ from block_optim._muon_matrices import matrices_of
 from layout_planner import Rows, TensorSpec, Whole, plan
 
 Policy = Callable[[str, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A tensor of a group, and the block that it would like.
+
+    Attributes:
+        optional: whether it can do without (a matrix can, at the price of its trips).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: Any
+    optional: bool = True
 
 
 def muon_block_policy(
@@ -38,53 +53,67 @@ def muon_block_policy(
     Raises:
         ValueError: units without world_size.
     """
+
+    def wish(name: str, param: torch.Tensor) -> Wish:
+        return Wish(name, tuple(param.shape), matrix_block(name, tuple(param.shape), matrices))
+
     if units is None:
-        return lambda name, param: _block(name, tuple(param.shape), matrices)
+        return lambda name, param: wish(name, param).block
+    return policy_of(_groups(units, wish), world_size, max_padding)
+
+
+def _groups(
+    units: Iterable[torch.nn.Module], wish: Callable[[str, torch.Tensor], Wish]
+) -> list[list[tuple[torch.Tensor, Wish]]]:
+    """The parameters of each unit that no earlier unit has."""
+    seen: set[int] = set()
+    found = []
+    for unit in units:
+        params = [(name, p) for name, p in unit.named_parameters() if id(p) not in seen]
+        seen.update(id(p) for _, p in params)
+        found.append([(p, wish(name, p)) for name, p in params])
+    return found
+
+
+def policy_of(
+    groups: Sequence[Sequence[tuple[torch.Tensor, Wish]]], world_size: int | None, max_padding: float
+) -> Policy:
+    """The policy that grants each group's wishes within the allowance of padding; by the parameters' identity."""
     if world_size is None or world_size < 1:
         raise ValueError(
-            f"block_policy with units needs world_size, a positive number of ranks; got {world_size!r}"
+            f"a block policy for units needs world_size, a positive number of ranks; got {world_size!r}"
         )
-    whole: dict[int, torch.Tensor] = {}  # by identity; the values keep the identities from being reused
-    for unit in units:
-        params = [(name, p) for name, p in unit.named_parameters() if id(p) not in whole]
-        keep = whole_shapes([(name, tuple(p.shape)) for name, p in params], world_size, max_padding, matrices)
-        whole.update({id(p): p for _, p in params if tuple(p.shape) in keep})
-
-    def policy(name: str, param: torch.Tensor) -> Any:
-        return _block(name, tuple(param.shape), matrices) if id(param) in whole else None
-
-    return policy
+    blocks: dict[int, tuple[torch.Tensor, Any]] = {}  # with the tensors, so that identities are not reused
+    for group in groups:
+        granted = grant([wish for _, wish in group], world_size, max_padding)
+        blocks.update({id(p): (p, granted[wish.name]) for p, wish in group})
+    return lambda name, param: blocks[id(param)][1] if id(param) in blocks else None
 
 
-def whole_shapes(
-    tensors: Sequence[tuple[str, tuple[int, ...]]],
-    world_size: int,
-    max_padding: float,
-    matrices: str = "auto",
-) -> frozenset[tuple[int, ...]]:
-    """The shapes of a group's matrices that are kept whole within an allowance of padding.
+def grant(wishes: Sequence[Wish], world_size: int, max_padding: float) -> Mapping[str, Any]:
+    """The blocks of a group's tensors, by name: the largest optional ones are given up until the padding is allowed.
 
-    Begins with all and gives up the shape with the largest block until the plan fits; at most one plan for each shape.
+    Tensors of one shape and block stay together. At most one plan for each of these kinds.
     """
-    shapes = {shape: _block(name, shape, matrices) for name, shape in tensors}
-    keep = {shape: block for shape, block in shapes.items() if block is not None}
-    numel = sum(math.prod(shape) for _, shape in tensors)
-    if not keep or not numel:
-        return frozenset()
+    numel = sum(math.prod(w.shape) for w in wishes)
+    kinds = {(w.shape, str(w.block)): w for w in wishes if w.optional and w.block is not None}
 
-    def padding(kept: dict[tuple[int, ...], Any]) -> int:
-        specs = [
-            TensorSpec(name, shape, kept.get(shape, Rows(1))) for name, shape in tensors if math.prod(shape)
-        ]
-        return plan(specs, world_size).padding
+    def blocks() -> dict[str, Any]:
+        return {
+            w.name: None if w.optional and (w.shape, str(w.block)) not in kinds else w.block for w in wishes
+        }
 
-    allowed = padding({}) + max_padding * numel
-    while keep and padding(keep) > allowed:
-        del keep[max(keep, key=lambda shape: (_block_numel(shape, keep[shape]), shape))]
-    return frozenset(keep)
+    def padding(chosen: dict[str, Any]) -> int:
+        specs = [TensorSpec(w.name, w.shape, chosen[w.name] or Rows(1)) for w in wishes if math.prod(w.shape)]
+        return plan(specs, world_size).padding if specs else 0
+
+    allowed = padding({w.name: None if w.optional else w.block for w in wishes}) + max_padding * numel
+    while kinds and padding(blocks()) > allowed:
+        del kinds[max(kinds, key=lambda kind: (_block_numel(kinds[kind]), kind))]
+    return blocks()
 
 
-def _block(name: str, shape: tuple[int, ...], matrices: str) -> Any:
+def matrix_block(name: str, shape: tuple[int, ...], matrices: str) -> Any:
     """Whole(), or for a stack as many rows as its matrices have; None where there is no matrix."""
     if len(shape) < 2 or not math.prod(shape):
         return None
@@ -92,10 +121,9 @@ def _block(name: str, shape: tuple[int, ...], matrices: str) -> Any:
     if len(found) == 1:
         return Whole()
     alike = len({m.rows for m in found}) == 1 and len(found[0].runs) == 1
-    return Rows(
-        found[0].rows if alike else shape[-2]
-    )  # one of them, or all that one matrix of the stack is cut into
+    # One of them, or all that one matrix of the stack is cut into.
+    return Rows(found[0].rows if alike else shape[-2])
 
 
-def _block_numel(shape: tuple[int, ...], block: Any) -> int:
-    return math.prod(shape) if isinstance(block, Whole) else block.count * shape[-1]
+def _block_numel(wish: Wish) -> int:
+    return math.prod(wish.shape) if isinstance(wish.block, Whole) else wish.block.count * wish.shape[-1]

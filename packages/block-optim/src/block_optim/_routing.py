@@ -2,7 +2,8 @@
 
 override           a pattern that the user gave matches one of the parameter's names
 vector             fewer than two dimensions, or only one longer than 1: biases, norms, scales
-embedding          the weight of an nn.Embedding or nn.EmbeddingBag, tied heads with it, or named like one
+embedding          the weight of an nn.Embedding or nn.EmbeddingBag, tied heads with it, or named like one:
+                   AdamW with fp32 states, also where the others' take 8 bits
 head               named like an output projection outside all blocks, or a Linear onto as many outputs as an
                    embedding has entries
 norm               a parameter of a module whose class is a norm
@@ -70,9 +71,9 @@ def param_groups_for(
     Args:
         model: plain, or sharded by anything that keeps DTensor or ragged parameters.
         lr: for all groups, unless ``muon`` or ``adamw`` says another.
-        others: "adamw" or "adamw8bit", for what is not Muon's.
+        others: "adamw" or "adamw8bit", for what is not Muon's; embeddings have fp32 states in either.
         muon: options of `Muon`. Because the rate is shared, ``adjust_lr_fn`` is "match_rms_adamw" unless given here.
-        adamw: options of the other algorithm.
+        adamw: options of the other algorithm; embeddings share those that `AdamW` has.
         overrides: from patterns (searched in names, the first match counts) to an algorithm, or to a dict of
             ``algorithm`` and options: ``{r"attn\\.qkv": {"matrices": "rows:512,128,128"}, r"router": "adamw"}``.
         decay_vectors: whether biases, norms and scales decay like the rest of their algorithm.
@@ -90,6 +91,9 @@ def param_groups_for(
     routes = routes_of(model, others=others, overrides=overrides or {})
     params: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
+    if others != "adamw":
+        common = ("lr", "betas", "eps", "weight_decay", "maximize")
+        shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     whole = {key: shared["muon"].pop(key) for key in ("bucket_bytes",) if key in shared["muon"]}
     groups: dict[Any, dict[str, Any]] = {}
     for route in routes:
@@ -165,9 +169,9 @@ def _rule(
     if param.ndim < 2 or sum(size > 1 for size in param.shape) < 2:
         return others, "vector", {}
     if any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in owners):
-        return others, "embedding", {}
+        return "adamw", "embedding", {}
     if any(_EMBEDDING_NAME.search(name) for name in names):
-        return others, "embedding", {}
+        return "adamw", "embedding", {}
     linear = any(isinstance(m, nn.Linear) for m in owners)
     if any(_HEAD_NAME.search(name.rpartition(".")[0]) for name in names) or (
         linear and param.shape[0] in vocabularies
