@@ -9,6 +9,7 @@ VERBS = {
     "checkpoint": ("checkpoint", "how long saving and loading takes"),
     "counts": ("counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu", "GPU tests and benchmarks, started by gpu.sh"),
+    "host": ("host", "CPU time that a runtime adds, with nothing on the wire"),
     "import": ("gpu_import", "bring home what gpu.sh measured on another machine"),
     "padding": ("padding", "how much each layout rule pads real models, for the report"),
     "record": ("record", "all figures of the report anew, in one go"),

@@ -20,6 +20,7 @@ PARTS = (
                "--systems", "ddp,ours,fsdp2"], True),
     ("speed", ["--workload", "moe", "--ranks", "4", "--rounds", "4", "--steps", "1",
                "--systems", "ddp,ours,fsdp2"], True),
+    ("host", [], True),
     ("ablation", ["--rounds", "6"], True),
     ("checkpoint", [], True),
     ("scale", [], False),
