@@ -83,7 +83,6 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
         environment = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "5"),
             CONTROL: str(control),
         }
         command = ["-m", "fsdp_runtime.train.worker", str(control)]

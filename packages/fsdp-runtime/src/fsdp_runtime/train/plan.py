@@ -1,17 +1,16 @@
 """What each rank of a run will hold, worked out before anything is allocated, and how far a run was from it.
 
-The units are sharded for real, on the meta device, in one process that stands for one rank of many; what is gathered
-when follows from the order in which units run. The peak is
+The units are sharded for real, on the meta device, in one process that stands for one rank of many; `timeline`
+replays a step of theirs. The peak is
 
-    parameter and gradient shards + optimizer state      for good
-    + gathered buffers                                    a pool: released ones are kept for the next of their size
-    + the larger of: activations of a microbatch, temporaries of the optimizer's step
+    parameter shards + optimizer state                    for good
+    + the larger of: gathered buffers, gradients and activations, at the worst moment of forward and backward
+                     gradient shards and temporaries of the optimizer's step
 """
 
 import dataclasses
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from .config import RunConfig, pick_device
 from .corpus import read_data
 from .errors import TrainError
 from .launch import pick_ranks, start_ranks
-from .memory import LiveBytes, activation_bytes
+from .memory import LiveBytes
 from .model import Transformer
 from .optimizers import make_optimizer, optimizer_spec
 from .systems import Runtime, wrap_order
+from .timeline import Buffers, Replay, record
 from .trainer import MEASURED_STEP, losses_of, model_config
 
 
@@ -42,31 +42,34 @@ class UnitPlan:
     shards: tuple[int, ...]  # shard sizes, a segment each
     padding: float  # of the buffer's elements
     weights: int
-    gradients: int
     state: int
-    gathered: tuple[int, ...]  # full parameter buffers, a segment each
-    reducing: tuple[int, ...]  # full gradient buffers
-    keeps: bool  # stays gathered between forward and backward
+    buffers: Buffers
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All units on one rank, and what is held beside them."""
+    """All units on one rank, the root first, and what is held beside them."""
 
     units: tuple[UnitPlan, ...]
-    in_flight: int
-    activations: int
-    optimizer_step: int | None  # None: not known
+    buffers: int  # the most bytes of gathered buffers
+    activations: int  # the most bytes of activations and temporaries
+    pass_peak: int  # the most of both, with gradients
+    optimizer_step: int | None  # temporaries; None: not known
 
     @property
     def at_rest(self) -> int:
-        """Bytes between steps, without the pool of gathered buffers."""
-        return sum(unit.weights + unit.gradients + unit.state for unit in self.units)
+        """Bytes between steps, when gradients are cleared."""
+        return sum(unit.weights + unit.state for unit in self.units)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradient shards when all are there."""
+        return sum(unit.buffers.gradients for unit in self.units)
 
     @property
     def peak(self) -> int:
         """The most live bytes of a step, once the order of units is known (from the second step on)."""
-        return self.at_rest + self.in_flight + max(self.activations, self.optimizer_step or 0)
+        return self.at_rest + max(self.pass_peak, self.gradients + (self.optimizer_step or 0))
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0) -> MemoryPlan:
@@ -89,8 +92,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
         Runtime(config, device, mesh).shard(model)
         optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
         step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
-        units = tuple(_unit_plan(module, optimizer, world_size) for module in [*layer_modules, model])
-    layers, root = units[:-1], units[-1]
+        units = tuple(_unit_plan(module, optimizer, world_size) for module in [model, *layer_modules])
 
     def build() -> nn.Module:
         before = torch.get_default_dtype()
@@ -105,10 +107,13 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
         return cross_entropy + config.model.aux_weight * aux
 
     rows = config.batch // (world_size * config.accumulate)
+    moments = record(build, wrap_order, run, rows, config.seq_len, device)
+    replay = Replay([unit.buffers for unit in units]).run(moments)
     return MemoryPlan(
-        units=(root, *layers),
-        in_flight=in_flight_bytes(root, layers),
-        activations=activation_bytes(build, run, rows, config.seq_len, device),
+        units=units,
+        buffers=replay.buffers_peak,
+        activations=max(moment.live for moment in moments),
+        pass_peak=replay.peak,
         optimizer_step=step,
     )
 
@@ -134,18 +139,8 @@ def _unit_plan(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: 
         reducing += [world_size * size * group.dtypes.reduce.itemsize for size in sizes]
     for param in unit.params:
         state += sum(_local_bytes(value) for value in optimizer.state[param.sharded].values())
-    return UnitPlan(
-        unit.name,
-        elements,
-        shards,
-        (total - elements) / total,
-        weights,
-        gradients,
-        state,
-        tuple(gathered),
-        tuple(reducing),
-        keeps=unit.reshard_after_forward is False,
-    )
+    buffers = Buffers(tuple(gathered), tuple(reducing), gradients, keeps=unit.reshard_after_forward is False)
+    return UnitPlan(unit.name, elements, shards, (total - elements) / total, weights, state, buffers)
 
 
 def _local_bytes(value: Any) -> int:
@@ -174,57 +169,6 @@ def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ta
         finally:
             optimizer.zero_grad(set_to_none=True)
     return live.peak
-
-
-def in_flight_bytes(root: UnitPlan, layers: tuple[UnitPlan, ...]) -> int:
-    """Bytes of the pool of gathered buffers: for each size the most that are lent at once, over a whole step."""
-    lent: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for sign, sizes in _lending(root, layers):
-        for size in sizes:
-            lent[size] += sign
-            most[size] = max(most[size], lent[size])
-    return sum(size * count for size, count in most.items())
-
-
-def _lending(root: UnitPlan, layers: tuple[UnitPlan, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Buffers lent (+1) and released (-1) in a step whose order is known: one unit is gathered ahead, one reduction
-    is under way beside the backward that goes on."""
-    gathered: set[str] = set()
-
-    def gather(unit: UnitPlan) -> Iterator[tuple[int, tuple[int, ...]]]:
-        if unit.name not in gathered:
-            gathered.add(unit.name)
-            yield 1, unit.gathered
-
-    def release(unit: UnitPlan) -> Iterator[tuple[int, tuple[int, ...]]]:
-        gathered.discard(unit.name)
-        yield -1, unit.gathered
-
-    order = [root, *layers]
-    for unit, following in zip(order, [*order[1:], None], strict=True):
-        yield from gather(unit)
-        if following is not None:
-            yield from gather(following)
-        if not unit.keeps:
-            yield from release(unit)
-    flying: UnitPlan | None = None
-    order = [root, *layers[::-1]]
-    for place, unit in enumerate(order):
-        yield from gather(unit)
-        ahead = next((later for later in order[place + 1 :] if later.name not in gathered), None)
-        if ahead is not None:
-            yield from gather(ahead)
-        yield 1, unit.reducing
-        if unit is not root:  # the root's gradients come before and after those of the layers
-            yield from release(unit)
-            if flying is not None:
-                yield -1, flying.reducing
-            flying = unit
-    yield from release(root)
-    if flying is not None:
-        yield -1, flying.reducing
-    yield -1, root.reducing
 
 
 class _SilentGroup(dist.ProcessGroup):
@@ -297,7 +241,7 @@ def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
     )
     summary = start_ranks(short, ranks, quiet=True).summary
     for text, planned, measured in (
-        ("live bytes before it", plan.at_rest + plan.in_flight, summary["measured_rest"]),
+        ("live bytes before it", plan.at_rest, summary["measured_rest"]),
         ("peak", plan.peak, summary["measured_peak"]),
     ):
         off = 100 * (measured / planned - 1)
@@ -319,12 +263,14 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         shard = " + ".join(f"{size:,}" for size in unit.shards)
         lines.append(
             f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * unit.padding:.2f} % | {_mb(unit.weights)} "
-            f"| {_mb(unit.gradients)} | {_mb(unit.state)} | {_mb(sum(unit.gathered))} |"
+            f"| {_mb(unit.buffers.gradients)} | {_mb(unit.state)} | {_mb(sum(unit.buffers.gathered))} |"
         )
     held = [
-        ("at rest (weights, gradients, optimizer state)", plan.at_rest),
-        ("gathered buffers in flight", plan.in_flight),
-        ("activations and temporaries of a microbatch", plan.activations),
+        ("weights and optimizer state, for good", plan.at_rest),
+        ("gradients, when all are there", plan.gradients),
+        ("gathered buffers, at most", plan.buffers),
+        ("activations and temporaries, at most", plan.activations),
+        ("the last three together, at most", plan.pass_peak),
         ("temporaries of the optimizer's step", plan.optimizer_step),
         ("expected peak", plan.peak),
     ]

@@ -242,6 +242,17 @@ def not_installed(system: str) -> str | None:
     return None
 
 
+def pool_bytes(model: nn.Module) -> int:
+    """Bytes of gathered buffers of a model that fsdp_runtime has sharded, lent and kept; 0 of others."""
+    from fsdp_runtime._registry import unit_of
+
+    unit = unit_of(model)
+    if unit is None:
+        return 0
+    stats = unit.context.recycler.stats
+    return stats.lent_bytes + stats.parked_bytes
+
+
 def parse_block_option(text: str) -> Any:
     """A planner block from ``--block``, None for "none"."""
     if text == "none":

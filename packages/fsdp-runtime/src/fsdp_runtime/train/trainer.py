@@ -36,7 +36,7 @@ from .memory import StepMeter
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
-from .systems import System, make_system
+from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
 _BAD_LOSSES = 5  # this many losses in a row that are no numbers end a run
@@ -119,7 +119,6 @@ class Trainer:
             )
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
-        self._meter = StepMeter(self.device) if config.measure else None
         mesh = init_device_mesh(self.device.type, (self.world_size,)) if distributed else None
         self.system: System = make_system(config, self.device, mesh)
         self.model, self.optimizer = self._build()
@@ -136,6 +135,7 @@ class Trainer:
         if config.save_every:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group)
+        self._meter = StepMeter(self.device, lambda: pool_bytes(self.model)) if config.measure else None
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
 
