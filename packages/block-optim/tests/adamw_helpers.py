@@ -1,5 +1,6 @@
 """Tensors in flat buffers on ranks, as a DBuffer has them, built by hand. Everything here also runs on ranks."""
 
+import itertools
 import random
 
 import torch
@@ -68,7 +69,7 @@ def ragged_flat(tensors, mesh, cuts, block=None, gap=3):
     for name, full in tensors.items():
         points = cut_points(full.shape, block if name in EIGHT_BIT else None)
         ends = [0, *sorted(draw.choice(points) for _ in range(ranks - 1)), full.numel()]
-        lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(ends)]
         dims = tuple(range(full.ndim))
         local = buffer[offset : offset + lengths[rank]]
         local.copy_(full.reshape(-1)[ends[rank] : ends[rank + 1]])

@@ -92,7 +92,7 @@ def quantized_adamw(
     table, rates, counts, stretch_of, flag,
     first_values, first_base, first_limit, second_values, second_base, second_limit,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr, HAS_FLAG: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
     ROOT_MAP: tl.constexpr,
     FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_TOP: tl.constexpr,
     SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr, SECOND_TOP: tl.constexpr,
@@ -114,11 +114,8 @@ def quantized_adamw(
     mask = (down < TILE_ROWS) & (right < TILE_COLUMNS) & (i < tl.load(row + 6)) & (j < columns)
     kind = tl.load(row + 9)
     rate = rates + kind * 8
-    writes = mask
-    go = True
-    if HAS_FLAG:
-        go = tl.load(flag) == 0.0
-        writes = mask & go
+    skip = tl.load(flag)
+    writes = mask & (tl.zeros_like(offset).to(tl.float32) + skip == 0.0)
 
     # Decode.
     first_scale = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + tile
@@ -131,14 +128,16 @@ def quantized_adamw(
         m = (m.to(tl.int32, bitcast=True) | ((code & 128) << 24)).to(tl.float32, bitcast=True)
     else:
         m = tl.load(first_values + code)
-    m = m * tl.load(first_scale)
+    old_first_scale = tl.load(first_scale)
+    old_second_scale = tl.load(second_scale)
+    m = m * old_first_scale
     code = tl.load(second_codes, mask=mask, other=0).to(tl.int32)
     if ROOT_MAP:
         v = ((code + SECOND_OFFSET) << SECOND_SHIFT).to(tl.float32, bitcast=True) - SECOND_ZERO
-        v = v * tl.load(second_scale)
+        v = v * old_second_scale
         v = v * v
     else:
-        v = tl.load(second_values + code) * tl.load(second_scale)
+        v = tl.load(second_values + code) * old_second_scale
 
     # Average, and update.
     g = _load(tl.load(row + 1), offset, mask, GRAD_TYPE)
@@ -163,7 +162,7 @@ def quantized_adamw(
     kept = tl.where(mask, kept, 0.0)
     scale = tl.div_rn(tl.max(tl.max(tl.abs(m), 1), 0), FIRST_TOP)
     scale = tl.minimum(tl.maximum(scale, SCALE_MIN), SCALE_MAX)
-    tl.store(first_scale, scale, mask=go)
+    tl.store(first_scale, tl.where(skip == 0.0, scale, old_first_scale))
     bits = tl.div_rn(m, scale).to(tl.int32, bitcast=True)
     if ROOT_MAP:
         magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) + FIRST_ZERO
@@ -180,7 +179,7 @@ def quantized_adamw(
     tl.store(first_codes, code.to(tl.uint8), mask=writes)
     scale = tl.div_rn(tl.max(tl.max(kept, 1), 0), SECOND_TOP)
     scale = tl.minimum(tl.maximum(scale, SCALE_MIN), SCALE_MAX)
-    tl.store(second_scale, scale, mask=go)
+    tl.store(second_scale, tl.where(skip == 0.0, scale, old_second_scale))
     ratio = tl.div_rn(kept, scale)
     if ROOT_MAP:
         code = (ratio + SECOND_ZERO).to(tl.int32, bitcast=True)
@@ -196,7 +195,6 @@ def quantized_adamw(
 def wide_adamw(
     table, rates, counts, stretch_of, flag,
     BLOCK: tl.constexpr, PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
-    HAS_FLAG: tl.constexpr,
 ):  # fmt: skip
     """One AdamW step of BLOCK elements of a run, with fp32 moments; a run is a stretch of one row (`COLUMNS`)."""
     program = tl.program_id(0)
@@ -205,9 +203,7 @@ def wide_adamw(
     mask = offset < tl.load(row + 7)
     kind = tl.load(row + 9)
     rate = rates + kind * 8
-    writes = mask
-    if HAS_FLAG:
-        writes = mask & (tl.load(flag) == 0.0)
+    writes = mask & (tl.zeros_like(offset).to(tl.float32) + tl.load(flag) == 0.0)
     firsts = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + offset
     seconds = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + offset
     g = _load(tl.load(row + 1), offset, mask, GRAD_TYPE)

@@ -144,7 +144,6 @@ class Launch:
             self._no_flag if flag is None else flag,
             *self._arguments,
             **self._constants,
-            HAS_FLAG=flag is not None,
             enable_fp_fusion=False,
         )
 

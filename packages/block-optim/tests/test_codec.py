@@ -1,0 +1,114 @@
+"""The 8-bit codes: nearest for every fp16 number, errors as documented, updates that stay small."""
+
+import math
+
+import pytest
+import torch
+
+from block_optim import AdamW8bit
+from block_optim._blocks import Stretch
+from block_optim._codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
+from block_optim._quantized_ops import BUFFERS, UnitScratch
+from layout_planner import Elements, Tile
+
+MAPS = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
+HALVES = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def buffers(numel):
+    stretch = Stretch(0, 1, numel, (1, numel), 0)
+    return UnitScratch(torch.device("cpu"), numel).buffers(stretch)[:BUFFERS]
+
+
+def decode(state_map, which, codes):
+    made = buffers(codes.numel())
+    getattr(state_map, f"decode_{which}")(codes.view(1, -1), made[0], made[1:])
+    return made[0].values.clone()
+
+
+def encode(state_map, which, numbers):
+    made = buffers(numbers.numel())
+    made[0].values.copy_(numbers)
+    codes = torch.zeros(1, numbers.numel(), dtype=torch.uint8)
+    getattr(state_map, f"encode_{which}")(made[0], codes, made[1:])
+    return codes.view(-1)
+
+
+def every_code(state_map, which):
+    return decode(state_map, which, torch.arange(256, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_every_fp16_number_gets_the_nearest_code_and_ties_the_larger(name, which):
+    numbers = HALVES.float()
+    top = getattr(MAPS[name], f"{which}_top")
+    numbers = numbers[numbers.isfinite() & (numbers.abs() <= top)]
+    if which == "second":
+        numbers = numbers[~numbers.signbit()]
+    values = every_code(MAPS[name], which).double()
+    found = values[encode(MAPS[name], which, numbers).long()]
+    wanted = (numbers.double()[:, None] - values[None, :]).abs().min(1).values
+    assert torch.equal((found - numbers.double()).abs(), wanted)
+    middles = (values.unique()[1:] + values.unique()[:-1]) / 2
+    exact = middles[middles.float().double() == middles]
+    got = values[encode(MAPS[name], which, exact.float()).long()]
+    assert len(exact) > 50
+    assert (got.abs() > exact.abs()).all()
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_codes_stand_for_themselves(name, which):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = every_code(MAPS[name], which)
+    assert torch.equal(decode(MAPS[name], which, encode(MAPS[name], which, values)), values)
+    assert len(values.unique()) == 255 if (name, which) == ("root", "first") else 256
+    assert torch.equal(codes, encode(MAPS[name], which, values)) or name == "dynamic"
+
+
+def test_the_default_codes_have_the_documented_range_and_error():
+    first, second = every_code(MAPS["root"], "first"), every_code(MAPS["root"], "second")
+    assert first.abs().max() == 1 - FIRST.value(0) == MAPS["root"].first_top
+    assert second.max() == 1 - SECOND.value(-1) == MAPS["root"].second_top
+    assert 0 < second.min() < 1.3e-4
+    roots = torch.logspace(math.log10(0.01), 0, 5000) * MAPS["root"].second_top
+    error = (decode(MAPS["root"], "second", encode(MAPS["root"], "second", roots)) / roots - 1).abs()
+    assert error.max() < 0.0225
+    moments = torch.linspace(-1, 1, 5001) * MAPS["root"].first_top
+    absolute = (decode(MAPS["root"], "first", encode(MAPS["root"], "first", moments)) - moments).abs()
+    assert (absolute <= 0.0011 + moments.abs() / 64).all()
+
+
+def test_the_dynamic_map_is_the_published_one():
+    signed, unsigned = dynamic_values(True), dynamic_values(False)
+    assert len(signed) == len(unsigned) == 256
+    assert signed[0] == pytest.approx(-0.99297, abs=1e-5)
+    assert min(x for x in signed if x > 0) == pytest.approx(5.5e-7, rel=1e-3)
+    assert min(x for x in unsigned if x > 0) == pytest.approx(3.25e-7, rel=1e-3)
+    assert sum(x < 0 for x in signed) == 127
+
+
+@pytest.mark.parametrize("block", [Elements(256), Tile(32, 32), Tile(128, 128)], ids=str)
+def test_columns_of_any_size_keep_updates_small(block):
+    torch.manual_seed(0)
+    scales = torch.logspace(-4, 4, 256)[torch.randperm(256)]
+    p = torch.nn.Parameter(torch.zeros(256, 256))
+    optimizer = AdamW8bit([p], lr=1.0, weight_decay=0.0, block=block)
+    for _ in range(30):
+        before = p.detach().clone()
+        p.grad = torch.randn(256, 256) * scales
+        optimizer.step()
+        assert (p.detach() - before).abs().max() < 10
+
+
+def test_blocks_of_zeros_stay_zero_and_huge_gradients_do_not_spread():
+    p = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = AdamW8bit([p], lr=0.1, weight_decay=0.0)
+    for value in (0.0, 1e30, 1.0):
+        p.grad = torch.zeros(64, 256)
+        p.grad[0, :3] = value
+        optimizer.step()
+    assert p.isfinite().all()
+    assert not p[1:].any()
+    assert all(t.isfinite().all() for t in optimizer.state[p].values())
