@@ -43,7 +43,7 @@ def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
         "steps": 1,
         "check_steps": 3,
     }
-    found = run_ranks(ranks, rounds.run, {**request, "options": {"block_policy": "rows:2"}})[0]
+    found = run_ranks(ranks, rounds.run, {**request, "options": {"block_policy": "rows:2"}}, timeout=200)[0]
     assert found["skipped"] == {}
     for name, losses in found["losses"].items():
         assert losses == pytest.approx(found["losses"]["ddp"], rel=1e-4), name
@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_a_number_is_a_difference():
 
 def test_a_system_that_cannot_run_says_why():
     request = {"workload": "tiny", "systems": ["fsdp2", "megatron-fsdp", "plain"], "rounds": 1, "steps": 1}
-    found = run_ranks(2, rounds.run, request)[0]
+    found = run_ranks(2, rounds.run, request, timeout=200)[0]
     assert "CUDA" in found["skipped"]["megatron-fsdp"]
     assert "not distributed" in found["skipped"]["plain"]
 
