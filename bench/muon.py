@@ -11,6 +11,9 @@ alternate in the same processes and are given the same gradients; their paramete
     all-gather         each rank gathers every update and orthogonalises all of it (bf16 payload, torch's Newton-Schulz)
     torch, plain       torch.optim.Muon on unsharded copies: no communication, all of the work on every rank
 
+Newton-Schulz: FLOP per second of one matrix, as a share of what one large product of the same dtype reaches on the same
+device (a GPU where there is one, else one CPU core); 1 is all that the device can do.
+
 Plans: pure arithmetic, the same on any machine. Per step and rank: GiB received by an all-gather Muon and by ours,
 TFLOP of the most loaded rank, and its ratio to the mean, for longest-first owners and for owners by turns.
 """
@@ -190,6 +193,72 @@ def counts(model, world_size):
     }
 
 
+def seconds(call, device, rounds=5):
+    """The least time of a call, warm; of this thread's on CPU, where others may be running."""
+    import torch
+
+    found, clock = [], time.perf_counter if device.type == "cuda" else time.thread_time
+    for _ in range(rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(clock() - began)
+    return min(found[2:])
+
+
+def newton_schulz_shares():
+    """(shape, count, method, dtype, TFLOP/s, share of a large product's) for a few shapes."""
+    import torch
+
+    from block_optim._coefficients import resolve
+    from block_optim._newton_schulz import Recipe, Scratch, gram_dtype, orthogonalize_
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    large = 8192 if device.type == "cuda" else 768
+    limits = {}
+    for dtype in (torch.bfloat16, gram_dtype(device)):
+        a = torch.randn(large, large, device=device).to(dtype)
+        out = torch.empty_like(a)
+        limits[dtype] = 2 * large**3 / seconds(lambda a=a, out=out: torch.mm(a, a, out=out), device)
+    scale = 8 if device.type == "cuda" else 1
+    found = []
+    for rows, columns, count in ((512, 512, 1), (512, 2048, 1), (128, 128, 16)):
+        rows, columns = rows * scale, columns * scale
+        for method in ("standard", "gram"):
+            recipe, scratch = Recipe(resolve("keller"), method=method), Scratch(device)
+            if method == "gram" and not recipe.uses_gram(rows, columns, device):
+                continue
+            stack = torch.randn(count, rows, columns, device=device).bfloat16()
+            spent = seconds(lambda s=stack, r=recipe, c=scratch: orthogonalize_(s, r, c), device)
+            rate = recipe.flops(rows, columns, device) * count / spent
+            dtype = torch.bfloat16 if method == "standard" else gram_dtype(device)
+            found.append(
+                (f"{count} x {rows}x{columns}", method, str(dtype)[6:], rate / 1e12, rate / limits[dtype])
+            )
+    return device, found
+
+
+class NewtonSchulz:
+    """Share of the device's matmul limit that Newton-Schulz reaches, by shape and method."""
+
+    timeout = 300
+
+    def setup_cache(self):
+        return {f"{shape} {method}": share for shape, method, _, _, share in newton_schulz_shares()[1]}
+
+    def track_least_share(self, found):
+        return min(found.values())
+
+    def track_best_share(self, found):
+        return max(found.values())
+
+    track_least_share.unit = track_best_share.unit = "of the limit"
+
+
 class MuonPlans:
     """What plans for large models say."""
 
@@ -242,6 +311,12 @@ def main():
     for system, (wall, cpu, sent) in found.items():
         ratio = wall / found["all-gather"][0]
         print(f"{system:20}{wall:9.1f}{cpu:9.1f}{sent / 2**20:10.2f}{ratio:17.2f}")
+    device, shares = newton_schulz_shares()
+    print(
+        f"\nNewton-Schulz on {device}{'matrices':>14}{'method':>12}{'dtype':>10}{'TFLOP/s':>10}{'of limit':>10}"
+    )
+    for shape, method, dtype, rate, share in shares:
+        print(f"{shape:>34}{method:>12}{dtype:>10}{rate:10.3f}{share:10.2f}")
     print(f"\n{'':24}{'GiB received a rank':>22}{'most TFLOP':>12}{'max / mean load':>18}")
     print(f"{'model':14}{'ranks':>10}{'all-gather':>12}{'owners':>10}{'':>12}{'longest':>9}{'turns':>9}")
     for model in MODELS:
