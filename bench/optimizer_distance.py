@@ -2,8 +2,8 @@
 
 python bench/optimizer_distance.py        a table after 200 steps; STEPS=50 for fewer
 
-A character transformer (0.8M parameters) learns the source of Python's standard library, with the same batches and the same
-start for every optimizer. Peers run on CPU where they are installed (pip install --no-deps bitsandbytes torchao):
+A character transformer (0.8M parameters) learns the source of Python's standard library, with the same batches and the
+same start for every optimizer. Peers run on CPU where they are installed (pip install --no-deps bitsandbytes torchao):
 
     parameters   ||p - q|| / ||q - start||, q by torch.optim.AdamW in fp32: the distance as a share of the way
     update       the median over tensors of the same for the first step's update
@@ -42,7 +42,9 @@ def build_model():
             self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
         def forward(self, x):
-            heads = [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)]
+            heads = [
+                t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+            ]
             mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).flatten(2))
             return x + self.down(F.gelu(self.up(self.norm2(x))))
