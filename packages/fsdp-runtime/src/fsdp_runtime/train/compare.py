@@ -87,7 +87,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         order = present if number % 2 == 0 else present[::-1]
         for name in order:
             run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
-            run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="none")
+            run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="auto")
             _say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
             found[name].add(_run(run, ranks[name]))
     return _conclude(config, found, out, "system", ranks)

@@ -41,7 +41,7 @@ class RunConfig:
     checkpointing: bool = False
     seed: int = 0
     system: str = "fsdp_runtime"
-    block: str = "none"
+    block: str = "auto"
     reshard: bool = True
     eval_every: int = 50
     eval_batches: int = 4
@@ -73,7 +73,7 @@ class RunConfig:
                 raise TrainError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
-        if self.block != "none" and self.system != "fsdp_runtime":
+        if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
             raise TrainError(f"--block {self.block}: only fsdp_runtime respects blocks, not {self.system}")
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
@@ -121,7 +121,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--checkpointing", "checkpointing", None, "recompute each block's activations in backward"),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
     ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
-    ("--block", "block", str, "what may not be cut: none, rows:N, tile:RxC, elements:N, whole"),
+    (
+        "--block",
+        "block",
+        str,
+        "what may not be cut: auto (what the optimizer asks for), none, rows:N, tile:RxC, whole",
+    ),
     ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
     ("--eval-batches", "eval_batches", int, "held-out batches"),
     ("--log-every", "log_every", int, "steps between lines of metrics"),

@@ -20,7 +20,7 @@ class OptimizerSpec:
     cls: str
     lr: float
     extra: tuple[tuple[str, Any], ...] = ()
-    matrices_apart: bool = False  # it takes matrices; the rest goes to AdamW
+    routed: bool = False  # it takes matrices only: `block_optim.param_groups_for` sends the rest to AdamW
     takes_norm: bool = False  # step(grad_norm=...)
 
 
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "torch-sgd": OptimizerSpec("torch", "SGD", 0.3, (("momentum", 0.9),)),
     "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,), takes_norm=True),
     "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,), takes_norm=True),
-    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (), matrices_apart=True, takes_norm=True),
+    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (_BETAS,), routed=True, takes_norm=True),
     "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3, takes_norm=True),
     "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True),
 }
@@ -81,16 +81,39 @@ def make_optimizer(
         return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
     import block_optim
 
+    if spec.routed:
+        decay = {"weight_decay": weight_decay}
+        routed: torch.optim.Optimizer = block_optim.param_groups_for(
+            model,
+            lr=peak,
+            muon=decay,
+            adamw={**decay, **dict(spec.extra)},
+            decay_vectors=False,
+            verbose=False,
+        )
+        return routed
     kind = getattr(block_optim, spec.cls)
     return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
 
 
+def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_size: int) -> Any:
+    """The block policy that an optimizer asks for, before the model is sharded; None where it needs none."""
+    spec = optimizer_spec(name)
+    if spec.source == "torch" or not_available(name):
+        return None
+    import block_optim
+
+    if spec.routed:
+        return block_optim.block_policy_for(model, units=units, world_size=world_size)
+    return getattr(block_optim, spec.cls).block_policy()
+
+
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
-    """Matrices with weight decay, vectors without; a group that would be empty is left out."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for _, parameter in named:
-        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    """Named matrices with weight decay, vectors without; a group that would be empty is left out."""
+    matrices: list[tuple[str, nn.Parameter]] = []
+    vectors: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named:
+        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
     groups = [(matrices, weight_decay), (vectors, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 

@@ -19,6 +19,7 @@ from ragged_shard import distribute_like
 
 from .config import RunConfig
 from .errors import TrainError
+from .optimizers import declared_blocks
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -105,10 +106,11 @@ class FullyShard(System):
 
     def shard(self, model: nn.Module) -> None:
         """`fully_shard` on each layer, then on the root."""
-        fully_shard, more = self.fully_shard()
+        layers = wrap_order(model)
+        fully_shard, more = self.fully_shard(model, layers)
         bf16 = self.config.precision == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-        for module in wrap_order(model):
+        for module in layers:
             fully_shard(
                 module,
                 mesh=self.mesh,
@@ -118,7 +120,9 @@ class FullyShard(System):
             )
         fully_shard(model, mesh=self.mesh, mp_policy=policy, **more)
 
-    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def fully_shard(
+        self, model: nn.Module, layers: list[nn.Module]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The function, and the arguments that only it has."""
         raise NotImplementedError
 
@@ -132,7 +136,9 @@ class FSDP2(FullyShard):
 
     name = "fsdp2"
 
-    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def fully_shard(
+        self, model: nn.Module, layers: list[nn.Module]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Torch's."""
         from torch.distributed.fsdp import fully_shard
 
@@ -144,13 +150,20 @@ class Runtime(FullyShard):
 
     name = "fsdp_runtime"
 
-    def fully_shard(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def fully_shard(
+        self, model: nn.Module, layers: list[nn.Module]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Ours."""
         import fsdp_runtime
 
         fully_shard: Callable[..., Any] = getattr(fsdp_runtime, "fully_shard")  # noqa: B009
-        block = parse_block_option(self.config.block)
-        return fully_shard, {"block_policy": None if block is None else lambda name, p: block}
+        if self.config.block == "auto":
+            ranks = self.mesh.size() if self.mesh is not None else 1
+            policy = declared_blocks(self.config.optimizer, model, [*layers, model], ranks)
+        else:
+            block = parse_block_option(self.config.block)
+            policy = None if block is None else lambda name, p: block
+        return fully_shard, {"block_policy": policy}
 
 
 class DDP(System):

@@ -1,4 +1,4 @@
-"""What is live when in one step: a model's activations, seen on fake tensors, and the buffers that a runtime has around them.
+"""What is live when in one step: a model's activations, seen on fake tensors, and a runtime's buffers around them.
 
     record     forward and backward of one microbatch on fake tensors -> moments: a unit is entered, left, ...
     replay     the same moments with the runtime's gathers, releases and reductions -> the peak of both together
