@@ -7,7 +7,8 @@ python bench/shampoo.py peers    distance from pytorch-optimizer's port of SOAP'
 The tensors of a small Llama (2 layers, width 256; 1.8M parameters) in one process, blocks up to 128, roots or bases
 every 10 steps, random gradients of low effective rank.
 
-    step time      thread CPU milliseconds of optimizer.step(), one thread; median and largest of steps 11 to 50
+    step time      thread CPU milliseconds of optimizer.step(), one thread; median and largest of steps 11 to 50, both
+                   ways of refreshing taking turns
     memory         bytes of state per parameter, counted, beside the formula
     sent           bytes per step over 4 ranks where FSDP2's Shard(0) cuts the blocks; under the block policy it is 0
 """
@@ -64,15 +65,17 @@ def set_gradients(optimizer, step):
             param.grad = left @ right / 8 + 0.1 * torch.randn(param.shape, generator=generator)
 
 
-def profile(system, stagger, steps=STEPS):
-    """Thread CPU milliseconds of each step."""
-    optimizer, times = build(system, stagger), []
+def profiles(system, steps=STEPS):
+    """Thread CPU milliseconds of each step, staggered and together, the two taking turns."""
+    optimizers = {True: build(system, True), False: build(system, False)}
+    times = {True: [], False: []}
     for step in range(steps):
-        set_gradients(optimizer, step)
-        began = time.thread_time()
-        optimizer.step()
-        times.append((time.thread_time() - began) * 1e3)
-    return times
+        for stagger, optimizer in optimizers.items():
+            set_gradients(optimizer, step)
+            began = time.thread_time()
+            optimizer.step()
+            times[stagger].append((time.thread_time() - began) * 1e3)
+    return times[True], times[False]
 
 
 def steady(times):
@@ -141,7 +144,9 @@ class StepProfile:
 
     def setup_cache(self):
         return {
-            (s, r): steady(profile(s, r == "staggered")) for s in SYSTEMS for r in ("staggered", "together")
+            (system, refresh): steady(times)
+            for system in SYSTEMS
+            for refresh, times in zip(("staggered", "together"), profiles(system), strict=True)
         }
 
     setup_cache.timeout = 3600
@@ -275,7 +280,7 @@ def main():
         f"{'':16}{'median':>12}{'largest':>10}{'median':>12}{'largest':>10}{'B/param':>10}{'B/param':>10}{'MB/step':>16}"
     )
     for system in SYSTEMS:
-        cells = [*steady(profile(system, True)), *steady(profile(system, False))]
+        cells = [value for times in profiles(system) for value in steady(times)]
         print(
             f"{system:16}{cells[0]:12.0f}{cells[1]:10.0f}{cells[2]:12.0f}{cells[3]:10.0f}"
             f"{memory(system):10.2f}{formula(system):10.2f}{sent(system) / 1e6:16.2f}",

@@ -200,6 +200,16 @@ def absent_on_some(kind):
     return run.result()
 
 
+def refusal(kind):
+    """What building an optimizer says of a parameter that is cut along its columns."""
+    value = torch_distribute(torch.zeros(4, 6), mesh_of(), [Shard(1)], src_data_rank=None)
+    try:
+        OPTIMIZERS[kind]([("head", torch.nn.Parameter(value))])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def save(kind, layout, seed, path, options, steps=5):
     logging.disable(logging.WARNING)
     run = Run(kind, layout, mesh_of(), seed, **options)

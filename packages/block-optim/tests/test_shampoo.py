@@ -1,5 +1,6 @@
 """Shampoo and KL-Shampoo in one process, against the papers' equations."""
 
+import copy
 import math
 
 import pytest
@@ -402,16 +403,29 @@ def test_a_run_continues_with_the_same_bits_from_a_state_dict(overlap):
     options = {"precondition_frequency": 3, "max_preconditioner_dim": 4, "momentum": 0.9, "overlap": overlap}
     optimizer = Shampoo([param], **options)
     train([param], [grads[:8]], optimizer)
-    copy = torch.nn.Parameter(param.detach().clone())
-    resumed = Shampoo([copy], **options)
+    again = torch.nn.Parameter(param.detach().clone())
+    resumed = Shampoo([again], **options)
     train(
         [copy], [gradients((9, 6), 5, seed=9)], resumed
     )  # something to be overwritten, and perhaps under way
-    copy.data.copy_(param.detach())
+    again.data.copy_(param.detach())
     resumed.load_state_dict(optimizer.state_dict())
     train([param], [grads[8:]], optimizer)
-    train([copy], [grads[8:]], resumed)
-    assert torch.equal(param.detach(), copy.detach())
+    train([again], [grads[8:]], resumed)
+    assert torch.equal(param.detach(), again.detach())
+
+
+def test_a_deep_copy_goes_on_alike_even_while_roots_are_under_way():
+    grads = gradients((9, 6), 12)
+    model = torch.nn.Module()
+    model.weight = parameter((9, 6))
+    options = {"precondition_frequency": 3, "max_preconditioner_dim": 4, "stagger": False, "overlap": True}
+    optimizer = Shampoo(model.parameters(), **options)
+    train([model.weight], [grads[:6]], optimizer)  # the sixth step has set roots going
+    twin, other = copy.deepcopy((model, optimizer))
+    train([model.weight], [grads[6:]], optimizer)
+    train([twin.weight], [grads[6:]], other)
+    assert torch.equal(model.weight, twin.weight)
 
 
 @pytest.mark.parametrize(

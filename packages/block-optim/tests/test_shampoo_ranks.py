@@ -100,6 +100,11 @@ def test_bytes_are_twice_what_owners_do_not_hold():
     assert found[0][2] == 2 * (8 + 2 * 8) * 4
 
 
+def test_a_cut_through_columns_is_refused_by_name_on_every_rank():
+    for message in run_ranks(2, ranks.refusal, "soap"):
+        assert message.startswith("head: placements (Shard(dim=1),) cut it other than along its rows")
+
+
 @pytest.mark.parametrize("layout", ["planned", "shard"])
 def test_missing_gradients_and_bad_ones_do_what_they_do_in_one_process(layout):
     single = ranks.Run("shampoo")

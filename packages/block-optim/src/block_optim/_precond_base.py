@@ -118,6 +118,10 @@ class Preconditioned(BlockOptimizer):
         self._finish()
         return super().state_dict()
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._finish()
+        return super().__getstate__()
+
     # ---------------------------------------------------------------- what the user is told
 
     @staticmethod
