@@ -4,8 +4,8 @@ python bench/optimizer.py        the same figures as a table: medians, all syste
 
 Rank 0 of 64 ranks that are not there (torch's fake process group) holds its part of a Llama-style model of 31.6M
 parameters: 75 tensors, 0.5M elements. Parameters and gradients are RaggedDTensors in flat buffers, as the runtime has
-them, DTensors with `Shard(0)`, as FSDP2 has them, or plain local tensors. The check for non-finite gradients is off where
-a row does not say otherwise: torch's optimizers have none. Thread CPU time of `step()`, milliseconds, one thread.
+them, DTensors with `Shard(0)`, as FSDP2 has them, or plain local tensors. The check for non-finite gradients is off
+where a row does not say otherwise: torch's optimizers have none. Thread CPU time of `step()`, milliseconds, one thread.
 """
 
 import importlib.util
