@@ -6,6 +6,7 @@ k-th run of every rank. So a bucket gives each rank about the same work, and equ
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,16 +133,18 @@ def plan_domain(matrices: Sequence[PlannedMatrix], num_ranks: int, bucket_bytes:
     """
     owners = assign([Job(m.flops, m.nbytes, m.held) for m in matrices], num_ranks)
     buckets = [0] * len(matrices)
+    own: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, m in enumerate(matrices):
+        own[m.group][owners[i]].append(i)
     first = 0
-    for group in sorted({m.group for m in matrices}):
+    for group in sorted(own):
         used = first
-        for rank in range(num_ranks):
-            own = [i for i, m in enumerate(matrices) if m.group == group and owners[i] == rank]
-            own.sort(
+        for queue in own[group].values():
+            queue.sort(
                 key=lambda i: (-matrices[i].flops, matrices[i].matrix.rows, matrices[i].matrix.columns, i)
             )
             bucket, filled = first, 0
-            for i in own:
+            for i in queue:
                 if filled and filled + matrices[i].nbytes > bucket_bytes:
                     bucket, filled = bucket + 1, 0
                 filled += matrices[i].nbytes
