@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from .config import RunConfig, pick_device
@@ -175,7 +176,7 @@ class _SilentGroup(dist.ProcessGroup):
     """A process group of many ranks of which only this one exists. It cannot communicate, and is not asked to."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._ranks, self._name = size, "0"
 
     def size(self) -> int:
@@ -188,7 +189,7 @@ class _SilentGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     pg_name = group_name
@@ -209,7 +210,7 @@ def silent_ranks(rank: int, world_size: int) -> Iterator[None]:
             lambda store, rank, size, timeout: _SilentGroup(rank, size),
             devices=["cpu", "cuda", "meta"],
         )
-    dist.init_process_group("silent", store=dist.HashStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("silent", store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

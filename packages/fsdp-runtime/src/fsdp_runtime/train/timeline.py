@@ -96,8 +96,8 @@ class _Recorder:
             module.register_forward_hook(self._leaving(number))
             for parameter in module.parameters():
                 owner[parameter] = number  # layers come after the root, which has them too
-        for parameter, number in owner.items():
-            parameter.register_post_accumulate_grad_hook(self._taking(number))
+        for owned, number in owner.items():
+            owned.register_post_accumulate_grad_hook(self._taking(number))
 
     def _entering(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:

@@ -1,0 +1,157 @@
+"""The command itself, with ranks of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from train_helpers import losses, text_folder
+
+from fsdp_runtime.train.checkpoint import latest
+from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.compare import Measured, _check_losses, table
+from fsdp_runtime.train.report import draw_curves, read_metrics
+
+TINY = [
+    "--preset",
+    "tiny",
+    "--seq-len",
+    "32",
+    "--batch",
+    "12",
+    "--optimizer",
+    "torch-adamw",
+    "--device",
+    "cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("commands")
+    text_folder(made)
+    return made
+
+
+def started(folder, *options):
+    command = [sys.executable, "-m", "fsdp_runtime.train", *options, *TINY, "--data", str(folder / "text")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder):
+    running = started(folder, "--ranks", "2", "--steps", "100000", "--eval-every", "0", "--out", "stopped")
+    deadline = time.monotonic() + 120
+    while len(read_metrics(folder / "stopped" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=60)[1]
+    assert running.returncode == 130, said
+    last = said.strip().splitlines()[-1]
+    assert re.match(r"stopped after step \d+, saved in stopped; go on with: fsdp-train .*--resume", last)
+    assert "Traceback" not in said
+    steps = int(re.search(r"after step (\d+)", last)[1])
+    assert latest(folder / "stopped").name == f"step-{steps:08d}"
+    assert max(losses(folder / "stopped")) == steps - 1
+
+
+def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
+    running = started(folder, "--ranks", "2", "--steps", "4", "--eval-every", "2", "--out", "whole")
+    said = running.communicate(timeout=120)[1]
+    assert running.returncode == 0, said
+    assert "4 steps in" in said.splitlines()[-2]
+    assert (folder / "whole" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    kinds = [entry["kind"] for entry in read_metrics(folder / "whole" / "metrics.jsonl")]
+    assert kinds.count("held_out") == 3
+    again = started(folder, "--ranks", "2", "--out", "whole")
+    assert again.communicate(timeout=120)[1].strip().endswith("give another folder")
+    assert again.returncode == 2
+
+
+def test_what_a_rank_finds_wrong_is_one_line_from_the_command(folder):
+    running = started(folder, "--ranks", "2", "--steps", "4", "--resume", "--out", "nowhere")
+    said = running.communicate(timeout=120)[1]
+    assert said.strip() == "fsdp-train: --resume: nowhere has no complete checkpoint"
+    assert running.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0"),
+        (["--ranks", "5", "--batch", "12"], "does not divide by 5 ranks"),
+        (["--layers", "0"], "num_layers is 0"),
+        (["--lr", "nan"], "--lr nan"),
+        (["--system", "deepspeed"], "--save-every 0"),
+        (["compare", "--systems", "fsdp3"], "'fsdp3' is not one of"),
+        (["optimizers", "--optimizers", "adamm"], "--optimizer 'adamm'"),
+        (["export", "nowhere"], "nowhere has no complete checkpoint"),
+    ],
+)
+def test_what_can_be_told_at_once_is_told_before_any_rank_starts(argv, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(argv) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("fsdp-train: ")
+    assert message in said
+    assert "\n" not in said
+
+
+def test_compare_names_what_is_not_installed_and_checks_losses(folder, capsys, monkeypatch):
+    import fsdp_runtime.train.compare as compare
+
+    reasons = {"deepspeed": "not installed (pip install deepspeed)"}
+    monkeypatch.setattr(compare, "not_installed", reasons.get)
+    options = [
+        "compare",
+        "--systems",
+        "fsdp_runtime,ddp,deepspeed",
+        "--rounds",
+        "1",
+        "--ranks",
+        "2",
+        "--steps",
+        "5",
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main([*options, *TINY, "--data", str(folder / "text"), "--out", str(folder / "cmp")]) == 0
+    said = capsys.readouterr()
+    assert "deepspeed: not installed" in said.err
+    assert "losses of ddp and fsdp_runtime" in said.out
+    assert "| ddp |" in (folder / "cmp" / "table.md").read_text()
+    assert set(json.loads((folder / "cmp" / "rows.json").read_text())) == {"fsdp_runtime", "ddp"}
+    assert (folder / "cmp" / "compare.png").stat().st_size > 1000
+
+
+def test_losses_that_differ_fail_a_comparison(capsys):
+    found = {name: Measured(name) for name in ("a", "b")}
+    found["a"].losses, found["b"].losses = [2.0, 1.0], [2.0, 1.001]
+    assert _check_losses(found, "a", 1e-4) == 1
+    assert "DO NOT AGREE" in capsys.readouterr().out
+    assert _check_losses(found, "a", 1e-2) == 0
+
+
+def test_the_table_has_ratios_to_the_first_system():
+    rows = {
+        "ours": {"tokens_per_s": 200.0, "step_s": 0.1, "memory_mb": 50.0, "loss": 1.0},
+        "theirs": {"tokens_per_s": 100.0, "step_s": 0.2, "memory_mb": 100.0, "loss": 1.0},
+    }
+    assert (
+        table(rows, "system", "ours", cuda=False)[-1]
+        == "| theirs | 100 | 0.50 | 0.200 | 100 | 2.00 | 1.00000 |"
+    )
+
+
+def test_a_metrics_file_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 0, "loss": 2.0}\n{"kind": "tr')
+    assert [entry["step"] for entry in read_metrics(path)] == [0]
+    draw_curves({"a": read_metrics(path)}, tmp_path / "a.png", "one")
+    assert (tmp_path / "a.png").stat().st_size > 1000

@@ -1,0 +1,163 @@
+"""Which text, which batches."""
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import TEXT, text_folder
+
+from fsdp_runtime.train import Batches, TrainError, read_data
+from fsdp_runtime.train.batches import permute
+
+CPU = torch.device("cpu")
+
+
+def read(paths, **changes):
+    settings = {"dtype": "uint16", "vocab_size": None, "held_out": (), "seq_len": 32}
+    return read_data([str(path) for path in paths], **{**settings, **changes})
+
+
+def batches(corpus, *, rank=0, world_size=1, accumulate=1, seed=3, batch=12, vocab_size=256):
+    return Batches(corpus, 32, batch, accumulate, rank, world_size, seed, vocab_size)
+
+
+def rows(found):
+    return [tuple(row) for tokens, _ in found for row in tokens.tolist()]
+
+
+def test_without_paths_the_standard_library_is_split_by_file():
+    data = read([])
+    assert data.vocab_size == 256
+    assert data.train.num_tokens > 5 * data.held_out.num_tokens > 0
+    assert not set(data.train.names) & set(data.held_out.names)
+    assert not [name for name in data.train.names if "site-packages" in name or not name.endswith(".py")]
+
+
+def test_the_split_depends_on_names_below_the_folder_and_not_on_where_it_lies(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = read([text_folder(tmp_path / "a")]), read([text_folder(tmp_path / "b")])
+    assert first.held_out.names == second.held_out.names
+    assert first.identity == second.identity
+
+
+def test_a_single_file_holds_out_its_end(tmp_path):
+    (tmp_path / "one.txt").write_text(TEXT)
+    data = read([tmp_path / "one.txt"])
+    whole = np.concatenate([*data.train.arrays, *data.held_out.arrays]).tobytes()
+    assert whole == TEXT.encode()
+    assert data.held_out.num_tokens == len(TEXT) // 10
+
+
+def test_held_out_files_can_be_named(tmp_path):
+    folder = text_folder(tmp_path)
+    data = read([folder], held_out=[str(folder / "7.py")])
+    assert data.held_out.names == ("7.py",)
+    assert "7.py" not in data.train.names
+
+
+def test_globs_and_token_arrays_are_read(tmp_path):
+    tokens = np.arange(5000) % 1000
+    np.save(tmp_path / "a.npy", tokens.astype(np.int32))
+    tokens.astype(np.uint16).tofile(tmp_path / "b.bin")
+    for pattern in ("*.npy", "*.bin"):
+        data = read([tmp_path / pattern])
+        assert data.vocab_size == 1000
+        assert data.train.read(990, 1010).tolist() == tokens[990:1010].tolist()
+
+
+def test_a_read_goes_across_files(tmp_path):
+    data = read([text_folder(tmp_path)])
+    start = int(data.train.starts[1]) - 5
+    joined = np.concatenate(data.train.arrays)
+    assert data.train.read(start, start + 10).tolist() == joined[start : start + 10].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 97, 1000, 1025])
+def test_the_shuffle_is_a_permutation_that_depends_on_the_seed(count):
+    one, two = permute(np.arange(count), count, 1), permute(np.arange(count), count, 2)
+    assert sorted(one) == sorted(two) == list(range(count))
+    if count > 90:
+        assert (one != two).any()
+        assert (one != np.arange(count)).mean() > 0.9
+
+
+def test_an_epoch_has_every_window_once_and_the_next_one_another_order(tmp_path):
+    corpus = read([text_folder(tmp_path)]).train
+    found = batches(corpus, batch=4)
+    assert found.num_windows % 4
+    numbers = np.concatenate([found.windows(step) for step in range(found.num_windows // 2 + 1)])
+    first, second = numbers[: found.num_windows], numbers[found.num_windows : 2 * found.num_windows]
+    assert sorted(first) == sorted(second) == list(range(found.num_windows))
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 2), (4, 3), (6, 2)])
+def test_ranks_and_microbatches_have_the_same_global_batch_between_them(tmp_path, world_size, accumulate):
+    corpus = read([text_folder(tmp_path)]).train
+    whole = rows(batches(corpus).microbatches(5, CPU))
+    parts = [
+        row
+        for rank in range(world_size)
+        for row in rows(
+            batches(corpus, rank=rank, world_size=world_size, accumulate=accumulate).microbatches(5, CPU)
+        )
+    ]
+    assert sorted(parts) == sorted(whole)
+    assert len(parts) == 12
+
+
+def test_targets_are_the_tokens_one_further(tmp_path):
+    corpus = read([text_folder(tmp_path)]).train
+    ((tokens, targets),) = batches(corpus).microbatches(0, CPU)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_a_batch_that_does_not_divide_says_what_would(tmp_path):
+    corpus = read([text_folder(tmp_path)]).train
+    with pytest.raises(
+        TrainError, match="batch of 12 sequences does not divide by 5 ranks x 1 .* --batch 15 or 4 ranks"
+    ):
+        batches(corpus, world_size=5)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "nothing", "no data: .* matches no file"),
+        (b"abc", "short.txt", "a sequence of 32 tokens is longer than the training data"),
+        (b"a\0b" * 99, "data.txt", "is not text"),
+        (b"no array", "data.npy", "cannot read .*data.npy"),
+        (b"123", "data.bin", "is no array of uint16"),
+        (b"", "empty.txt", "longer than the training data"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(tmp_path, content, name, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TrainError, match=message):
+        read([tmp_path / name])
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    folder = text_folder(tmp_path)
+    (folder / "loop.py").symlink_to(folder / "loop.py")
+    with pytest.raises(TrainError, match="loop.py"):
+        read([folder / "loop.py"])
+
+
+def test_an_empty_folder_and_a_mixture_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TrainError, match="holds no files"):
+        read([tmp_path / "empty"])
+    np.save(tmp_path / "a.npy", np.arange(99))
+    (tmp_path / "b.txt").write_text(TEXT)
+    with pytest.raises(TrainError, match="mixes text with token arrays"):
+        read([tmp_path])
+
+
+def test_tokens_beyond_the_vocabulary_are_named_with_their_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(9000) % 500)
+    data = read([tmp_path / "a.npy"], vocab_size=100)
+    with pytest.raises(TrainError, match=r"a.npy has tokens from \d+ to \d+, the vocabulary has 100"):
+        for step in range(20):
+            batches(data.train, vocab_size=100).microbatches(step, CPU)

@@ -1,0 +1,120 @@
+"""What a plan says is what a run holds."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from train_helpers import text_folder, tiny, train
+
+from fsdp_runtime.train import PRESETS, TrainError
+from fsdp_runtime.train.memory import LiveBytes
+from fsdp_runtime.train.plan import make_plan, plan_lines
+from fsdp_runtime.train.timeline import Buffers, Moment, Replay
+from ragged_shard.testing import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("plans")
+    text_folder(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
+        (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
+        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "reshard": False}),
+        (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True, "accumulate": 2}),
+    ],
+)
+def test_the_planned_peak_is_within_five_percent_of_the_measured_live_bytes(
+    folder, tmp_path, world_size, changes
+):
+    config = tiny(folder, steps=6, measure=True, **changes)
+    planned = make_plan(config, 256, world_size).peak
+    measured = run_ranks(world_size, train, config, tmp_path)[0]["measured_peak"]
+    assert measured == pytest.approx(planned, rel=0.05)
+
+
+def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
+    config = tiny(folder, model=PRESETS["small"], batch=1024)
+    plans = {ranks: make_plan(config, 256, ranks) for ranks in (1, 64, 1024)}
+    assert plans[64].units[1].parameters == plans[1].units[1].parameters
+    for ranks in (64, 1024):
+        for unit, whole in zip(plans[ranks].units, plans[1].units, strict=True):
+            assert ranks * sum(unit.shards) * (1 - unit.padding) == pytest.approx(whole.parameters)
+    assert plans[64].at_rest == pytest.approx(plans[1].at_rest / 64, rel=0.05)
+
+
+def test_a_plan_has_a_line_for_every_unit(folder):
+    config = tiny(folder, block="rows:8")
+    lines = plan_lines(make_plan(config, 256, 3), 3)
+    assert [line.split("|")[1].strip() for line in lines[4:7]] == ["Transformer", "blocks.0", "blocks.1"]
+    assert lines[-1].startswith("expected peak")
+
+
+def test_only_the_runtimes_own_buffers_can_be_planned(folder):
+    with pytest.raises(TrainError, match="not of fsdp2"):
+        make_plan(tiny(folder, system="fsdp2"), 256, 2)
+
+
+def test_replay_counts_two_units_gathered_and_two_reducing():
+    unit = Buffers(gathered=(100,), reducing=(100,), gradients=50, keeps=False)
+    root = Buffers(gathered=(10,), reducing=(10,), gradients=5, keeps=True)
+    names = [
+        "enter 0",
+        *(f"{what} {n}" for n in (1, 2, 3) for what in ("enter", "leave")),
+        "leave 0",
+        "backward 0",
+    ]
+    names += [
+        "gradient 0",
+        *(f"{what} {n}" for n in (3, 2, 1) for what in ("backward", "gradient")),
+        "done 1",
+        "end 0",
+    ]
+    moments = [Moment(name.split()[0], int(name.split()[1]), 0) for name in names]
+    replay = Replay([root, unit, unit, unit]).run(moments)
+    assert replay.buffers_peak == 10 + 10 + 4 * 100
+    assert replay.peak == 10 + 10 + 4 * 100 + 2 * 50 or replay.peak == 10 + 10 + 4 * 100 + 50
+
+
+def test_live_bytes_count_storages_once_until_they_are_freed():
+    given = torch.zeros(100)
+    with LiveBytes() as live:
+        a = given + 1
+        b = a.view(10, 10).t()
+        given.add_(1)
+        assert live.now == 400
+        c = a * 2
+        del c
+        assert live.now == 400
+        del a, b
+        assert live.now == 0
+    assert live.peak == 800
+
+
+def test_the_plan_command_prints_the_table(folder):
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_runtime.train",
+        "plan",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2",
+        "--seq-len",
+        "32",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--data", str(folder / "text"), "--optimizer", "muon"],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "| blocks.1 |" in done.stdout

@@ -1,0 +1,200 @@
+"""Runs on real ranks: the same curve at any world size, whatever interrupts them."""
+
+import json
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from train_helpers import apart, losses, text_folder, tiny, train, train_and_die, train_and_stop, with_changes
+
+from fsdp_runtime.train import PRESETS
+from fsdp_runtime.train.checkpoint import latest
+from fsdp_runtime.train.export import export, read_model
+from ragged_shard.testing import RankError, run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("runs")
+    text_folder(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def curve(folder):
+    """The curve of 50 steps in one process, without sharding."""
+    run_ranks(1, train, tiny(folder, model=PRESETS["tiny-moe"], steps=50, system="one"), folder / "one")
+    return losses(folder / "one")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
+    config = tiny(folder, model=PRESETS["tiny-moe"], steps=50)
+    run_ranks(world_size, train, config, folder / f"w{world_size}")
+    assert apart(losses(folder / f"w{world_size}"), curve) < 1e-5
+    assert len(curve) == 50
+    assert curve[49] < curve[0] - 1.0
+
+
+def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
+    config = tiny(folder, model=PRESETS["tiny-moe"], steps=50)
+    for name, changes in {
+        "fsdp2": {"system": "fsdp2"},
+        "ddp": {"system": "ddp"},
+        "accumulated": {"accumulate": 3},
+        "kept": {"reshard": False, "checkpointing": True},
+    }.items():
+        run_ranks(2, train, with_changes(config, **changes), folder / name)
+        assert apart(losses(folder / name), curve) < 1e-5, name
+
+
+def test_bf16_follows_fp32(folder, curve):
+    run_ranks(2, train, tiny(folder, model=PRESETS["tiny-moe"], steps=50, precision="bf16"), folder / "bf16")
+    assert 0 < apart(losses(folder / "bf16"), curve) < 0.02
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "shampoo", "soap"])
+def test_a_run_resumed_at_another_world_size_goes_on_with_the_same_losses(folder, optimizer):
+    config = tiny(folder, steps=14, optimizer=optimizer, save_every=5)
+    whole, part = folder / f"whole-{optimizer}", folder / f"part-{optimizer}"
+    run_ranks(2, train, config, whole)
+    summaries = run_ranks(2, train_and_stop, config, part, 7, 1)
+    assert [summary["stopped"] for summary in summaries] == [True, True]
+    assert latest(part).name == f"step-{summaries[0]['steps']:08d}"
+    resumed = run_ranks(3, train, with_changes(config, resume=True), part)
+    assert resumed[0]["first_step"] == summaries[0]["steps"]
+    assert apart(losses(part), losses(whole)) < 1e-5
+
+
+def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(folder, tmp_path):
+    config = tiny(folder, steps=16, save_every=4, eval_every=8)
+    run_ranks(1, train, config, folder / "unkilled")
+    with pytest.raises(RankError, match="SIGKILL|signal 9|died"):
+        run_ranks(2, train_and_die, config, tmp_path, 10)
+    assert latest(tmp_path).name in ("step-00000004", "step-00000008")
+    (resumed,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path)
+    assert resumed["first_step"] in (4, 8)
+    assert apart(losses(tmp_path), losses(folder / "unkilled")) < 1e-5
+    assert not list((tmp_path / "checkpoints").glob("*.part"))
+
+
+def test_a_half_written_checkpoint_is_never_loaded(folder, tmp_path):
+    config = tiny(folder, steps=6, save_every=3)
+    run_ranks(2, train, config, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000006", checkpoints / "step-00000009.part")
+    (checkpoints / "step-00000006" / ".metadata").unlink()
+    assert latest(tmp_path).name == "step-00000003"
+    (summary,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path)
+    assert summary["first_step"] == 3
+
+
+def test_only_the_newest_checkpoints_are_kept(folder, tmp_path):
+    run_ranks(2, train, tiny(folder, steps=9, save_every=2, keep=2), tmp_path)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000008", "step-00000009"]
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_every_rank_names_the_path(folder, tmp_path):
+    config = tiny(folder, steps=4, save_every=4)
+    run_ranks(2, train, config, tmp_path)
+    messages = run_ranks(2, _train_on_a_full_disk, with_changes(config, steps=12, resume=True), tmp_path)
+    assert len(set(messages)) == 1
+    assert "cannot save" in messages[0]
+    assert "step-00000008" in messages[0]
+    assert "step-00000004 stays" in messages[0]
+    assert latest(tmp_path).name == "step-00000004"
+    (summary,) = run_ranks(1, train, with_changes(config, resume=True, steps=12), tmp_path)
+    assert summary["first_step"] == 4
+
+
+def _train_on_a_full_disk(config, out):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # metrics fit, checkpoints do not
+    try:
+        return train(config, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": PRESETS["tiny-moe"]}, "is a checkpoint of another model: .* is absent there"),
+        ({"batch": 6}, "was made with batch 12, this run has 6"),
+        ({"seed": 5}, "was made with seed 0, this run has 5"),
+        ({"optimizer": "adamw"}, "has the state of torch-adamw"),
+        ({"steps": 2}, "is beyond --steps 2"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, changes, message):
+    out = folder / "refused"
+    config = tiny(folder, steps=3, save_every=3)
+    if latest(out) is None:
+        run_ranks(2, train, config, out)
+    messages = run_ranks(2, train, with_changes(config, resume=True, **changes), out)
+    assert len(set(messages)) == 1
+    assert re.search(message, messages[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),
+        ({"seq_len": 10**6}, "is longer than the training data"),
+        ({"data": ("/nothing/here",)}, "no data: '/nothing/here' matches no file"),
+        ({"optimizer": "sgdd"}, "--optimizer 'sgdd': expected one of"),
+        ({"block": "rows:0"}, "--block 'rows:0'"),
+        ({"block": "rows:4", "system": "ddp"}, "only fsdp_runtime respects blocks"),
+        (
+            {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
+            "the loss has been nan for 5 steps",
+        ),
+        ({"hf_config": "/nothing.json"}, "--hf-config /nothing.json: no such file"),
+    ],
+)
+def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path, changes, message):
+    messages = run_ranks(2, train, tiny(folder, **changes), tmp_path)
+    assert len(set(messages)) == 1
+    assert message in messages[0]
+    assert "\n" not in messages[0]
+
+
+def test_export_writes_what_plain_torch_loads(folder, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    config = tiny(folder, steps=3, save_every=3)
+    run_ranks(3, train, config, tmp_path)
+    assert export(str(tmp_path), None, "fp32") == 0
+    from fsdp_runtime.train import Transformer
+
+    model = Transformer(PRESETS["tiny"])
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    whole = read_model(latest(tmp_path))
+    assert torch.equal(whole["blocks.1.ff.w_up.weight"], model.blocks[1].ff.w_up.weight)
+    assert model.blocks[1].ff.w_up.weight.std() > 0.01
+
+
+def test_a_transformers_model_trains_and_exports_under_its_own_names(folder, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    settings = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    config = tiny(folder, steps=6, save_every=6, hf_config=str(path))
+    run_ranks(1, train, with_changes(config, system="one"), tmp_path / "one")
+    run_ranks(2, train, with_changes(config, checkpointing=True), tmp_path / "two")
+    assert apart(losses(tmp_path / "two"), losses(tmp_path / "one")) < 1e-5
+    export(str(tmp_path / "two"), str(tmp_path / "m.safetensors"), "bf16")
+    from safetensors.torch import load_file
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.load_state_dict(load_file(tmp_path / "m.safetensors"))

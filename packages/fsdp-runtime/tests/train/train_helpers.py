@@ -1,0 +1,91 @@
+"""Tiny runs, on ranks that are there already."""
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_runtime.train import PRESETS, RunConfig, Trainer, TrainError
+from fsdp_runtime.train.report import METRICS, read_metrics
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
+
+
+def text_folder(folder):
+    """Some files of text, enough for both sides of the split."""
+    (folder / "text").mkdir()
+    for number in range(30):
+        (folder / "text" / f"{number}.py").write_text(TEXT[number * 700 : number * 700 + 4000])
+    return folder / "text"
+
+
+def tiny(folder, **changes):
+    """A run that takes seconds: its text is in `folder`/text."""
+    settings = {
+        "model": PRESETS["tiny"],
+        "data": (str(folder / "text"),),
+        "seq_len": 32,
+        "batch": 12,
+        "steps": 8,
+        "warmup": 2,
+        "optimizer": "torch-adamw",
+        "eval_every": 0,
+        "save_every": 0,
+        "plot": False,
+        "device": "cpu",
+    }
+    return RunConfig(**{**settings, **changes})
+
+
+def train(config, out, stop=None):
+    """One rank of a run; returns its summary, or the message it ended with."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    try:
+        return Trainer(config, Path(out), quiet=True, stop=stop or (lambda: False)).run()
+    except TrainError as error:
+        return str(error)
+
+
+def train_and_stop(config, out, step, rank):
+    """As `train`; one rank is asked to stop before `step` is over."""
+    asked = []
+
+    def stop():
+        asked.append(None)
+        return dist.get_rank() == rank and len(asked) > step
+
+    return train(config, out, stop)
+
+
+def train_and_die(config, out, step):
+    """As `train`, until every rank is ended by SIGKILL at `step`."""
+    asked = []
+
+    def stop():
+        asked.append(None)
+        if len(asked) > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    return train(config, out, stop)
+
+
+def losses(out):
+    """Training losses by step."""
+    return {
+        entry["step"]: entry["loss"]
+        for entry in read_metrics(Path(out) / METRICS)
+        if entry["kind"] == "train"
+    }
+
+
+def apart(a, b):
+    """The largest relative distance of two curves over the same steps."""
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) / abs(b[step]) for step in b)
+
+
+def with_changes(config, **changes):
+    return dataclasses.replace(config, **changes)
