@@ -1,4 +1,4 @@
-"""Cases: forward and backward, which parameters are registered when, gathers and prefetch."""
+"""Cases: forward and backward, whatever their shape and order."""
 
 import dataclasses
 
@@ -13,22 +13,17 @@ from conformance_models import (
     batch,
     check_training,
     close,
-    full,
     is_sharded,
     mean_square,
     mesh,
     mine,
-    none_sharded,
     seeded,
     shard_stack,
     world,
 )
 from conformance_registry import Raises, case
 
-from ragged_shard.testing import record_collectives
-
 FORWARD = "Forward and backward"
-UNITS = "Gathering: what is registered when"
 
 
 def run(model, x=None):
@@ -39,312 +34,10 @@ def gathers(record):
     return record.kinds.count("all_gather")
 
 
-def forward_backward_kinds(model):
-    """The collectives of a forward and of a backward, after a first step."""
-    mean_square(model, torch.randn(4, 8)).backward()
-    with record_collectives() as forward:
-        out = mean_square(model, torch.randn(4, 8))
-    with record_collectives() as backward:
-        out.backward()
-    return forward.kinds, backward.kinds
-
-
-@case(UNITS, "`reshard_after_forward=True`: sharded before forward, after it, after backward", ranks=3)
-def reshard_true(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=True)
-    assert all_sharded(model)
-    out = run(model)
-    assert all_sharded(model)
-    out.sum().backward()
-    assert all_sharded(model)
-    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=True))
-
-
-@case(UNITS, "`reshard_after_forward=False`: unsharded after forward, sharded after backward", ranks=3)
-def reshard_false(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
-    assert all_sharded(model)
-    out = run(model)
-    assert none_sharded(model)
-    out.sum().backward()
-    assert all_sharded(model)
-    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=False))
-
-
-@case(UNITS, "`reshard_after_forward=None`: the root keeps its parameters after forward, the others do not")
-def reshard_none(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    out = run(model)
-    assert all_sharded(model.blocks)
-    assert none_sharded(model.head)
-    out.sum().backward()
-    assert all_sharded(model)
-
-
-@case(UNITS, "`reshard_after_forward=2` of 4: kept on groups of two after forward", ranks=4)
-def reshard_int(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=2)
-    whole = sum(p.numel() for p in model.parameters())
-    sharded = {name: p.to_local().numel() for name, p in model.named_parameters()}
-    out = run(model)
-    after = dict(model.blocks.named_parameters())
-    assert all(p.numel() > 0 for p in after.values())
-    assert sum(sharded.values()) < whole
-    out.sum().backward()
-    assert all_sharded(model)
-    assert {name: p.to_local().numel() for name, p in model.named_parameters()} == sharded
-    check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=2))
-
-
-@case(UNITS, "`reshard_after_forward=2` of 4, in backward: gathers are within two ranks", ranks=4)
-def reshard_int_gathers(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=2)
-    mean_square(model, torch.randn(4, 8)).backward()
-    with record_collectives() as forward:
-        out = mean_square(model, torch.randn(4, 8))
-    with record_collectives() as backward:
-        out.backward()
-    assert {e.ranks for e in forward.events if e.kind == "all_gather"} == {4}
-    assert {e.ranks for e in backward.events if e.kind == "all_gather"} == {2}
-
-
-@case(UNITS, "`reshard_after_forward=1` is False, with a warning or a log line")
-def reshard_one(fsdp):
-    model = fsdp.fully_shard(seeded(MLP), mesh=mesh(), reshard_after_forward=1)
-    run(model)
-    assert none_sharded(model)
-
-
-@case(UNITS, "`reshard_after_forward` of the number of ranks is True")
-def reshard_world(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=world())
-    run(model)
-    assert all_sharded(model.blocks)
-
-
-@case(UNITS, "`set_reshard_after_forward`, on all units below or on this one alone")
-def set_reshard_after_forward(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    model.set_reshard_after_forward(False)
-    out = run(model)
-    assert none_sharded(model)
-    out.sum().backward()
-    model.set_reshard_after_forward(True, recurse=False)
-    out = run(model)
-    assert all_sharded(model.head)
-    assert none_sharded(model.blocks)
-    out.sum().backward()
-    model.set_reshard_after_forward(True)
-    run(model).sum().backward()
-    assert all_sharded(model)
-
-
-@case(
-    UNITS,
-    "`set_reshard_after_forward` takes a bool",
-    fsdp2=Raises(ValueError, "reshard_after_forward"),
-)
-def set_reshard_after_forward_number(fsdp):
-    fsdp.fully_shard(MLP(), mesh=mesh()).set_reshard_after_forward(2)
-
-
-@case(
-    UNITS, "`set_reshard_after_backward(False)`: parameters stay unsharded, the next forward gathers nothing"
-)
-def set_reshard_after_backward(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    assert none_sharded(model)
-    with record_collectives() as record:
-        mean_square(model, mine(whole)).backward()
-    assert gathers(record) == 0, record.kinds
-    model.set_reshard_after_backward(True)
-    mean_square(model, mine(whole)).backward()
-    assert all_sharded(model)
-    (3 * mean_square(reference, whole)).backward()
-    assert_same_gradients(model, reference)
-
-
-@case(UNITS, "`unshard()` and `reshard()`: full values, then sharded again; neither recurses", ranks=3)
-def unshard(fsdp):
-    reference = seeded(Stack)
-    model = shard_stack(fsdp, seeded(Stack))
-    assert model.unshard() is None
-    assert none_sharded(model.head)
-    assert all_sharded(model.blocks)
-    assert torch.equal(model.head.weight, reference.head.weight)
-    model.unshard()
-    model.reshard()
-    model.reshard()
-    assert all_sharded(model)
-    assert torch.equal(full(model.head.weight), reference.head.weight)
-
-
-@case(
-    UNITS,
-    "`unshard(async_op=True)` gives an `UnshardHandle`; after `wait()` the parameters are there",
-    ranks=3,
-)
-def unshard_async(fsdp):
-    reference = seeded(Stack)
-    model = shard_stack(fsdp, seeded(Stack))
-    handles = [block.unshard(async_op=True) for block in model.blocks]
-    assert all(isinstance(handle, fsdp.UnshardHandle) for handle in handles)
-    for handle, block, wanted in zip(handles, model.blocks, reference.blocks, strict=True):
-        handle.wait()
-        handle.wait()
-        assert none_sharded(block)
-        assert torch.equal(block.up.weight, wanted.up.weight)
-    with record_collectives() as record:
-        run(model)
-    assert gathers(record) == 1, record.kinds
-
-
-@case(UNITS, "a gather begun with `unshard(async_op=True)` is waited for in the next forward")
-def unshard_unwaited(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
-    for block in model.blocks:
-        block.unshard(async_op=True)
-    x = torch.randn(4, 8)
-    with record_collectives() as record:
-        close(run(model, x), reference(x), "output")
-    assert gathers(record) == 1, record.kinds
-
-
-@case(
-    UNITS,
-    "values set between `unshard()` and the optimizer: written to the sharded parameter, seen in the next gather",
-)
-def write_sharded(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    run(model).sum().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(0.25)
-    model.unshard()
-    assert (model.head.weight == 0.25).all()
-    model.reshard()
-
-
-@case(
-    UNITS,
-    "collectives: a gather per unit in forward, one per resharded unit in backward, one reduce-scatter per unit",
-    note="parameters of any number",
-)
-def counts(fsdp):
-    for reshard, forward, backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
-        model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=reshard)
-        ahead, behind = forward_backward_kinds(model)
-        assert ahead == ["all_gather"] * forward, (reshard, ahead)
-        assert behind.count("all_gather") <= backward, (reshard, behind)
-        assert behind.count("reduce_scatter") == 4, (reshard, behind)
-        assert set(behind) <= {"all_gather", "reduce_scatter"}, behind
-
-
-@case(UNITS, "collectives of HSDP: an all-reduce per unit besides, over the replicas", ranks=4)
-def hsdp_counts(fsdp):
-    model = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s")))
-    mean_square(model, torch.randn(4, 8)).backward()
-    out = mean_square(model, torch.randn(4, 8))
-    with record_collectives() as record:
-        out.backward()
-    assert [record.kinds.count(k) for k in ("reduce_scatter", "all_reduce")] == [4, 4], record.kinds
-    assert {event.ranks for event in record.events} == {2}
-
-
-@case(UNITS, "`set_modules_to_forward_prefetch`: gathers of the listed units begin before this one computes")
-def forward_prefetch(fsdp):
-    begun, records = {}, []
-
-    class Spy(MLP):
-        def forward(self, x):
-            begun[self.index] = gathers(records[-1])
-            return super().forward(x)
-
-    model = seeded(Stack)
-    for i in range(3):
-        model.blocks[i] = Spy()
-        model.blocks[i].index = i
-    shard_stack(fsdp, model)
-    model.set_modules_to_forward_prefetch([model.blocks[0]])
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
-    for step in range(3):
-        with record_collectives() as record:
-            records.append(record)
-            out = run(model)
-        assert gathers(record) == 4, (step, record.kinds)
-        assert begun[0] == 4, (step, begun)
-        out.sum().backward()
-
-
-@case(UNITS, "prefetch lists take wrapped modules only", fsdp2=Raises(ValueError, "FSDPModule"))
-def prefetch_plain(fsdp):
-    fsdp.fully_shard(MLP(), mesh=mesh()).set_modules_to_forward_prefetch([nn.Linear(1, 1)])
-
-
-@case(
-    UNITS, "`set_modules_to_backward_prefetch`: gathers of the listed units begin before this one's backward"
-)
-def backward_prefetch(fsdp):
-    begun, records = {}, []
-
-    class Spy(MLP):
-        def forward(self, x):
-            hidden = torch.tanh(self.up(x))
-            if hidden.requires_grad and records:
-                hidden.register_hook(lambda gradient: begun.update({self.index: gathers(records[-1])}))
-            return self.down(hidden)
-
-    def build():
-        model = Stack()
-        for i in range(3):
-            model.blocks[i] = Spy()
-            model.blocks[i].index = i
-        return model
-
-    def wrap(model):
-        shard_stack(fsdp, model, reshard_after_forward=True)
-        model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
-        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
-
-    model = check_training(build, wrap)
-    for _ in range(2):
-        records.append(None)
-        out = run(model).sum()
-        with record_collectives() as record:
-            records.append(record)
-            out.backward()
-        assert gathers(record) <= 4, record.kinds
-        assert begun[2] == gathers(record), (begun, record.kinds)
-        assert record.kinds.count("reduce_scatter") == 4
-
-
-@case(UNITS, "`set_unshard_in_backward(False)`: no gather in backward for a unit that does not need one")
-def unshard_in_backward(fsdp):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.block = nn.Embedding(11, 8), MLP()
-
-        def forward(self, x):
-            return self.block(self.embed(x))
-
-    model = seeded(Model)
-    for part in (model.embed, model.block):
-        fsdp.fully_shard(part, mesh=mesh())
-    fsdp.fully_shard(model, mesh=mesh())
-    model.embed.set_unshard_in_backward(False)
-    x = torch.arange(8).view(2, 4)
-    for _ in range(2):
-        out = model(x).sum()
-        with record_collectives() as record:
-            out.backward()
-        assert gathers(record) <= 1, record.kinds
-        assert record.kinds.count("reduce_scatter") == 2
-    assert model.embed.weight.grad is not None
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict
 
 
 @case(FORWARD, "a module that is called twice in a forward", ranks=3)
@@ -440,12 +133,6 @@ def input_gradients(fsdp):
     reference(b)[0].square().sum().backward()
     close(a.grad, b.grad, "input gradient")
     assert_same_gradients(model, reference)
-
-
-@dataclasses.dataclass
-class Output:
-    hidden: torch.Tensor
-    extra: dict
 
 
 @case(FORWARD, "outputs in a dict, a tuple, a dataclass, with None and numbers; inputs by keyword")
@@ -580,3 +267,91 @@ def changing_order(fsdp):
             mean_square(one, x).backward()
         assert_same_gradients(model, reference)
     assert_same(model, reference)
+
+
+@case(FORWARD, "`autograd.grad` with respect to the input alone, then a normal step")
+def input_gradient_alone(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    x = torch.randn(4, 8)
+    found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (a,) = torch.autograd.grad(model(found).square().sum(), found)
+    (b,) = torch.autograd.grad(reference(wanted).square().sum(), wanted)
+    close(a, b, "input gradient")
+    model.zero_grad()
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "full backward hooks of units and of modules inside are called, with the right gradients")
+def backward_hooks(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    seen = {model: [], reference: []}
+    for one in (model, reference):
+        for part in (one.blocks[1], one.blocks[1].up, one.head):
+            part.register_full_backward_hook(lambda m, gi, go, one=one: seen[one].append(go[0].clone()))
+    x = torch.randn(4, 8)
+    for one in (model, reference):
+        mean_square(one, x).backward()
+    assert len(seen[model]) == len(seen[reference]) == 3
+    for found, wanted in zip(seen[model], seen[reference], strict=True):
+        close(found, wanted, "gradient in a hook")
+
+
+@case(FORWARD, "units of one model on different meshes: one HSDP, the others over all ranks", ranks=4)
+def several_meshes(fsdp):
+    def wrap(model):
+        fsdp.fully_shard(model.blocks[0], mesh=mesh(2, 2, names=("r", "s")))
+        fsdp.fully_shard(model.blocks[1], mesh=mesh())
+        fsdp.fully_shard(model.blocks[2], mesh=mesh(4, 1, names=("r", "s")))
+        fsdp.fully_shard(model, mesh=mesh(1, 4, names=("r", "s")))
+
+    check_training(Stack, wrap)
+
+
+@case(FORWARD, "two models on two halves of the ranks", ranks=4)
+def halves(fsdp):
+    over = mesh(2, 2, names=("pipeline", "data"))
+    stage = over.get_local_rank("pipeline")
+    model, reference = seeded(Stack, stage), seeded(Stack, stage)
+    shard_stack(fsdp, model, mesh=over["data"])
+    whole = batch(stage, rows=2)[:4]
+    mean_square(model, whole.chunk(2)[over.get_local_rank("data")]).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "`reshard_after_forward=2` of 4 on a mesh of 1 x 4 (HSDP of one replica)", ranks=4)
+def reshard_int_hsdp(fsdp):
+    over = mesh(1, 4, names=("r", "s"))
+    check_training(Stack, lambda model: shard_stack(fsdp, model, mesh=over, reshard_after_forward=2))
+
+
+@case(FORWARD, "a world of one rank: no collectives, the same training", ranks=1)
+def one_rank(fsdp):
+    for reshard in (True, False, None):
+        check_training(Stack, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
+
+
+@case(FORWARD, "a forward without gradients before the one with them, in one step")
+def nested_evaluation(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    whole = batch()
+    for one, x in ((model, mine(whole)), (reference, whole)):
+        with torch.no_grad():
+            target = one(x)
+        (one(x) - 0.5 * target).square().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+@case(FORWARD, "an evaluation between forward and backward")
+def evaluation_between(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    whole = batch()
+    for one, x in ((model, mine(whole)), (reference, whole)):
+        loss = mean_square(one, x)
+        with torch.no_grad():
+            one(x + 1)
+        loss.backward()
+    assert_same_gradients(model, reference)

@@ -25,9 +25,12 @@ IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
     "conformance_wrapping",
     "conformance_parameters",
+    "conformance_units",
     "conformance_forward",
     "conformance_gradients",
+    "conformance_accumulation",
     "conformance_precision",
+    "conformance_meta",
     "conformance_state",
     "conformance_composition",
     "conformance_failure",

@@ -1,4 +1,4 @@
-"""Cases: deferred initialisation, state dicts, distributed checkpoints."""
+"""Cases: state dicts and distributed checkpoints."""
 
 import copy
 import io
@@ -35,14 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-META = "Deferred initialisation"
 STATE = "State"
+
+
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def on_meta():
-    with torch.device("meta"):
-        return Stack()
 
 
 def adamw(model):
@@ -63,85 +59,13 @@ def train_plain(model, optimizer, steps=2):
         optimizer.zero_grad()
 
 
-@case(
-    META, "meta device, then `to_empty` and `reset_parameters`: initialised, in place, and it trains", ranks=3
-)
-def meta_reset(fsdp):
-    model = shard_stack(fsdp, on_meta())
-    assert all(p.is_meta and is_sharded(p) for p in model.parameters())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(float("nan"))
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    for name, p in model.named_parameters():
-        values = full(p)
-        bound = 13**-0.5 if ".down." in name else 8**-0.5  # of nn.Linear: 1/sqrt(inputs)
-        assert values.abs().max() <= bound, name
-        assert values.numel() < 10 or values.std() > bound / 4, name
-    before = [full(p) for p in model.parameters()]
-    train(model, adamw(model))
-    assert not any(torch.equal(full(p), old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-@case(META, "meta device, `to_empty`, then values written to the sharded parameters")
-def meta_fill(fsdp):
-    model = shard_stack(fsdp, on_meta())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-        for norm in (model.head,):
-            nn.init.ones_(norm.weight)
-            nn.init.constant_(norm.bias, 0.5)
-    assert (full(model.head.weight) == 1).all()
-    x = torch.randn(2, 8)
-    torch.testing.assert_close(model(x), x.sum(1, keepdim=True).expand(2, 3) + 0.5)
-
-
-@case(
-    META,
-    "forward with parameters on meta is refused, with their names",
-    fsdp2=Raises(RuntimeError, r"(?s)meta.*head\.weight|head\.weight.*meta"),
-)
-def meta_forward(fsdp):
-    shard_stack(fsdp, on_meta())(torch.randn(2, 8))
-
-
-@case(META, "meta device, then a sharded state dict with `load_state_dict(assign=True)`", ranks=3)
-def meta_assign(fsdp):
-    source = shard_stack(fsdp, seeded(Stack))
-    model = shard_stack(fsdp, on_meta())
-    state = {name: value.clone() for name, value in source.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    reference = seeded(Stack)
-    assert_same(model, reference)
-    assert not any(p.is_meta for p in model.parameters())
-    train(model, adamw(model))
-    train_plain(reference, adamw(reference))
-    assert_same(model, reference, rtol=1e-4, atol=1e-5)
-
-
-@case(
-    META,
-    "meta device, then `set_model_state_dict` of rank 0's full state dict (`broadcast_from_rank0`)",
-    ranks=3,
-    ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` does it",
-)
-def meta_broadcast(fsdp):
-    model = shard_stack(fsdp, on_meta())
-    state = seeded(Stack).state_dict() if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-    assert_same(model, seeded(Stack))
-
-
-@case(META, "a model initialised on each rank alike, then sharded: the same values as unsharded", ranks=3)
-def same_seed(fsdp):
-    assert_same(shard_stack(fsdp, seeded(Stack)), seeded(Stack), rtol=0, atol=0)
+def train_same(model, optimizer, steps):
+    """Every rank the same rows, so that the number of ranks does not matter."""
+    for step in range(steps):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        mean_square(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(STATE, "`state_dict` has sharded tensors that share the parameters' memory")
@@ -328,15 +252,6 @@ def checkpoint_world_size(fsdp, folder):
     assert_same(model, reference, rtol=1e-4, atol=1e-5)
 
 
-def train_same(model, optimizer, steps):
-    """Every rank the same rows, so that the number of ranks does not matter."""
-    for step in range(steps):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
-        mean_square(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @case(
     STATE,
     "a checkpoint that FSDP2 wrote loads, at another world size; FSDP2 loads one that was written here",
@@ -445,3 +360,48 @@ def set_optimizer(fsdp):
         assert torch.equal(
             twin.state[p]["exp_avg_sq"].to_local(), optimizer.state[p]["exp_avg_sq"].to_local()
         )
+
+
+@case(
+    STATE,
+    "`load_state_dict` of a wrong shape names the parameter; the model goes on",
+    fsdp2=Raises(RuntimeError, r"head\.weight"),
+)
+def load_wrong_shape(fsdp):
+    model, other = shard_stack(fsdp, seeded(Stack)), shard_stack(fsdp, seeded(lambda: Stack(3, 8, 13)))
+    other.head = fsdp.fully_shard(nn.Linear(8, 5), mesh=mesh())
+    try:
+        model.load_state_dict(other.state_dict())
+    except RuntimeError:
+        train(model, adamw(model))
+        raise
+
+
+@case(STATE, "`state_dict` while gradients wait for a sync keeps them")
+def state_between(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    for micro in range(2):
+        whole = batch(micro)
+        model.set_requires_gradient_sync(micro == 1)
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+        get_model_state_dict(model, options=FULL)
+    assert_same_gradients(model, reference)
+
+
+@case(STATE, "a moving average of the parameters beside the model (EMA), updated from the sharded ones")
+def moving_average(fsdp):
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    runs = []
+    for one in (model, reference):
+        average = [p.detach().clone() for p in one.parameters()]
+        runs.append((one, adamw(one), average))
+    for step in range(3):
+        for one, optimizer, average in runs:
+            mean_square(one, mine(batch(step)) if one is model else batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_lerp_(average, [p.detach() for p in one.parameters()], 0.1)
+    for found, wanted in zip(runs[0][2], runs[1][2], strict=True):
+        torch.testing.assert_close(full(found), wanted, rtol=1e-4, atol=1e-5)

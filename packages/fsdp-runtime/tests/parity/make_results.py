@@ -49,11 +49,11 @@ def main() -> None:
     lines = [
         f"# {total} runs of {STEPS} steps, three ways",
         "",
-        "This runtime and FSDP2 in one process group of gloo ranks, and plain training on the same batches in one process.",
+        "This runtime and FSDP2 in one process group of gloo ranks, and plain training on all rows in one process.",
         "",
         "Each cell has the worst over the features of its row (`reshard_after_forward`, microbatches with and without",
         "sync, offload, both kinds of checkpointing; HSDP on 4 ranks), with block policies dealt over them. Losses are",
-        "relative, parameters relative to a tensor's largest value. bf16 is beside fp32 parameters computed with as bf16.",
+        "relative, parameters to a tensor's largest value. bf16 is beside fp32 parameters computed with as bf16.",
         "",
         "Made by `python packages/fsdp-runtime/tests/parity/make_results.py`; "
         f"torch {torch.__version__}, {platform.machine()}.",

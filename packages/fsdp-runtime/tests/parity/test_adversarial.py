@@ -16,6 +16,7 @@ from adversarial_cases import (
     sgd,
     survive_many,
 )
+from adversarial_ends import train_all
 from adversarial_trees import train_many
 
 from ragged_shard.testing import RankError, run_ranks
@@ -31,6 +32,11 @@ def test_random_trees_train_as_in_one_process_whatever_the_parameters_and_the_or
 def test_the_random_trees_that_fsdp2_can_shard_train_the_same_under_it() -> None:
     run_ranks(3, train_many, "fsdp2", list(range(12)), False, timeout=240)
     run_ranks(3, train_many, "ours", list(range(12)), False, timeout=240)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_ends_around_units_train_as_in_one_process_however_they_are_used(ranks: int) -> None:
+    run_ranks(ranks, train_all, timeout=240)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,0 +1,156 @@
+"""Cases: gradients of several backwards, with and without sync."""
+
+import torch.nn as nn
+from conformance_models import (
+    MLP,
+    Stack,
+    all_sharded,
+    assert_same_gradients,
+    batch,
+    mean_square,
+    mesh,
+    mine,
+    seeded,
+    shard_stack,
+)
+from conformance_registry import case
+
+from ragged_shard.testing import record_collectives
+
+MULTI = "Accumulation and microbatches"
+
+
+def pair(fsdp, **options):
+    return shard_stack(fsdp, seeded(Stack), **options), seeded(Stack)
+
+
+@case(
+    MULTI,
+    "`set_requires_gradient_sync(False)`: nothing is reduced, gradients add up until it is on again",
+    ranks=3,
+)
+def no_sync(fsdp):
+    for reshard in (True, False):
+        model, reference = pair(fsdp, reshard_after_forward=reshard)
+        for step in range(2):
+            for micro in range(3):
+                whole = batch(10 * step + micro)
+                model.set_requires_gradient_sync(micro == 2)
+                loss = mean_square(model, mine(whole))
+                with record_collectives() as record:
+                    loss.backward()
+                assert record.kinds.count("reduce_scatter") == (4 if micro == 2 else 0), record.kinds
+                mean_square(reference, whole).backward()
+                if micro < 2 and step == 0:
+                    assert all(p.grad is None for p in model.parameters())
+                assert all_sharded(model)
+            assert_same_gradients(model, reference)
+            for one in (model, reference):
+                one.zero_grad()
+
+
+@case(MULTI, "`set_requires_gradient_sync(False, recurse=False)` holds for this unit alone")
+def no_sync_here(fsdp):
+    model, reference = pair(fsdp)
+    model.set_requires_gradient_sync(False, recurse=False)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert model.head.weight.grad is None
+    assert_same_gradients(model.blocks, reference.blocks)
+    model.set_requires_gradient_sync(True)
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(
+    MULTI,
+    "no sync and parameters kept: `set_reshard_after_backward(False)` between microbatches saves the gathers",
+)
+def no_sync_no_reshard(fsdp):
+    model, reference = pair(fsdp, reshard_after_forward=False)
+    for micro in range(3):
+        last = micro == 2
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        whole = batch(micro)
+        with record_collectives() as record:
+            mean_square(model, mine(whole)).backward()
+        assert record.kinds.count("all_gather") == (4 if micro == 0 else 0), record.kinds
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+    assert all_sharded(model)
+
+
+@case(
+    MULTI,
+    "`set_requires_all_reduce(False)` (HSDP): reduce-scattered and added up; all-reduced at the last",
+    ranks=4,
+)
+def no_all_reduce(fsdp):
+    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        whole = batch(micro)
+        loss = mean_square(model, mine(whole))
+        with record_collectives() as record:
+            loss.backward()
+        assert record.kinds.count("reduce_scatter") == 4, record.kinds
+        assert record.kinds.count("all_reduce") == (4 if micro == 2 else 0), record.kinds
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "`set_is_last_backward(False)` between microbatches (1F1B): the sum of all", ranks=3)
+def last_backward(fsdp):
+    model, reference = pair(fsdp)
+    wholes = [batch(i) for i in range(3)]
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    losses = [mean_square(model, mine(whole)) for whole in wholes[:2]]
+    losses[0].backward()
+    losses.append(mean_square(model, mine(wholes[2])))
+    losses[1].backward()
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    losses[2].backward()
+    for whole in wholes:
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "microbatches with sync: each backward reduces, gradients add up sharded", ranks=3)
+def sync_each(fsdp):
+    model, reference = pair(fsdp)
+    for micro in range(3):
+        model.set_is_last_backward(micro == 2)
+        whole = batch(micro)
+        mean_square(model, mine(whole)).backward()
+        mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
+
+
+@case(MULTI, "a chunked loss: the last module of a list unit is called several times after the main forward")
+def chunked_loss(fsdp):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm, self.head = MLP(), nn.LayerNorm(8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.norm(self.body(x))
+
+    model, reference = seeded(Model), seeded(Model)
+    fsdp.fully_shard(model.body, mesh=mesh())
+    fsdp.fully_shard([model.norm, model.head], mesh=mesh(), reshard_after_forward=False)
+    fsdp.fully_shard(model, mesh=mesh())
+    whole = batch()
+    for _step in range(2):
+        for one, x in ((model, mine(whole)), (reference, whole)):
+            hidden = one(x)
+            leaf = hidden.detach().requires_grad_()
+            for chunk in leaf.chunk(2):
+                (one.head(chunk).square().mean() / 2).backward()
+            hidden.backward(leaf.grad)
+        assert_same_gradients(model, reference)
