@@ -19,8 +19,9 @@ from ._module import (
 )
 from ._torch_compat import DataParallelMeshDims
 from ._wrap import fully_shard
+from .safetensors_export import save_safetensors
 
-__version__ = "0.0.0"
+__version__ = "0.1.0"
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -33,5 +34,6 @@ __all__ = [
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "register_fsdp_forward_method",
+    "save_safetensors",
     "share_comm_ctx",
 ]

@@ -152,7 +152,7 @@ class Context:
     def enter_backward(self, unit: "Unit") -> None:
         """A gradient has reached a unit's output."""
         if not self.in_backward:
-            self._begin_backward()
+            self.begin_backward()
         if not unit.entered_backward:
             self.reap()
             unit.entered_backward = True
@@ -164,7 +164,8 @@ class Context:
                 unit.unshard()
             self._prefetch("backward", unit, unit.backward_prefetch, self._backward)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
         self.in_backward = True
         self.backward_id = compat.backward_id()
         compat.at_end_of_backward(self._end_backward)

@@ -37,9 +37,17 @@ class Gradients:
         """Whether the gathered buffer has memory."""
         return self.buffer is not None and self.buffer.materialized
 
+    @property
     def complete(self) -> bool:
         """Whether every parameter that is trained has a gradient in the buffer."""
-        return all(p.name in self._written for p in self._group.params if p.sharded.requires_grad)
+        return bool(self._written) and all(
+            p.name in self._written for p in self._group.params if p.sharded.requires_grad
+        )
+
+    def awaits_only(self, param: ManagedParam) -> bool:
+        """Whether every other parameter that is trained has a gradient in the buffer, and this one has none."""
+        trained = {p.name for p in self._group.params if p.sharded.requires_grad}
+        return trained - self._written == {param.name}
 
     @property
     def pending(self) -> bool:

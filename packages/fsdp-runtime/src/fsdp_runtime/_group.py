@@ -54,19 +54,17 @@ def layout_for(
 
 
 def parts_of(params: list[ManagedParam]) -> dict[str, int]:
-    """Which parameters of a unit with other units inside go together: those of one child; small ones join a neighbour.
+    """Which parameters of a unit with other units inside go together: those of each large child; the small ones, 0.
 
-    embed.weight | final_norm.weight head.weight          (the other units run in between)
+    embed.weight: 1    final_norm.weight: 0    head.weight: 2         (the other units run in between)
     """
-    parts: dict[str, int] = {}
-    number, size, child = 0, 0, ""
+    sizes: dict[str, int] = {}
     for param in params:
-        first = param.name.split(".")[0]
-        if first != child and size >= _PART:
-            number, size = number + 1, 0
-        parts[param.name], child = number, first
-        size += math.prod(param.shape)
-    return parts
+        child = param.name.split(".")[0]
+        sizes[child] = sizes.get(child, 0) + math.prod(param.shape)
+    large = [child for child, size in sizes.items() if size >= _PART]
+    numbers = {child: number for number, child in enumerate(large, start=1)}
+    return {param.name: numbers.get(param.name.split(".")[0], 0) for param in params}
 
 
 class Group:
@@ -287,6 +285,11 @@ class Group:
         """How this group's gradients are scaled around their reduction."""
         shards = self.data.shard_size
         return scaling(options, self.dtypes.reduce, shards, self.data.data_parallel_size // shards)
+
+    @property
+    def large(self) -> bool:
+        """Whether it is worth a reduction of its own."""
+        return self.layout.numel >= _PART
 
     # -- early release ----------------------------------------------------------------------------------------------
 

@@ -228,24 +228,30 @@ class Unit:
             if grad is None:
                 return
             group, context = self._group_of(param), self.context
+            if not context.in_backward:  # a graph that does not go through a unit's output, of gradients say
+                context.begin_backward()
+            # Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come.
+            last = (
+                self.split
+                and compat.backward_id() == context.backward_id
+                and group.gradients.awaits_only(param)
+            )
+            if last:
+                self._release_early(group)
             if not group.gradients.has_memory:
                 context.reap()
             context.land(group)
             group.gradients.write(param, grad, group.scaling(self.reduce_options).before)
             del grad
-            # In a run inside a run (reentrant checkpoints) more gradients of this parameter may come.
-            if self.split and compat.backward_id() == context.backward_id and group.gradients.complete():
-                self._finish_early(group)
+            if last and group.large and self.requires_gradient_sync:
+                self._reduce([group for group in self.groups if group.gradients.complete])
 
-    def _finish_early(self, group: Group) -> None:
-        """Free and reduce a group that backward is done with, where the unit's own ends much later: around others."""
+    def _release_early(self, group: Group) -> None:
+        """Free a group that backward is done with, where the unit's own ends much later: around others."""
         here = self.reshard_after_backward and self._unsharded and group not in self._released
         if here and not group.held_by_autograd():
             group.release()
             self._released.append(group)
-            self.context.recycler.trim()
-        if self.requires_gradient_sync:
-            self._reduce([group])
 
     def _group_of(self, param: ManagedParam) -> Group:
         for group in self.groups:

@@ -1,0 +1,62 @@
+"""A small model and a training step that several test modules use. Everything here also runs on ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_runtime import fully_shard
+
+
+class Body(nn.Module):
+    """An embedding, blocks and a head: a root with parameters at both ends of its units."""
+
+    def __init__(self, width=8, vocab=12, blocks=3, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens, order=None):
+        x = self.embed(tokens)
+        for index in order or range(len(self.blocks)):
+            x = torch.tanh(self.blocks[index](x)) + x
+        return self.head(self.norm(x))
+
+
+def seeded(make=Body, seed=0, **options):
+    torch.manual_seed(seed)
+    return make(**options)
+
+
+def shard(model, **options):
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def tokens(step=0, rows=2, vocab=12, rank=None):
+    """This rank's batch."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(vocab, (rows, 5), generator=generator)
+
+
+def loss_of(model, batch, **options):
+    return nn.functional.cross_entropy(model(batch, **options).flatten(0, 1), batch.flatten())
+
+
+class Watch(torch.autograd.Function):
+    """Identity; calls back when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.act()
+        return grad, None
