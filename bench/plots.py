@@ -179,9 +179,9 @@ def _legend(axes: list[Any]) -> None:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             named.setdefault(name, handle)
     if len(named) > 1:
-        axes[0].figure.legend(
-            named.values(), named.keys(), loc="outside lower center", ncols=min(len(named), 6)
-        )
+        figure = axes[0].figure
+        columns = max(1, min(len(named), int(figure.get_figwidth() // 1.9)))
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)
 
 
 def _short(value: float) -> str:

@@ -17,8 +17,8 @@ def _about(found: dict[str, Any]) -> str:
     where = found["machine"]
     device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
     text = f"*{device}, torch {where['torch']}, {where['date']}, commit {found['commit']}.*"
-    for reason in found["noise"]:
-        text += f"\n**The machine was too busy for its times to be trusted: {reason}.**"
+    if found["noise"]:
+        text += f"\n**The machine was too busy for times to be trusted: {'; '.join(found['noise'])}.**"
     return text
 
 
@@ -272,7 +272,9 @@ def summary(folder: Path) -> list[str]:
         figures = item["figures"]
         if "ours" not in figures["times"]:
             continue
-        noisy |= bool(item["noise"])
+        if item["noise"]:
+            noisy = True
+            continue
         t, memory = figures["times"]["ours"], figures["memory"]
         share = (
             memory["ours"]["start"] / memory["fsdp2"]["start"] if {"ours", "fsdp2"} <= set(memory) else None
@@ -289,8 +291,10 @@ def summary(folder: Path) -> list[str]:
             ]
         )
         where = item["machine"]
+    busy = " Times of a busy machine are left out here." if noisy else ""
+    if noisy and not rows:
+        out.append(busy.strip())
     if rows:
-        busy = " The machine was busy: times are provisional." if noisy else ""
         out.append(
             f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
             f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}"

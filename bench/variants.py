@@ -1,7 +1,7 @@
 """Our runtime with one of its ideas taken away: what the ablation compares. Nothing of this is in the product.
 
     staged          zero-copy off: a gather lands in a staging buffer and is copied out; gradients are copied into one
-    given-order     planner off: tensors in the order of the module, the least shard size that this order allows
+    given-order     planner off: one buffer, tensors in the order of the module, the least shard size that this allows
     lcm             planner off: as above, the shard size a multiple of the lcm of all blocks, as Megatron-FSDP lays out
     gathering       blocks ignored: cut anywhere, so that a block-wise optimizer must gather weights and gradients first
 
