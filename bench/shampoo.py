@@ -206,72 +206,93 @@ def distance(one, other):
     return float((a - b).norm()) / length
 
 
-def loss_curve(make, steps=200):
-    """Final loss on a small regression problem with badly scaled inputs."""
+def byte_model():
+    """A model of the next byte from four: embedding, two linears, a norm and a head; 25,000 parameters."""
     import torch
 
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(512, 48, generator=generator) * torch.logspace(0, -1.5, 48)
-    target = torch.randn(32, 48, generator=generator)
-    params = [torch.nn.Parameter(torch.randn(s, generator=generator) * 0.1) for s in ((64, 48), (32, 64))]
-    optimizer, loss = make(params), None
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(256, 32)
+            self.up = torch.nn.Linear(128, 64, bias=False)
+            self.down = torch.nn.Linear(64, 32, bias=False)
+            self.norm = torch.nn.LayerNorm(32)
+            self.head = torch.nn.Linear(32, 256, bias=False)
+            for weight in (self.embedding.weight, self.head.weight, self.up.weight, self.down.weight):
+                torch.nn.init.normal_(weight, std=0.02 if len(weight) == 256 else 0.1)
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            window = torch.cat([x[:, 3 - i : x.shape[1] - i] for i in range(4)], -1)
+            return self.head(self.norm(x[:, 3:] + self.down(torch.relu(self.up(window)))))
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def loss_curve(make, steps=81):
+    """Losses of every 20th step on the text of the standard library."""
+    import pathlib
+
+    import torch
+
+    files = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:30]
+    text = torch.tensor(list(b"".join(file.read_bytes() for file in files)))
+    generator, model, losses = torch.Generator().manual_seed(1), byte_model(), []
+    optimizer = make(list(model.parameters()))
     for _ in range(steps):
-        index = torch.randint(0, 512, (128,), generator=generator)
-        loss = (
-            (torch.tanh(inputs[index] @ params[0].T) @ params[1].T - inputs[index] @ target.T) ** 2
-        ).mean()
+        begin = torch.randint(0, len(text) - 70, (8,), generator=generator)
+        tokens = torch.stack([text[b : b + 65] for b in begin])
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 4:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return float(loss.detach())
+        losses.append(float(loss.detach()))
+    return losses[::20]
 
 
 def peers():
-    """Print how far each peer's run is from ours on the same gradients, and losses side by side."""
+    """Print how far the port's run is from ours on the same gradients, and losses of all side by side."""
     import torch
 
     from block_optim import SOAP, Shampoo
 
     torch.set_num_threads(1)
-    lr = 3e-3
-    rows = []
+    lr = 2e-3
+    makers = {
+        "torch AdamW": lambda p: torch.optim.AdamW(p, lr=lr),
+        "Shampoo": lambda p: Shampoo(p, lr=lr),
+        "KL-Shampoo": lambda p: Shampoo(p, lr=lr, kl=True),
+        "SOAP": lambda p: SOAP(p, lr=lr),
+        "SOAP, diagonal_above=100": lambda p: SOAP(p, lr=lr, diagonal_above=100),
+        "SOAP, stagger=False": lambda p: SOAP(p, lr=lr, stagger=False),
+    }
     try:
-        from importlib.metadata import version
-
         import pytorch_optimizer
 
-        def port(params):
-            return pytorch_optimizer.SOAP(params, lr=lr, precondition_frequency=5)
-
-        def ours(params):
-            return SOAP(params, lr=lr, precondition_frequency=5, stagger=False)
-
+        makers["pytorch-optimizer SOAP"] = lambda p: pytorch_optimizer.SOAP(p, lr=lr)
         for shape in ((32, 32), (64, 64), (48, 32)):
             grads = gradients(shape, 30)
-            rows.append((f"SOAP {shape}", "pytorch-optimizer", distance(run(ours, grads), run(port, grads))))
-        print(f"pytorch-optimizer {version('pytorch-optimizer')}")
-        print(f"  loss after 200 steps: SOAP ours {loss_curve(ours):.4f}, port {loss_curve(port):.4f}")
+            far = distance(
+                run(makers["SOAP, stagger=False"], grads), run(makers["pytorch-optimizer SOAP"], grads)
+            )
+            print(
+                f"SOAP {shape}: distance from the port after 30 steps, over the way gone: {far:.1e}",
+                flush=True,
+            )
     except ImportError as error:
         print(f"pytorch-optimizer is not there: {error}")
     try:
         import heavyball
 
         heavyball.utils.compile_mode = None
-        for name, mine in (
-            ("SOAP", SOAP),
-            ("KLShampoo", lambda p, **o: Shampoo(p, kl=True, betas=(0.9, 0.95), **o)),
-        ):
-            theirs = getattr(heavyball, name)
-            a = loss_curve(lambda p, mine=mine: mine(p, lr=1e-2))
-            b = loss_curve(lambda p, theirs=theirs: theirs(p, lr=1e-2))
-            print(f"heavyball {name}: loss after 200 steps, ours {a:.4f}, heavyball {b:.4f}")
+        makers["heavyball SOAP"] = lambda p: heavyball.SOAP(p, lr=lr)
+        makers["heavyball KLShampoo"] = lambda p: heavyball.KLShampoo(p, lr=lr)
     except ImportError as error:
         print(f"heavyball is not there: {error}")
-    adam = loss_curve(lambda p: torch.optim.AdamW(p, lr=1e-2))
-    shampoo = loss_curve(lambda p: Shampoo(p, lr=1e-2))
-    print(f"torch AdamW {adam:.4f}, Shampoo ours {shampoo:.4f} (same problem, lr 1e-2)")
-    for what, who, far in rows:
-        print(f"{what:16} beside {who:20} distance / way after 30 steps {far:.1e}")
+    print(f"{'loss at step':26}" + "".join(f"{step:8}" for step in (1, 21, 41, 61, 81)))
+    for name, make in makers.items():
+        print(f"{name:26}" + "".join(f"{loss:8.3f}" for loss in loss_curve(make)), flush=True)
 
 
 def main():
