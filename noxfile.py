@@ -118,7 +118,7 @@ def isolated(session: nox.Session, package: str) -> None:
     shutil.copytree(_folder(package) / "tests", tests)
     session.chdir(outside)
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
-    session.install(*_test_requirements(package))
+    session.install(*_test_requirements(package), "--find-links", str(wheels))
     session.env["OMP_NUM_THREADS"] = "1"
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
     session.run("pytest", "-n", "auto", "-m", "not gpu", *settings, *(session.posargs or [str(tests)]))
@@ -156,6 +156,15 @@ def bench(session: nox.Session) -> None:
     session.run("asv", *settings, "machine", "--yes", silent=True)
     session.run("asv", *settings, "check", "--python=same")
     session.run("asv", *settings, "run", "--quick", "--python=same", "--show-stderr", *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Pretrain a small transformer on real text on all local ranks: `nox -s train -- --help` lists what it takes."""
+    _prepare(session)
+    editable = [part for name in PACKAGES[:-1] for part in ("-e", str(_folder(name)))]
+    session.install(*editable, "-e", f"{_folder('fsdp-runtime')}[train]")
+    session.run("fsdp-train", *session.posargs)
 
 
 @nox.session
