@@ -67,7 +67,7 @@ def _groups(
 ) -> list[list[tuple[torch.Tensor, Wish]]]:
     """The parameters of each unit that no earlier unit has."""
     seen: set[int] = set()
-    found = []
+    found: list[list[tuple[torch.Tensor, Wish]]] = []
     for unit in units:
         params = [(name, p) for name, p in unit.named_parameters() if id(p) not in seen]
         seen.update(id(p) for _, p in params)

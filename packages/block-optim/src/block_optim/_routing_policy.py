@@ -54,7 +54,8 @@ def block_policy_for(
         wishes[id(param)] = (param, wish)
     if units is None:
         return lambda name, param: wishes[id(param)][1].block if id(param) in wishes else None
-    groups, seen = [], set()
+    groups: list[list[tuple[torch.Tensor, Wish]]] = []
+    seen: set[int] = set()
     for unit in units:
         fresh = [p for p in unit.parameters() if id(p) not in seen]
         seen.update(id(p) for p in fresh)
