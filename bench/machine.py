@@ -92,9 +92,9 @@ def verdict(before: float, calibration: list[float], foreign: list[float]) -> li
 
 
 def spread(values: list[float]) -> float:
-    """Interquartile range over median; 0 for fewer than four values."""
+    """Interquartile range over median; of fewer than four values the whole range."""
     if len(values) < 4:
-        return 0.0
+        return (max(values) - min(values)) / statistics.median(values)
     first, middle, third = statistics.quantiles(values, n=4)
     return (third - first) / middle
 
