@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from conformance_models import (
+    FULL_STATE_DICTS,
     Stack,
     assert_same,
     batch,
@@ -113,6 +114,7 @@ def meta_assign(fsdp):
     ranks=3,
     ours=Raises(NotImplementedError, "load_full_state_dict"),
     note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` does it",
+    since=FULL_STATE_DICTS,
 )
 def meta_broadcast(fsdp):
     model = shard_stack(fsdp, on_meta())

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
+FULL_STATE_DICTS = (2, 12)  # torch's helpers for these take a RaggedDTensor for a DTensor from then on
 WIDTH, HIDDEN = 8, 13  # 13: divides by no world size
 
 

@@ -197,7 +197,7 @@ def low_parameters(fsdp):
         assert torch.equal(full(p.grad), wanted.grad)
 
 
-@case(PRECISION, "policies are torch's own classes")
+@case(PRECISION, "policies are torch's own classes", since=(2, 13))
 def policy_classes(fsdp):
     import torch.distributed.fsdp as theirs
 

@@ -67,6 +67,7 @@ class Case:
     better: str
     note: str
     unsupported: bool
+    since: tuple[int, int]
     timeout: float
 
     @property
@@ -96,11 +97,13 @@ def case(
     better: str = "",
     note: str = "",
     unsupported: bool = False,
+    since: tuple[int, int] = (2, 11),
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Enter a case. ``ours`` is what FSDP2 does unless it says else.
 
-    ``better`` says why, where both work; ``unsupported`` is for what FSDP2 supports elsewhere than on gloo.
+    ``better`` says why, where both work; ``unsupported`` is for what FSDP2 supports elsewhere than on gloo;
+    ``since`` is the torch that this implementation needs for it.
     """
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:
@@ -108,7 +111,9 @@ def case(
         assert name not in CASES, f"two cases called {name}"
         theirs = fsdp2 if isinstance(ours, str) else ours
         sizes = (ranks,) if isinstance(ranks, int) else ranks
-        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, timeout)
+        CASES[name] = Case(
+            name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, since, timeout
+        )
         return fn
 
     return enter

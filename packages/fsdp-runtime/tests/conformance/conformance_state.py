@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from conformance_models import (
+    FULL_STATE_DICTS,
     MLP,
     Stack,
     all_sharded,
@@ -148,6 +149,7 @@ def load_plain(fsdp):
     STATE,
     "`get_model_state_dict`: sharded; `full_state_dict`: whole, on rank 0 alone with `cpu_offload`",
     ranks=3,
+    since=FULL_STATE_DICTS,
 )
 def get_model(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
@@ -171,6 +173,7 @@ def set_model(fsdp):
     "`set_model_state_dict(full_state_dict=True)`",
     ours=Raises(RuntimeError, "unsupported placements"),
     note="torch slices by its own placements there; `load_state_dict` takes an unsharded state dict",
+    since=FULL_STATE_DICTS,
 )
 def set_model_full(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
@@ -201,7 +204,10 @@ def optimizer_state(fsdp):
 
 
 @case(
-    STATE, "`get_optimizer_state_dict(full_state_dict=True)`: whole tensors, the plain run's values", ranks=3
+    STATE,
+    "`get_optimizer_state_dict(full_state_dict=True)`: whole tensors, the plain run's values",
+    ranks=3,
+    since=FULL_STATE_DICTS,
 )
 def optimizer_state_full(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
@@ -302,7 +308,12 @@ def torch_save(fsdp):
     assert_same(model, seeded(Stack), rtol=0, atol=0)
 
 
-@case(STATE, "HSDP: state dicts hold one replica's shards; full values are right", ranks=4)
+@case(
+    STATE,
+    "HSDP: state dicts hold one replica's shards; full values are right",
+    ranks=4,
+    since=FULL_STATE_DICTS,
+)
 def hsdp_state(fsdp):
     model = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s")))
     optimizer = adamw(model)
@@ -377,7 +388,7 @@ def load_wrong_shape(fsdp):
         raise
 
 
-@case(STATE, "`state_dict` while gradients wait for a sync keeps them")
+@case(STATE, "`state_dict` while gradients wait for a sync keeps them", since=FULL_STATE_DICTS)
 def state_between(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     for micro in range(2):

@@ -305,6 +305,7 @@ def text_reshard(fsdp):
     WRAP,
     "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms, the data dimensions by name",
     ranks=4,
+    since=(2, 13),
 )
 def spmd_mesh(fsdp):
     over = mesh(2, 2, names=("dp", "tp"))
@@ -315,7 +316,7 @@ def spmd_mesh(fsdp):
         assert torch.equal(full(found), p)
 
 
-@case(WRAP, "`dp_mesh_dims` with two dimensions to shard over: they are flattened", ranks=4)
+@case(WRAP, "`dp_mesh_dims` with two dimensions to shard over: they are flattened", ranks=4, since=(2, 13))
 def spmd_mesh_flattened(fsdp):
     over = mesh(2, 2, names=("dp", "cp"))
     model = distribute_module(seeded(MLP), over)
@@ -332,6 +333,7 @@ def spmd_mesh_flattened(fsdp):
     "`dp_mesh_dims` with nothing to shard over: replicas only",
     ours=Raises(ValueError, "no shard dimension"),
     note="that is `DistributedDataParallel`",
+    since=(2, 13),
 )
 def spmd_mesh_replicas(fsdp):
     over = mesh(world(), names=("dp",))
@@ -341,7 +343,12 @@ def spmd_mesh_replicas(fsdp):
         assert torch.equal(full(found), p)
 
 
-@case(WRAP, "`dp_mesh_dims` that name no dimension of the mesh", fsdp2=Raises(ValueError, "nothere"))
+@case(
+    WRAP,
+    "`dp_mesh_dims` that name no dimension of the mesh",
+    fsdp2=Raises(ValueError, "nothere"),
+    since=(2, 13),
+)
 def spmd_mesh_unknown(fsdp):
     over = mesh(world(), names=("dp",))
     fsdp.fully_shard(MLP(), mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nothere"))

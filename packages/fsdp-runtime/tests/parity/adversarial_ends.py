@@ -25,6 +25,7 @@ class Ends:
     functional: bool = False  # the output is made from the embedding's weight, outside its module
     recompute: bool = False
     sometimes: bool = False  # every other step leaves the head out
+    late_bias: bool = False  # the head's bias is used in the last microbatch only
     chunks: bool = False  # the loss is taken in chunks, with backwards of their own
     microbatches: int = 1
     reshard: bool | None = None
@@ -46,6 +47,8 @@ CASES = (
     Ends(recompute=True, twice=True, microbatches=2),
     Ends(sometimes=True),
     Ends(sometimes=True, microbatches=2, reshard=True),
+    Ends(late_bias=True, microbatches=2, reshard=True),
+    Ends(late_bias=True, microbatches=3),
     Ends(chunks=True),
     Ends(chunks=True, tied=True, microbatches=2),
     Ends(wrapped_first=True, reshard=True),
@@ -56,12 +59,13 @@ class Model(nn.Module):
     def __init__(self, ends: Ends):
         super().__init__()
         self.ends = ends
+        self.bias = False
         self.embed = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)) for _ in range(2)
         )
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=ends.late_bias)
         if ends.tied:
             self.head.weight = self.embed.weight
         self.embed.weight.requires_grad_(not ends.frozen_embed)
@@ -76,7 +80,8 @@ class Model(nn.Module):
         x = self.norm(x)
         if self.ends.chunks or not with_head:
             return x
-        out = F.linear(x, self.embed.weight) if self.ends.functional else self.head(x)
+        weight = self.embed.weight if self.ends.functional else self.head.weight
+        out = F.linear(x, weight, self.head.bias if self.bias else None)
         return out if early is None else torch.cat([out, early], -1)
 
 
@@ -116,7 +121,9 @@ def train(ends: Ends) -> None:
             whole = torch.randint(
                 TOKENS, (2 * ranks, 3), generator=torch.Generator().manual_seed(7 * step + micro)
             )
-            model.set_requires_gradient_sync(micro == ends.microbatches - 1)
+            last = micro == ends.microbatches - 1
+            model.set_requires_gradient_sync(last)
+            model.bias = reference.bias = ends.late_bias and last
             backward(model, whole.chunk(ranks)[rank], 1.0, with_head)
             backward(reference, whole, 1.0, with_head)
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
