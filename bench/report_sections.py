@@ -184,12 +184,16 @@ def padding_section(folder: Path) -> list[str]:
 
 
 def tables_section(folder: Path) -> list[str]:
-    """Results that bring their own table: {"title", "text", "header", "rows"}, with a list of bars to draw or none."""
+    """Results that bring their own table: {"title", "text", "header", "rows"}.
+
+    May have "bars" or "lines", lists of panels to draw, and "exact": counts, which no noise concerns.
+    """
     out: list[str] = []
     for path in sorted(folder.glob("*.json")):
         item = store.load(path.stem, folder)
         for index, part in enumerate(item["figures"].get("tables", []) if item else []):
-            out.append(f"{'#' * part.get('level', 2)} {part['title']}\n\n{part['text']} {_about(item)}")
+            about = _about({**item, "noise": []} if part.get("exact") else item)
+            out.append(f"## {part['title']}\n\n{part['text']} {about}")
             if part.get("bars") and plots.available():
                 name = f"{path.stem}-{index}"
                 panels = [Panel(**panel) for panel in part["bars"]]
