@@ -112,3 +112,25 @@ def test_blocks_of_zeros_stay_zero_and_huge_gradients_do_not_spread():
     assert p.isfinite().all()
     assert not p[1:].any()
     assert all(t.isfinite().all() for t in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("state_map", ["root", "dynamic"])
+def test_a_short_block_is_as_if_zeros_followed(state_map):
+    block = Tile(32, 32) if state_map == "root" else Elements(96)
+    shape, full = ((40, 70), (64, 96)) if state_map == "root" else ((30, 95), (31, 95))
+    big, small = torch.nn.Parameter(torch.zeros(full)), torch.nn.Parameter(torch.ones(shape))
+    with torch.no_grad():
+        big[: shape[0], : shape[1]] = 1
+    optimizer = AdamW8bit([big, small], min_8bit_numel=1, block=block, state_map=state_map)
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(shape, generator=generator)
+    for factor in (
+        1.0,
+        -0.9,
+        0.01,
+    ):  # the second all but cancels the first moment: what is left elsewhere would show
+        small.grad = first * factor
+        big.grad = torch.zeros(full)
+        big.grad[: shape[0], : shape[1]] = small.grad
+        optimizer.step()
+    assert torch.equal(small, big[: shape[0], : shape[1]])
