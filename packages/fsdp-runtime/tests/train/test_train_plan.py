@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
     [
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
         (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "reshard": False}),
-        (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True, "accumulate": 2}),
+        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "accumulate": 2}),
+        (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True}),
     ],
 )
 def test_the_planned_peak_is_within_five_percent_of_the_measured_live_bytes(
@@ -47,7 +47,9 @@ def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
     for ranks in (64, 1024):
         for unit, whole in zip(plans[ranks].units, plans[1].units, strict=True):
             assert ranks * sum(unit.shards) * (1 - unit.padding) == pytest.approx(whole.parameters)
-    assert plans[64].at_rest == pytest.approx(plans[1].at_rest / 64, rel=0.05)
+        assert sum(unit.weights for unit in plans[ranks].units) == 4 * sum(
+            sum(u.shards) for u in plans[ranks].units
+        )
 
 
 def test_a_plan_has_a_line_for_every_unit(folder):
@@ -80,7 +82,7 @@ def test_replay_counts_two_units_gathered_and_two_reducing():
     moments = [Moment(name.split()[0], int(name.split()[1]), 0) for name in names]
     replay = Replay([root, unit, unit, unit]).run(moments)
     assert replay.buffers_peak == 10 + 10 + 4 * 100
-    assert replay.peak == 10 + 10 + 4 * 100 + 2 * 50 or replay.peak == 10 + 10 + 4 * 100 + 50
+    assert replay.peak == 10 + 10 + 4 * 100 + 3 * 50  # when the last layer's gradients are reduced
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():
@@ -113,7 +115,7 @@ def test_the_plan_command_prints_the_table(folder):
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--data", str(folder / "text"), "--optimizer", "muon"],
+        [*command, "--data", str(folder / "text"), "--optimizer", "adamw8bit"],
         capture_output=True, text=True, timeout=120, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -71,7 +71,7 @@ def test_a_run_resumed_at_another_world_size_goes_on_with_the_same_losses(folder
 def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(folder, tmp_path):
     config = tiny(folder, steps=16, save_every=4, eval_every=8)
     run_ranks(1, train, config, folder / "unkilled")
-    with pytest.raises(RankError, match="SIGKILL|signal 9|died"):
+    with pytest.raises(RankError, match=r"SIGKILL|signal 9|died"):
         run_ranks(2, train_and_die, config, tmp_path, 10)
     assert latest(tmp_path).name in ("step-00000004", "step-00000008")
     (resumed,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path)

@@ -77,7 +77,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     """Plan a run of fsdp_runtime. Allocates nothing but what planning needs; takes torch.distributed for itself.
 
     Raises:
-        TrainError: another system, a transformers model, or an optimizer that is not there.
+        TrainError: another system, a transformers model, or an optimizer that is not there or needs values.
     """
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
@@ -91,7 +91,14 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
             model: nn.Module = Transformer(sizes)
         layer_modules = wrap_order(model)
         Runtime(config, device, mesh).shard(model)
-        optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
+        try:
+            optimizer = make_optimizer(
+                config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay
+            )
+        except NotImplementedError as error:  # it wants to compare ranks, or values
+            raise TrainError(
+                f"plan cannot build {config.optimizer} on the meta device: use another"
+            ) from error
         step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
         units = tuple(_unit_plan(module, optimizer, world_size) for module in [model, *layer_modules])
 
@@ -109,7 +116,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
 
     rows = config.batch // (world_size * config.accumulate)
     moments = record(build, wrap_order, run, rows, config.seq_len, device)
-    replay = Replay([unit.buffers for unit in units]).run(moments)
+    replay = Replay([unit.buffers for unit in units], config.accumulate > 1).run(moments)
     return MemoryPlan(
         units=units,
         buffers=replay.buffers_peak,

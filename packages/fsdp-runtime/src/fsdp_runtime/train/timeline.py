@@ -152,6 +152,10 @@ class _Pool:
 class Replay:
     """A step of the runtime, moment by moment, once the order of units is known.
 
+    Args:
+        units: the root first, then the layers in order.
+        accumulated: gradients of an earlier microbatch are there from the beginning.
+
     One unit is gathered ahead; one reduction is under way beside the backward that goes on.
 
     Attributes:
@@ -159,11 +163,11 @@ class Replay:
         buffers_peak: the most bytes of gathered buffers.
     """
 
-    def __init__(self, units: list[Buffers]) -> None:
+    def __init__(self, units: list[Buffers], accumulated: bool = False) -> None:
         self.units = units
         self.peak = self.buffers_peak = 0
         self._pool = _Pool()
-        self._gradients = 0
+        self._gradients = sum(unit.gradients for unit in units) if accumulated else 0
         self._gathered: set[int] = set()
         self._running: int | None = None
         self._flying: int | None = None
@@ -229,6 +233,7 @@ class Replay:
 
     def _end(self, unit: int) -> None:
         self._finish_running()
+        self._pool.trim()
         self._finish(0)
         self._pool.take_back(self.units[0].reducing)
         self._pool.trim()
