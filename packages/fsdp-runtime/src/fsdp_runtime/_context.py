@@ -175,6 +175,11 @@ class Context:
         self._backward.begin(expected)
         self._gathers_follow()
 
+    def trim_when_last(self) -> None:
+        """Give parked memory back where backward expects to gather nothing more."""
+        if not self._backward.upcoming():
+            self.recycler.trim()
+
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
             self.recycler.trim()  # nothing more is gathered; what is parked would stand beside the last reductions

@@ -265,6 +265,7 @@ class Unit:
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
                 self.reshard()
+                self.context.trim_when_last()
         if not self.requires_gradient_sync:
             return
         ready = [
