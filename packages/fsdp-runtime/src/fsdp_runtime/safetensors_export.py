@@ -28,9 +28,9 @@ def save_safetensors(
     """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
 
     Tensor by tensor each is gathered (one all-gather; nothing for what is not sharded) and rank 0 writes it, so
-    that at most one full tensor is on a device and one file in rank 0's memory. One file is `model.safetensors`; several
-    are `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied parameters the first name is
-    written. Files are complete under their names or not there.
+    that at most one full tensor is on a device and one file in rank 0's memory. One file is `model.safetensors`;
+    several are `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied parameters the first
+    name is written. Files are complete under their names or not there.
 
     Args:
         module: with the names that the files should have.
