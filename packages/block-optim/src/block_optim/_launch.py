@@ -15,7 +15,7 @@ import torch
 from block_optim._codec import SCALE_MAX, SCALE_MIN, DynamicMap, RootMap
 from block_optim._quantized_ops import SQUARE_MAX, SQUARE_MIN
 from block_optim._rounding import base_keys
-from block_optim._runs import Run, offset_of
+from block_optim._runs import Run
 from block_optim._scalars import Hyper
 
 WIDE_BLOCK = 1024
@@ -176,8 +176,3 @@ def wide_launch(rows: list[Row], seed: int | None) -> Launch:
     from block_optim import _kernels
 
     return Launch(_kernels.wide_adamw, rows, seed, [], {"BLOCK": WIDE_BLOCK})
-
-
-def first_element(tensor: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    """``numel`` elements of the memory of ``tensor`` from ``start`` on."""
-    return tensor.as_strided((numel,), (1,), offset_of(tensor) + start)

@@ -86,8 +86,3 @@ class Hyper:
 def fp32(value: float) -> float:
     """The nearest fp32 number."""
     return ctypes.c_float(value).value
-
-
-def host_lr(group: dict[str, Any]) -> float:
-    """The group's lr as a number."""
-    return float(group["lr"])
