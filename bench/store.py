@@ -80,4 +80,6 @@ def _number(cell: str) -> bool:
 def mib(count: float) -> str:
     """Bytes as MiB."""
     value = count / 2**20
+    if value == 0:
+        return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
