@@ -30,7 +30,7 @@ class RunConfig:
     seq_len: int = 256
     batch: int = 24
     accumulate: int = 1
-    steps: int = 250
+    steps: int = 160
     warmup: int = 20
     optimizer: str = "adamw"
     lr: float | None = None
@@ -43,7 +43,7 @@ class RunConfig:
     system: str = "fsdp_runtime"
     block: str = "auto"
     reshard: bool = True
-    eval_every: int = 50
+    eval_every: int = 40
     eval_batches: int = 4
     log_every: int = 1
     save_every: int = 100
