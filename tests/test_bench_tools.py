@@ -128,6 +128,21 @@ def test_tokens_per_second_count_all_ranks():
     assert speed.summarise(raw)["ours"]["tokens_per_second"] == 2 * raw["workload"]["tokens_per_rank"] / 2.5
 
 
+def test_history_tracks_what_falls_when_things_get_better_and_leaves_a_busy_machine_out():
+    from bench.runtime import Speed
+
+    raw = raw_figures()
+    raw["samples"]["ddp"] = [sample(0.5), sample(2.0)]
+    memory = {"ours": {"start": 123}}
+    quiet = {"dense": {**raw, "times": speed.summarise(raw), "memory": memory, "noise": []}}
+    assert Speed().track_step_seconds(quiet, "dense", "ours") == 2.5
+    assert Speed().track_step_of_ddp(quiet, "dense", "ours") == 2.0
+    assert Speed().track_peak_rss_bytes(quiet, "dense", "ours") == 123
+    assert math.isnan(Speed().track_peak_rss_bytes(quiet, "dense", "fsdp2"))
+    busy = {"dense": {**quiet["dense"], "noise": ["it was busy"]}}
+    assert math.isnan(Speed().track_cpu_seconds(busy, "dense", "ours"))
+
+
 def test_a_planted_slowdown_shows_in_the_ratio():
     raw = raw_figures()
     raw["samples"]["ours"] = [sample(3 * s["wall"]) for s in raw["samples"]["ours"]]
