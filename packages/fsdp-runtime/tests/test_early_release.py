@@ -115,3 +115,28 @@ def test_parts_change_neither_names_nor_their_order():
         list(plain.state_dict()),
         [name for name, _ in plain.named_parameters()],
     )
+
+
+class Sometimes(Watched):
+    """The head is used on rank 0 only."""
+
+    def forward(self, batch):
+        x = Watch.apply(self.embed(batch), self.look)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x)) if torch.distributed.get_rank() == 0 else self.norm(x)
+
+
+def on_one_rank_only():
+    _group._PART = 1
+    model = shard(seeded(Sometimes))
+    model.set_reduce_scatter_unused_params(True)
+    model(tokens()).square().sum().backward()
+    alone = seeded(Watched)
+    alone.look = lambda: None
+    alone(tokens(rank=0)).square().sum().backward()
+    assert torch.allclose(model.head.weight.grad.full_tensor(), alone.head.weight.grad / 3, atol=1e-6)
+
+
+def test_with_unused_parameters_all_ranks_reduce_at_the_end():
+    run_ranks(3, on_one_rank_only)

@@ -243,7 +243,8 @@ class Unit:
             context.land(group)
             group.gradients.write(param, grad, group.scaling(self.reduce_options).before)
             del grad
-            if last and group.large and self.requires_gradient_sync:
+            # Ranks that use different parameters must not reduce at different times.
+            if last and group.large and self.requires_gradient_sync and not self.reduce_unused:
                 self._reduce([group for group in self.groups if group.gradients.complete])
 
     def _release_early(self, group: Group) -> None:
