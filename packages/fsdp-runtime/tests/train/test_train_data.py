@@ -115,7 +115,7 @@ def test_targets_are_the_tokens_one_further(tmp_path):
 def test_a_batch_that_does_not_divide_says_what_would(tmp_path):
     corpus = read([text_folder(tmp_path)]).train
     with pytest.raises(
-        TrainError, match="batch of 12 sequences does not divide by 5 ranks x 1 .* --batch 15 or 4 ranks"
+        TrainError, match=r"batch of 12 sequences does not divide by 5 ranks x 1 .* --batch 15 or 4 ranks"
     ):
         batches(corpus, world_size=5)
 
@@ -141,7 +141,7 @@ def test_data_that_cannot_be_used_is_named(tmp_path, content, name, message):
 def test_an_unreadable_file_is_named(tmp_path):
     folder = text_folder(tmp_path)
     (folder / "loop.py").symlink_to(folder / "loop.py")
-    with pytest.raises(TrainError, match="loop.py"):
+    with pytest.raises(TrainError, match=r"loop\.py"):
         read([folder / "loop.py"])
 
 
