@@ -95,6 +95,7 @@ class StepMeter:
 
 def bytes_of_all_tensors() -> int:
     """Bytes of the storages of all tensors that Python knows in this process, each once."""
+    gc.collect()  # what an earlier run in this process left in cycles is not this one's
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
         kind = type(found)
