@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
 LINT = ["ruff>=0.15,<0.18"]
 TYPECHECK = ["mypy>=2.0,<3"]
-BENCH = ["asv>=0.6.5,<0.7", "virtualenv"]
+BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
 
 
 def _folder(package: str) -> Path:

@@ -161,7 +161,7 @@ class DBuffer:
         )
 
     def count_users(self) -> int:
-        """How many tensors hold the full memory, this buffer's own included: autograd's, for a backward to come, too."""
+        """How many tensors hold the full memory: this buffer's own, and autograd's for a backward to come."""
         return sum(compat.users(storage) for storage, _ in self._storages)
 
     def _flat_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -221,7 +221,7 @@ class DBuffer:
     def local_views(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while the buffer has the shard.
+        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
 
         Raises:
             RuntimeError: the shard was given away.

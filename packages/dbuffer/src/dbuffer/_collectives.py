@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from . import _direct
 from . import _torch_compat as compat
 from ._handle import Handle
 from ._wire import Transfer
@@ -52,7 +53,7 @@ def all_gather(
             if not buffer.aliased:
                 parts.append((buffer, buffer._wire.encode(buffer.shard, buffer._own, buffer._raw_full)))
         pairs = [(t.receive, t.send) for _, transfers in parts for t in transfers if _must_travel(first, t)]
-        work = compat.all_gather(pairs, first.mesh_view.group) if pairs else None
+        work = _start_gather(pairs, first.mesh_view.group) if pairs else None
 
         launched_on = first.layer.current_stream()
 
@@ -64,6 +65,11 @@ def all_gather(
                     first.layer.wait(first.layer.record(), launched_on)
 
         return _handle("all_gather", buffers, work, decode)
+
+
+def _start_gather(pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Any:
+    gather = _direct.all_gather if _direct.pays(pairs, group) else compat.all_gather
+    return gather(pairs, group)
 
 
 def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[Any] | None) -> Handle:
@@ -81,7 +87,7 @@ def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[An
             first.layer.wait(share.ready)
             buffer.materialize()
             pairs += zip(buffer._raw_full, share.tensors, strict=True)
-        work = compat.all_gather(pairs, shares[0].group)
+        work = _start_gather(pairs, shares[0].group)
 
         def forget() -> None:  # only now: the collective reads them on another stream
             for buffer in buffers:
@@ -139,9 +145,13 @@ def reduce_scatter(
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer, direct in zip(buffers, straight, strict=True):
             pairs += zip(buffer.shard if direct else buffer._own, buffer._raw_full, strict=True)
-        work = None
+        work: Any = None
         if first.mesh_view.size > 1:
-            work = compat.reduce_scatter(pairs, _OPS[op], first.mesh_view.group)
+            group = first.mesh_view.group
+            if _direct.pays(pairs, group):
+                work = _direct.reduce_scatter(pairs, op == "avg", group)
+            else:
+                work = compat.reduce_scatter(pairs, _OPS[op], group)
 
         def finish() -> None:
             for buffer, direct in zip(buffers, straight, strict=True):

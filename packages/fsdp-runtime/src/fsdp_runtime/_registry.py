@@ -44,6 +44,16 @@ def owner_of(param: torch.Tensor) -> "tuple[Unit, ManagedParam] | None":
     return None
 
 
+def units_around(modules: tuple[nn.Module, ...]) -> "list[Unit]":
+    """Units whose modules have one of these inside."""
+    wanted = set(modules)
+    return [
+        unit
+        for unit in _units
+        if any(inner in wanted and inner is not outer for outer in unit.modules for inner in outer.modules())
+    ]
+
+
 def join(root: "Unit") -> None:
     """Give all units inside a root its context, and their names in it. Cheap where nothing was added since."""
     context = root.context

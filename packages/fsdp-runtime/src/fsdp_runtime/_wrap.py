@@ -18,7 +18,15 @@ from . import _torch_compat as compat
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._module import mix_in
 from ._param import ManagedParam, Place
-from ._registry import join, original_name, owner_of, register, remember_original, unit_of
+from ._registry import (
+    join,
+    original_name,
+    owner_of,
+    register,
+    remember_original,
+    unit_of,
+    units_around,
+)
 from ._unit import Unit
 from .block_policies import BlockPolicy
 
@@ -73,6 +81,8 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy, block_policy)
     data = data_mesh(mesh, dp_mesh_dims)
     reshard_after_forward = _checked_reshard(reshard_after_forward, data)
+    for around in units_around(modules):
+        around.reshard()  # its unsharded parameters would be taken for plain ones
     found = _find_params(modules, _checked_ignored(ignored_params, modules), data)
     _check_placements(found, shard_placement_fn)
     unit = Unit(modules, data, mp_policy, offload_policy, block_policy, reshard_after_forward)
@@ -241,7 +251,6 @@ def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: 
             f"{name} is shared with a module outside ({managed.name!r} in {outer.name}): tied parameters must be "
             "in one unit"
         )
-    outer.reshard()
     taken = ManagedParam(name, places, managed.sharded, managed.example(), managed.other)
     taken.shape = managed.shape
     return _Found(taken, managed.sharded, managed.sharded, outer)
