@@ -137,7 +137,8 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
         steps, values = losses(entries, "held_out")
         if steps:
             axes.plot(steps, values, "o", color=colour, markersize=5, label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize=8, wrap=True)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path)
