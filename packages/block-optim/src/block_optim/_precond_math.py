@@ -42,11 +42,6 @@ def empty_batch(count: int, rows: int, cols: int, *, dtype: torch.dtype, device:
     return torch.empty(count, stride, dtype=dtype, device=device)[:, : rows * cols].view(count, rows, cols)
 
 
-def zeros_batch(count: int, rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `empty_batch`, filled with zeros."""
-    return empty_batch(count, rows, cols, dtype=dtype, device=device).zero_()
-
-
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """(k, m, p) @ (k, p, n) -> (k, m, n), the same bits for a matrix whatever k is (on CUDA: for a fixed k)."""
     count, rows, cols = left.shape[0], left.shape[1], right.shape[2]

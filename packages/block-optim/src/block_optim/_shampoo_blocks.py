@@ -76,11 +76,6 @@ class Grid:
         """First column and width of each block of a strip."""
         return tuple((c, min(self.max_dim, self.cols - c)) for c in range(0, self.cols, self.max_dim))
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the tensor."""
-        return self.num_strips * len(self.columns)
-
     def strip(self, index: int) -> Strip:
         """Strip `index`, in storage order."""
         matrix, row = divmod(index, self.strips_per_matrix)

@@ -12,7 +12,6 @@ from torch import nn
 
 from ._group import Group
 from ._param import ManagedParam
-from ._registry import unit_of
 from ._unit import Unit
 
 
@@ -59,9 +58,3 @@ def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Group, ManagedParam, s
         for place in param.places
         if place.module is module
     ]
-
-
-def units_in(module: nn.Module) -> list[Unit]:
-    """All units in a module, outermost first."""
-    found = dict.fromkeys(unit_of(inner) for inner in module.modules())
-    return [unit for unit in found if unit is not None]

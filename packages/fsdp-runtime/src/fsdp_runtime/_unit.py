@@ -1,8 +1,5 @@
 """One `fully_shard` call: its parameters, gathered and reduced together."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,8 +17,6 @@ from ._param import ManagedParam
 from ._reduction import Reduction
 from ._scaling import ReduceOptions
 from .block_policies import BlockPolicy
-
-PassHook = Callable[..., Any]
 
 
 class Unit:

@@ -84,11 +84,6 @@ class Checkpoints:
             future.set_exception(error)
         self._pending = _Pending(step, future)
 
-    @property
-    def saving(self) -> bool:
-        """Whether a save is under way or waits to be finished."""
-        return self._pending is not None
-
     def failed(self) -> bool:
         """Whether this rank knows already that the save under way has failed."""
         pending = self._pending
