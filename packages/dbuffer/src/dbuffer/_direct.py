@@ -36,6 +36,12 @@ class Exchange:
         self._finish()
 
 
+def received_bytes(full_bytes: int, ranks: int) -> int:
+    """What a reduction of so many gathered bytes over gloo holds beside them while it is under way."""
+    direct = 1 < ranks <= MAX_RANKS and full_bytes + full_bytes // ranks >= MIN_BYTES
+    return full_bytes // ranks * (ranks - 1) if direct else 0
+
+
 def pays(pairs: Pairs, group: dist.ProcessGroup) -> bool:
     """Whether to go this way; the same answer on all ranks."""
     large = max(pairs[0], key=torch.Tensor.numel)

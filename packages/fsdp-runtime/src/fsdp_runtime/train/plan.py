@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
+from dbuffer import received_bytes
+
 from .config import RunConfig, pick_device
 from .corpus import read_data
 from .errors import TrainError
@@ -147,7 +149,13 @@ def _unit_plan(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: 
         reducing += [world_size * size * group.dtypes.reduce.itemsize for size in sizes]
     for param in unit.params:
         state += sum(_local_bytes(value) for value in optimizer.state[param.sharded].values())
-    buffers = Buffers(tuple(gathered), tuple(reducing), gradients, keeps=unit.reshard_after_forward is False)
+    buffers = Buffers(
+        tuple(gathered),
+        tuple(reducing),
+        gradients,
+        keeps=unit.reshard_after_forward is False,
+        received=received_bytes(sum(reducing), world_size) if unit.data.device.type == "cpu" else 0,
+    )
     return UnitPlan(unit.name, elements, shards, (total - elements) / total, weights, state, buffers)
 
 

@@ -36,6 +36,7 @@ class Buffers:
     reducing: tuple[int, ...]
     gradients: int  # the shard that a reduction leaves
     keeps: bool  # stays gathered between forward and backward
+    received: int = 0  # beside the gathered gradients while they are reduced
 
 
 def record(
@@ -171,13 +172,14 @@ class Replay:
         self._gathered: set[int] = set()
         self._running: int | None = None
         self._flying: int | None = None
+        self._received = 0
 
     def run(self, moments: list[Moment]) -> "Replay":
         """Go through all moments."""
         for moment in moments:
             getattr(self, f"_{moment.what}")(moment.unit)
             self.buffers_peak = max(self.buffers_peak, self._pool.live)
-            self.peak = max(self.peak, moment.live + self._pool.live + self._gradients)
+            self.peak = max(self.peak, moment.live + self._pool.live + self._gradients + self._received)
         return self
 
     def _gather(self, unit: int) -> None:
@@ -226,10 +228,11 @@ class Replay:
         self._release(unit)
         if self._flying is not None:
             self._pool.take_back(self.units[self._flying].reducing)
+        self._received = self.units[unit].received
         self._flying = unit
         self._gradients += self.units[unit].gradients
         # The new shard is there while the gathered gradients still are.
-        self.peak = max(self.peak, self._pool.live + self._gradients)
+        self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
 
     def _end(self, unit: int) -> None:
         self._finish_running()
@@ -237,3 +240,4 @@ class Replay:
         self._finish(0)
         self._pool.take_back(self.units[0].reducing)
         self._pool.trim()
+        self._received = 0
