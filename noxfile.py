@@ -137,7 +137,8 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check every package's sources with mypy in strict mode."""
     _prepare(session)
-    _install_workspace(session, *TYPECHECK, "safetensors[numpy]>=0.4.3")
+    typed = ["safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9"]
+    _install_workspace(session, *TYPECHECK, *typed)
     for name in PACKAGES:
         session.run("mypy", str(_folder(name) / "src"))
 
