@@ -1,5 +1,7 @@
 """Check an installed package from inside its own environment: no undeclared sibling, every module imports.
 
+A module may want what one of the package's own extras installs, and nothing else.
+
     python installed_alone.py PACKAGE SIBLING [SIBLING ...]
 
 Runs before any test requirement is installed, so whatever is there was declared.
@@ -28,6 +30,23 @@ def declared(package: str) -> set[str]:
     return found
 
 
+def optional(package: str) -> set[str]:
+    """The names of what the package's extras install."""
+    lines = [line for line in metadata.requires(package) or [] if "extra ==" in line]
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in lines}
+
+
+def needs_an_extra(module: str, package: str) -> bool:
+    """Import a module; whether it wants something that only an extra of the package installs."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in optional(package):
+            raise
+        return True
+    return False
+
+
 def main(package: str, siblings: list[str]) -> None:
     """Exit with a message where the environment or an import is not as declared."""
     present = {re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower() for found in metadata.distributions()}
@@ -35,12 +54,12 @@ def main(package: str, siblings: list[str]) -> None:
         sys.exit(f"{package} is installed alone, yet {', '.join(strangers)} came along undeclared")
     root = importlib.import_module(package.replace("-", "_"))
     names = [found.name for found in pkgutil.walk_packages(root.__path__, root.__name__ + ".")]
-    for name in names:
-        if not name.endswith("__main__"):
-            importlib.import_module(name)
+    names = [name for name in names if not name.endswith("__main__")]
+    extra = [name for name in names if needs_an_extra(name, package)]
     if "site-packages" not in root.__file__:
         sys.exit(f"{package} was imported from {root.__file__}, not from its wheel")
-    print(f"{package} {metadata.version(package)}: alone, and its {len(names) + 1} modules import")
+    said = f", {', '.join(extra)} only with an extra" if extra else ""
+    print(f"{package} {metadata.version(package)}: alone, and its {len(names) + 1} modules import{said}")
 
 
 if __name__ == "__main__":
