@@ -1,13 +1,12 @@
 """The examples of the README's sections on Muon and routing run, and print what is shown."""
 
 import re
-from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from readme_text import readme
 
 
 def example(section):
-    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = readme().split(f"\n## {section}\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return text, code
 

@@ -1,13 +1,13 @@
 """The README's section on Shampoo and SOAP, run as it stands."""
 
 import re
-from pathlib import Path
 
 import torch
+from readme_text import readme
 
 
 def test_the_readmes_example_runs():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = readme()
     section = text.partition("\n## Shampoo and SOAP\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert blocks

@@ -23,5 +23,6 @@ def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
         run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=CASES[name].timeout, seed=0)
 
 
+@pytest.mark.skipif(not TABLE.exists(), reason="the table is in the source tree, not in a wheel")
 def test_the_table_is_what_the_cases_say() -> None:
     assert TABLE.read_text() == table(), f"stale: run {Path(__file__).parent / 'make_table.py'}"
