@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "torch-sgd": OptimizerSpec("torch", "SGD", 0.3, (("momentum", 0.9),)),
     "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,), takes_norm=True),
     "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,), takes_norm=True),
-    "muon": OptimizerSpec("block_optim", "Muon", 2e-3, (_BETAS,), routed=True, takes_norm=True),
+    "muon": OptimizerSpec("block_optim", "Muon", 6e-3, (_BETAS,), routed=True, takes_norm=True),
     "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3, takes_norm=True),
     "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True),
 }
