@@ -163,7 +163,7 @@ def steady(fsdp):
             optimizer.zero_grad()
             if step in (2, 29):
                 found.append(live_bytes())
-    assert found[0] == found[1], found
+    assert found[1] <= found[0], found
 
 
 @case(MEMORY, "deleting model and optimizer gives every byte back", ranks=2)
