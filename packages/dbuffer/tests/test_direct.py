@@ -65,3 +65,21 @@ def test_only_large_exchanges_among_few_ranks_go_directly():
     assert run_ranks(2, choice, 1 << 19) == [False] * 2
     assert run_ranks(5, choice, 1 << 20) == [False] * 5
     assert run_ranks(1, choice, 1 << 20) == [False]
+
+
+def unequal_histories():
+    """Halves of the ranks exchange different numbers of times before all exchange together."""
+    usual, _direct.MIN_BYTES = _direct.MIN_BYTES, 1
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    full, shard = torch.zeros(8), torch.full((4,), float(dist.get_rank()))
+    for _ in range(1 + 2 * (dist.get_rank() // 2)):
+        _direct.all_gather([(full, shard)], mine).wait()
+    whole = torch.zeros(16)
+    _direct.all_gather([(whole, shard)], dist.group.WORLD).wait()
+    _direct.MIN_BYTES = usual
+    assert whole.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+
+
+def test_groups_of_ranks_with_different_histories_still_find_each_other():
+    run_ranks(4, unequal_histories, timeout=30)

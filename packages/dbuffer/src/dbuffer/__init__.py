@@ -11,7 +11,7 @@ from ._handle import Handle
 from ._recycler import Recycler, RecyclerStats, shared_recycler
 from ._wire import CastOnWire, Transfer, WireForm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CastOnWire",
     "DBuffer",

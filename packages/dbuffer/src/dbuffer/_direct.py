@@ -1,15 +1,16 @@
 """Gathers and reductions over gloo as plain sends and receives, for few ranks and much data.
 
 gloo reduces a copy of the whole input over all ranks and hands out a slice; its gather copies through buffers of its
-own. Sent straight from where they lie and received straight to where they belong, the same bytes take about half the
-time (2 to 4 ranks, 12 MiB). A reduction holds what the others send until it is waited for.
+own. Here the same bytes are sent straight from where they lie and received straight to where they belong (times:
+`python bench/exchange.py`). A reduction holds what the others send until it is waited for.
 
 rank 0  |own|   1   |   2   |   full                 |own| + received from 1 + received from 2 -> shard of rank 0
             '---> to 1  '---> to 2
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 MAX_RANKS = 4  # each sends to each
 MIN_BYTES = 1 << 20  # below, one call is cheaper than many
-_tags = itertools.count(1)  # the same on all ranks: they make the same calls in the same order
+# One count for each group: its ranks make the same calls in the same order, ranks of other groups need not.
+_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -57,7 +59,7 @@ def all_gather(pairs: Pairs, group: dist.ProcessGroup) -> Exchange:
     """Start giving every `send` to all ranks, in the order of ranks in `receive`."""
     rank, works = group.rank(), list[Any]()
     for receive, send in pairs:
-        parts, tag = receive.chunk(group.size()), next(_tags)
+        parts, tag = receive.chunk(group.size()), _next_tag(group)
         others = _others(group)
         works += [dist.irecv(parts[other], group=group, group_src=other, tag=tag) for other in others]
         works += [dist.isend(send, group=group, group_dst=other, tag=tag) for other in others]
@@ -70,7 +72,7 @@ def reduce_scatter(pairs: Pairs, average: bool, group: dist.ProcessGroup) -> Exc
     """Start summing every `send` over the ranks, each rank's part into its `receive`."""
     rank, works, sums = group.rank(), list[Any](), list[tuple[torch.Tensor, ...]]()
     for receive, send in pairs:
-        parts, tag = send.chunk(group.size()), next(_tags)
+        parts, tag = send.chunk(group.size()), _next_tag(group)
         others = _others(group)
         came = torch.empty(len(others), receive.numel(), dtype=send.dtype)
         works += [
@@ -90,6 +92,10 @@ def reduce_scatter(pairs: Pairs, average: bool, group: dist.ProcessGroup) -> Exc
         sums.clear()
 
     return Exchange(works, finish)
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    return next(_tags.setdefault(group, itertools.count(1)))
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:

@@ -76,7 +76,7 @@ class Gradients:
         buffer.materialize()
         missing = [view for name, view in buffer.resting_views.items() if name not in self._written]
         if missing:
-            torch._foreach_zero_(missing)
+            compat.zero(missing)
         used = [param for param in self._group.params if param.name in self._written]
         self._written.clear()
         return used
@@ -157,7 +157,7 @@ class Gradients:
         if all_of_them or not missing:
             return used + missing
         asked = [p for p in missing if p.sharded.grad is None and self.local(p).numel()]
-        largest = torch.stack(torch._foreach_norm([self.local(p) for p in asked], torch.inf)) if asked else ()
+        largest = compat.largest([self.local(p) for p in asked]) if asked else ()
         return used + [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
 
     def publish(self, params: list[ManagedParam]) -> None:
@@ -174,7 +174,7 @@ class Gradients:
                 add.append((self._group.as_sharded(param, held).to_local(), view))
         with torch.no_grad():
             if add:
-                torch._foreach_add_([held for held, _ in add], [view for _, view in add])
+                compat.add([held for held, _ in add], [view for _, view in add])
         self.filled.give_shard()
         for param in params:
             for hook in compat.post_accumulate_hooks(param.sharded):

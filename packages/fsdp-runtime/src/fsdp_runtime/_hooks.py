@@ -96,7 +96,7 @@ def _mark_outputs(unit: Unit, output: Any) -> None:
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
             continue
-        if tensor._is_view() and tensor._base is not None and not tensor.is_leaf:
+        if compat.is_view(tensor):
             warnings.warn(
                 f"{unit.name} ({type(unit.modules[0]).__name__}) returned a view: an in-place change to it (out += x) "
                 "would drop the hook that gathers parameters for backward. Use out = out + x, or return out.clone()",

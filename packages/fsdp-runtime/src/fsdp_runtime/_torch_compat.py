@@ -3,7 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
-`DeviceMesh._concatenate` and `_flatten`, and the two attributes by which dynamo
+`DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
+`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), and the two attributes by which dynamo
 recognises modules whose parameters are swapped.
 """
 
@@ -44,6 +45,38 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], 
 def version_of(tensor: torch.Tensor) -> int:
     """A count of in-place changes to this tensor's memory through it and its views."""
     return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another that is not a leaf itself."""
+    return tensor._base is not None and not tensor.is_leaf
+
+
+def profiling() -> bool:
+    """Whether a profile is being taken."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def zero(tensors: list[torch.Tensor]) -> None:
+    """Set all to zero."""
+    torch._foreach_zero_(tensors)
+
+
+def add(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+    """Add each to its partner."""
+    torch._foreach_add_(to, of)
+
+
+def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each, NaN where there is one: 1-D, on the tensors' device."""
+    return torch.stack(torch._foreach_norm(tensors, torch.inf))
+
+
+def fake_mode() -> Any:
+    """Tensors with shapes, dtypes and devices, but without memory."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

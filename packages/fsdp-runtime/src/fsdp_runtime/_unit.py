@@ -1,5 +1,7 @@
 """One `fully_shard` call: its parameters, gathered and reduced together."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +29,7 @@ class Unit:
     Attributes:
         modules: those passed to `fully_shard`.
         name: the first module's name in the root, for errors and profiles.
-        groups: its parameters, one group for each dtype.
+        groups: its parameters by dtype, trained or not, and where `split` by large child.
         context: what it shares with the other units of its model.
         split: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
@@ -275,7 +277,8 @@ class Unit:
 
     def _reduce(self, groups: list[Group]) -> None:
         context = self.context
-        context.reduce(Reduction(context, self.name, groups, self.reduce_options, self.reduce_unused))
+        options = replace(self.reduce_options)  # as they are now, whatever is set before it has landed
+        context.reduce(Reduction(context, self.name, groups, options, self.reduce_unused))
 
     def reset(self) -> None:
         """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""

@@ -54,8 +54,8 @@ def fully_shard(
     They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
     outer first too. After veScale-FSDP (arXiv 2602.22437).
 
-    Communicates one all-gather of 32 bytes for each dtype of the unit, to compare layouts; where an outer
-    unit gives parameters to a new inner one, moreover what moves between ranks.
+    Communicates one all-gather of 32 bytes for each group of the unit (a dtype; trained or frozen), to compare layouts;
+    where an outer unit gives parameters to a new inner one, moreover what moves between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.

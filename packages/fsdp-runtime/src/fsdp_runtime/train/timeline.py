@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_compat import fake_mode
+from fsdp_runtime._torch_compat import fake_mode
+
 from .memory import LiveBytes
 
 
