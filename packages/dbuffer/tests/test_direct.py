@@ -1,4 +1,4 @@
-"""Large gathers and reductions over gloo go as sends and receives, with the values of the collectives."""
+"""Large gathers and reductions over gloo go from rank to rank, with the values of the collectives."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch.distributed as dist
 from dbuffer_helpers import mesh_of
 
 from dbuffer import DBuffer, _direct
+from dbuffer._direct import Sends
+from dbuffer._peer_memory import connect
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -15,11 +17,14 @@ def build(name, **options):
     return DBuffer(plan(specs, dist.get_world_size()), mesh_of(), dtype=torch.float32, **options)
 
 
-def both_ways(full_dtype, op):
-    """Two buffers under way at once, by the collectives and directly: gathered, reduced and added to."""
-    found, kinds, usual = [], [], _direct.MIN_BYTES
-    for least in (1 << 60, 1):
-        _direct.MIN_BYTES = least
+def all_ways(full_dtype, op):
+    """Two buffers under way at once, by the collectives and rank to rank: gathered, reduced and added to."""
+    found, kinds, usual, group = [], [], _direct.MIN_BYTES, dist.group.WORLD
+    connected = connect(group)
+    assert connected is not None
+    for wire in (None, Sends(group), connected):
+        _direct.MIN_BYTES = 1 << 60 if wire is None else 1
+        _direct._wires[group] = wire
         one, other = build("one", full_dtype=full_dtype), build("other", full_dtype=full_dtype)
         for number, buffer in enumerate((one, other)):
             buffer.initialize(lambda name, full, generator: full.normal_(generator=generator), seed=number)
@@ -41,18 +46,21 @@ def both_ways(full_dtype, op):
         one.release()
         other.release()
     _direct.MIN_BYTES = usual  # ranks live on
-    for slow, direct in zip(*found, strict=True):
-        torch.testing.assert_close(direct, slow, rtol=0, atol=0)
+    _direct._wires.clear()
+    for way in found[1:]:
+        for slow, direct in zip(found[0], way, strict=True):
+            torch.testing.assert_close(direct, slow, rtol=0, atol=0)
     return kinds
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sent_directly_the_values_are_those_of_the_collectives(ranks):
+def test_from_rank_to_rank_the_values_are_those_of_the_collectives(ranks):
     for full_dtype in (torch.float32, torch.bfloat16):
         for op in ("sum", "avg") if ranks != 3 else ("sum",):  # a third is rounded at another place
-            slow, direct = run_ranks(ranks, both_ways, full_dtype, op)[0]
+            slow, sent, read = run_ranks(ranks, all_ways, full_dtype, op)[0]
             assert {"all_gather", "reduce_scatter"} <= set(slow)
-            assert not {"all_gather", "reduce_scatter"} & set(direct)
+            assert sent
+            assert not {"all_gather", "reduce_scatter"} & {*sent, *read}
 
 
 def choice(nbytes):
@@ -67,19 +75,21 @@ def test_only_large_exchanges_among_few_ranks_go_directly():
     assert run_ranks(1, choice, 1 << 20) == [False]
 
 
-def unequal_histories():
+def unequal_histories(make):
     """Halves of the ranks exchange different numbers of times before all exchange together."""
-    usual, _direct.MIN_BYTES = _direct.MIN_BYTES, 1
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
     full, shard = torch.zeros(8), torch.full((4,), float(dist.get_rank()))
+    for group in (mine, dist.group.WORLD):
+        _direct._wires[group] = make(group)
     for _ in range(1 + 2 * (dist.get_rank() // 2)):
         _direct.all_gather([(full, shard)], mine).wait()
     whole = torch.zeros(16)
     _direct.all_gather([(whole, shard)], dist.group.WORLD).wait()
-    _direct.MIN_BYTES = usual
+    _direct._wires.clear()
     assert whole.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4
 
 
-def test_groups_of_ranks_with_different_histories_still_find_each_other():
-    run_ranks(4, unequal_histories, timeout=30)
+@pytest.mark.parametrize("make", [Sends, connect])
+def test_groups_of_ranks_with_different_histories_still_find_each_other(make):
+    run_ranks(4, unequal_histories, make, timeout=30)

@@ -1,27 +1,30 @@
-"""Gathers and reductions over gloo as plain sends and receives, for few ranks and much data.
+"""Gathers and reductions over gloo, rank to rank, for few ranks and much data.
 
 gloo reduces a copy of the whole input over all ranks and hands out a slice; its gather copies through buffers of its
-own. Here the same bytes are sent straight from where they lie and received straight to where they belong (times:
-`python bench/exchange.py`). A reduction holds what the others send until it is waited for.
+own. Here the same bytes go straight from where they lie to where they belong: read from the other rank's memory, or
+where that cannot be (`_peer_memory`), as plain sends and receives. Times: `python bench/exchange.py`. A reduction
+holds what the others gave until it is waited for.
 
-rank 0  |own|   1   |   2   |   full                 |own| + received from 1 + received from 2 -> shard of rank 0
+rank 0  |own|   1   |   2   |   full                 |own| + what 1 gave + what 2 gave -> shard of rank 0
             '---> to 1  '---> to 2
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ._peer_memory import Peers, connect
+
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 MAX_RANKS = 4  # each sends to each
 MIN_BYTES = 1 << 20  # below, one call is cheaper than many
-# One count for each group: its ranks make the same calls in the same order, ranks of other groups need not.
-_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+# One for each group: its ranks make the same calls in the same order, ranks of other groups need not.
+_wires: "weakref.WeakKeyDictionary[dist.ProcessGroup, Peers | Sends]" = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -59,10 +62,11 @@ def all_gather(pairs: Pairs, group: dist.ProcessGroup) -> Exchange:
     """Start giving every `send` to all ranks, in the order of ranks in `receive`."""
     rank, works = group.rank(), list[Any]()
     for receive, send in pairs:
-        parts, tag = receive.chunk(group.size()), _next_tag(group)
+        parts = receive.chunk(group.size())
         others = _others(group)
-        works += [dist.irecv(parts[other], group=group, group_src=other, tag=tag) for other in others]
-        works += [dist.isend(send, group=group, group_dst=other, tag=tag) for other in others]
+        works.append(
+            _wire(group).exchange(dict.fromkeys(others, send), {other: parts[other] for other in others})
+        )
         if parts[rank].data_ptr() != send.data_ptr():
             parts[rank].copy_(send)
     return Exchange(works, lambda: None)
@@ -72,14 +76,11 @@ def reduce_scatter(pairs: Pairs, average: bool, group: dist.ProcessGroup) -> Exc
     """Start summing every `send` over the ranks, each rank's part into its `receive`."""
     rank, works, sums = group.rank(), list[Any](), list[tuple[torch.Tensor, ...]]()
     for receive, send in pairs:
-        parts, tag = send.chunk(group.size()), _next_tag(group)
+        parts = send.chunk(group.size())
         others = _others(group)
         came = torch.empty(len(others), receive.numel(), dtype=send.dtype)
-        works += [
-            dist.irecv(row, group=group, group_src=other, tag=tag)
-            for row, other in zip(came, others, strict=True)
-        ]
-        works += [dist.isend(parts[other], group=group, group_dst=other, tag=tag) for other in others]
+        takes = dict(zip(others, came, strict=True))
+        works.append(_wire(group).exchange({other: parts[other] for other in others}, takes))
         sums.append((receive, parts[rank], came))
 
     def finish() -> None:
@@ -94,8 +95,43 @@ def reduce_scatter(pairs: Pairs, average: bool, group: dist.ProcessGroup) -> Exc
     return Exchange(works, finish)
 
 
-def _next_tag(group: dist.ProcessGroup) -> int:
-    return next(_tags.setdefault(group, itertools.count(1)))
+def _wire(group: dist.ProcessGroup) -> "Peers | Sends":
+    """How tensors get from rank to rank; all ranks of the group agree on it when it is first asked for."""
+    wire = _wires.get(group)
+    if wire is None:
+        wire = _wires[group] = connect(group) or Sends(group)
+    return wire
+
+
+class Sends:
+    """What `Peers` does, with the group's own sends and receives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._tags: Iterator[int] = itertools.count(1)
+
+    def exchange(self, gives: Mapping[int, torch.Tensor], takes: Mapping[int, torch.Tensor]) -> "Works":
+        """Start giving each peer one tensor, and taking one of each."""
+        group, tag = self._group(), next(self._tags)
+        works = [dist.irecv(to, group=group, group_src=peer, tag=tag) for peer, to in takes.items()]
+        works += [dist.isend(of, group=group, group_dst=peer, tag=tag) for peer, of in gives.items()]
+        return Works(works)
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Block until all are over."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(work.is_completed() for work in self._works)
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
