@@ -15,7 +15,7 @@ from .launch import launch
 from .speed import record, summarise
 from .systems import SYSTEMS
 
-LAYOUT = ["ours", "ours-staged", "ours-given-order", "ours-lcm", "fsdp2"]
+LAYOUT = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm", "fsdp2"]
 OPTIMIZER = ["ours", "ours-gathering"]
 BLOCKS = {"block_policy": "rows:32"}
 

@@ -25,7 +25,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     calibration = []
     for turn in range(request["rounds"]):
-        calibration.append(machine.calibrate())
+        calibration.append(clock.calibrate())
         names = list(trainers)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             found, sizes[name] = _round_trip(trainers[name])

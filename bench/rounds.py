@@ -44,7 +44,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     calibration: list[float] = []
     for turn in range(request["rounds"]):
-        calibration.append(machine.calibrate())
+        calibration.append(clock.calibrate())
         names = list(trainers)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             samples[name].append(clock.measure(trainers[name], request["steps"]))
@@ -122,6 +122,15 @@ class Clock:
         step = self._done.get(trainer.name, 0)
         self._done[trainer.name] = step + 1
         return batch_of(self.job.workload, step, dist.get_rank(), self.job.device)
+
+    def calibrate(self) -> float:
+        """Rank 0's fixed loop while the others wait: four ranks on two cores would only measure each other."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        seconds = machine.calibrate() if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        return seconds
 
     def mean_losses(self, trainer: Any, steps: int) -> list[float]:
         """So many steps; each one's loss, averaged over ranks."""

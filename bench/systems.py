@@ -337,6 +337,7 @@ SYSTEMS = {
     "ddp": System("DDP (not sharded)", _ddp),
     "ours": System("fsdp_runtime", _ours, _runtime_is_there),
     "ours-staged": System("without zero-copy", _variant("staged"), _runtime_is_there),
+    "ours-held": System("gradients not fused", _variant("held"), _runtime_is_there),
     "ours-given-order": System("planner off: given order", _variant("given_order"), _runtime_is_there),
     "ours-lcm": System("planner off: lcm rule", _variant("lcm"), _runtime_is_there),
     "ours-gathering": System("blocks ignored", _variant("gathering"), _runtime_is_there),

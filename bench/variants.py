@@ -1,6 +1,7 @@
 """Our runtime with one of its ideas taken away: what the ablation compares. Nothing of this is in the product.
 
     staged          zero-copy off: a gather lands in a staging buffer and is copied out; gradients are copied into one
+    held            gradients not fused: they stay where autograd made them until the unit's backward is over
     given-order     planner off: one buffer, tensors in the order of the module, the least shard size that this allows
     lcm             planner off: as above, the shard size a multiple of the lcm of all blocks, as Megatron-FSDP lays out
     gathering       blocks ignored: cut anywhere, so that a block-wise optimizer must gather weights and gradients first
@@ -20,33 +21,70 @@ from .systems import Job, Trainer, _ours, make_optimizers
 
 def staged(name: str, model: Any, job: Job) -> Trainer:
     """Every collective through a staging buffer of the gathered size, as a runtime without one flat buffer needs."""
+    from contextlib import ExitStack
+
+    from dbuffer import _direct
     from dbuffer import _torch_compat as compat
 
-    gather, scatter = compat.all_gather, compat.reduce_scatter
+    def staged_gather(gather: Any) -> Any:
+        def run(pairs: Any, group: Any) -> Any:
+            staging = []
+            for receive, send in pairs:
+                whole = receive.new_empty(receive.shape)
+                own = whole.narrow(0, group.rank() * send.numel(), send.numel())
+                own.copy_(send)  # copy in
+                staging.append((whole, own))
+            work = gather(staging, group)
 
-    def staged_gather(pairs: Any, group: Any) -> Any:
-        staging = []
-        for receive, send in pairs:
-            whole = receive.new_empty(receive.shape)
-            own = whole.narrow(0, group.rank() * send.numel(), send.numel())
-            own.copy_(send)  # copy in
-            staging.append((whole, own))
-        work = gather(staging, group)
+            def copy_out() -> None:
+                for (receive, _), (whole, _) in zip(pairs, staging, strict=True):
+                    receive.copy_(whole)
 
-        def copy_out() -> None:
-            for (receive, _), (whole, _) in zip(pairs, staging, strict=True):
-                receive.copy_(whole)
+            return _After(work, copy_out)
 
-        return _After(work, copy_out)
+        return run
 
-    def staged_scatter(pairs: Any, op: Any, group: Any) -> Any:
-        staging = [(receive, send.clone()) for receive, send in pairs]
-        return _After(scatter(staging, op, group), staging.clear)
+    def staged_scatter(scatter: Any) -> Any:
+        def run(pairs: Any, how: Any, group: Any) -> Any:
+            staging = [(receive, send.clone()) for receive, send in pairs]
+            return _After(scatter(staging, how, group), staging.clear)
+
+        return run
 
     def patched() -> AbstractContextManager[Any]:
-        return mock.patch.multiple(compat, all_gather=staged_gather, reduce_scatter=staged_scatter)
+        stack = ExitStack()
+        for way in (compat, _direct):  # by a collective, or from rank to rank
+            through = {
+                "all_gather": staged_gather(way.all_gather),
+                "reduce_scatter": staged_scatter(way.reduce_scatter),
+            }
+            stack.enter_context(mock.patch.multiple(way, **through))
+        return stack
 
     return _within(_ours(name, model, job), patched)
+
+
+def held(name: str, model: Any, job: Job) -> Trainer:
+    """All gradients of a unit are copied into the buffer together, just before their reduction, as FSDP2 does."""
+    from fsdp_runtime._gradients import Gradients
+
+    write, close = Gradients.write, Gradients.close
+    kept: dict[int, list[tuple[Any, Any, float]]] = {}
+
+    def keep(gradients: Any, param: Any, grad: Any, scale: float) -> None:
+        kept.setdefault(id(gradients), []).append((param, grad, scale))
+        gradients._written.add(param.name)
+
+    def flush(gradients: Any) -> Any:
+        waiting = kept.pop(id(gradients), [])
+        for param, _, _ in waiting:
+            gradients._written.discard(param.name)
+        for param, grad, scale in waiting:
+            write(gradients, param, grad, scale)
+        waiting.clear()
+        return close(gradients)
+
+    return _within(_ours(name, model, job), lambda: mock.patch.multiple(Gradients, write=keep, close=flush))
 
 
 class _After:

@@ -28,7 +28,7 @@ from bench.workloads import WORKLOADS, batch_of, describe
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
-OURS = ["ours", "ours-staged", "ours-given-order", "ours-lcm"]
+OURS = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
 
 
 # -- the same work for all ------------------------------------------------------------------------------------------

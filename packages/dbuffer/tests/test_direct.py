@@ -93,3 +93,26 @@ def unequal_histories(make):
 @pytest.mark.parametrize("make", [Sends, connect])
 def test_groups_of_ranks_with_different_histories_still_find_each_other(make):
     run_ranks(4, unequal_histories, make, timeout=30)
+
+
+def nobody_answers():
+    """A rank that is gone when the others meet for the first large exchange."""
+    buffer = build("unit 7")
+    usual = _direct.MIN_BYTES, _direct.connect
+
+    def fails(group):
+        raise RuntimeError("Connection closed by peer")
+
+    _direct.MIN_BYTES, _direct.connect = 1, fails
+    _direct._wires.clear()
+    with pytest.raises(RuntimeError) as caught:
+        buffer.all_gather()
+    _direct.MIN_BYTES, _direct.connect = usual
+    return str(caught.value)
+
+
+def test_an_exchange_that_cannot_start_says_which_and_why():
+    assert (
+        run_ranks(2, nobody_answers)
+        == ["all_gather of unit 7.a could not start: Connection closed by peer"] * 2
+    )

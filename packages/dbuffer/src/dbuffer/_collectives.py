@@ -8,7 +8,8 @@ shard            shard                                all-reduce over replicas
 own slice        shard (world size 1)                 the local part of the above
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ def all_gather(
             if not buffer.aliased:
                 parts.append((buffer, buffer._wire.encode(buffer.shard, buffer._own, buffer._raw_full)))
         pairs = [(t.receive, t.send) for _, transfers in parts for t in transfers if _must_travel(first, t)]
-        work = _start_gather(pairs, first.mesh_view.group) if pairs else None
+        work = _start_gather(buffers, pairs, first.mesh_view.group) if pairs else None
 
         launched_on = first.layer.current_stream()
 
@@ -67,9 +68,12 @@ def all_gather(
         return _handle("all_gather", buffers, work, decode)
 
 
-def _start_gather(pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Any:
-    gather = _direct.all_gather if _direct.pays(pairs, group) else compat.all_gather
-    return gather(pairs, group)
+def _start_gather(
+    buffers: Sequence["DBuffer"], pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> Any:
+    with _named("all_gather", buffers):
+        gather = _direct.all_gather if _direct.pays(pairs, group) else compat.all_gather
+        return gather(pairs, group)
 
 
 def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[Any] | None) -> Handle:
@@ -87,7 +91,7 @@ def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[An
             first.layer.wait(share.ready)
             buffer.materialize()
             pairs += zip(buffer._raw_full, share.tensors, strict=True)
-        work = _start_gather(pairs, shares[0].group)
+        work = _start_gather(buffers, pairs, shares[0].group)
 
         def forget() -> None:  # only now: the collective reads them on another stream
             for buffer in buffers:
@@ -148,10 +152,11 @@ def reduce_scatter(
         work: Any = None
         if first.mesh_view.size > 1:
             group = first.mesh_view.group
-            if _direct.pays(pairs, group):
-                work = _direct.reduce_scatter(pairs, op == "avg", group)
-            else:
-                work = compat.reduce_scatter(pairs, _OPS[op], group)
+            with _named("reduce_scatter", buffers):
+                if _direct.pays(pairs, group):
+                    work = _direct.reduce_scatter(pairs, op == "avg", group)
+                else:
+                    work = compat.reduce_scatter(pairs, _OPS[op], group)
 
         def finish() -> None:
             for buffer, direct in zip(buffers, straight, strict=True):
@@ -263,13 +268,25 @@ def _check_reduction(op: str, divide: float | None) -> None:
         )
 
 
+@contextmanager
+def _named(what: str, buffers: Sequence["DBuffer"]) -> Iterator[None]:
+    """Say in an error which collective could not start: ranks meet in the first large one of a group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{_title(what, buffers)} could not start: {error}") from error
+
+
+def _title(what: str, buffers: Sequence["DBuffer"]) -> str:
+    return f"{what} of {', '.join(buffer.name for buffer in buffers)}"
+
+
 def _handle(what: str, buffers: Sequence["DBuffer"], work: Any, finish: Callable[[], None]) -> Handle:
     def settle() -> None:
         for buffer in buffers:
             buffer._in_flight = None
 
-    names = ", ".join(buffer.name for buffer in buffers)
-    handle = Handle(f"{what} of {names}", buffers[0].layer, work, finish, settle)
+    handle = Handle(_title(what, buffers), buffers[0].layer, work, finish, settle)
     for buffer in buffers:
         buffer._in_flight = handle
     return handle
