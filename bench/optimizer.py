@@ -1,6 +1,6 @@
 """block-optim: CPU time of an optimizer step on a sharded model, beside torch's optimizers and torchao's.
 
-python bench/optimizer.py        the same figures as a table: medians, all systems alternating in one process
+python bench/optimizer.py        the same figures as a table: medians, all systems in one process, in another order each time
 
 Rank 0 of 64 ranks that are not there (torch's fake process group) holds its part of a Llama-style model of 31.6M
 parameters: 75 tensors, 0.5M elements. Parameters and gradients are RaggedDTensors in flat buffers, as the runtime has
@@ -10,6 +10,7 @@ where a row does not say otherwise: torch's optimizers have none. Thread CPU tim
 
 import importlib.util
 import os
+import random
 import statistics
 import sys
 import time
@@ -126,8 +127,11 @@ def measure(rounds):
         found = systems()
         calls = {name: call for name, call in found.items() if callable(call)}
         times = {name: [] for name in calls}
+        order, shuffle = list(calls), random.Random(0).shuffle
         for turn in range(rounds + 3):
-            for name, call in calls.items():
+            shuffle(order)  # a step finds the caches as the one before left them
+            for name in order:
+                call = calls[name]
                 start = time.thread_time()
                 call()
                 if turn >= 3:  # the first few warm up

@@ -1,4 +1,4 @@
-"""All figures of the report anew, in one go: below ten minutes on two quiet cores.
+"""All figures of the report anew, in one go: some 18 minutes on two cores.
 
 python -m bench record [--keep-noisy]
 
