@@ -1,6 +1,6 @@
 """block-optim: CPU time of an optimizer step on a sharded model, beside torch's optimizers and torchao's.
 
-python bench/optimizer.py        the same figures as a table: medians, all systems in one process, in another order each time
+python bench/optimizer.py        the same figures as a table: medians, all in one process, in another order each time
 
 Rank 0 of 64 ranks that are not there (torch's fake process group) holds its part of a Llama-style model of 31.6M
 parameters: 75 tensors, 0.5M elements. Parameters and gradients are RaggedDTensors in flat buffers, as the runtime has

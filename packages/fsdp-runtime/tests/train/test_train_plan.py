@@ -83,6 +83,8 @@ def test_replay_counts_two_units_gathered_and_two_reducing():
     replay = Replay([root, unit, unit, unit]).run(moments)
     assert replay.buffers_peak == 10 + 10 + 4 * 100
     assert replay.peak == 10 + 10 + 4 * 100 + 3 * 50  # when the last layer's gradients are reduced
+    prompt = Replay([root, unit, unit, unit], prompt=True).run(moments)
+    assert prompt.buffers_peak == 10 + 10 + 3 * 100  # the buffer of the reduction that is over is taken again
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

@@ -22,6 +22,9 @@ class OptimizerSpec:
     extra: tuple[tuple[str, Any], ...] = ()
     routed: bool = False  # it takes matrices only: `block_optim.param_groups_for` sends the rest to AdamW
     takes_norm: bool = False  # step(grad_norm=...)
+    rotates: bool = (
+        False  # in a basis of each dimension: not that of the vocabulary, few of whose rows get a gradient
+    )
 
 
 _BETAS = ("betas", (0.9, 0.95))
@@ -32,7 +35,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,), takes_norm=True),
     "muon": OptimizerSpec("block_optim", "Muon", 6e-3, (_BETAS,), routed=True, takes_norm=True),
     "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3, takes_norm=True),
-    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True),
+    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True, rotates=True),
 }
 
 
@@ -93,7 +96,10 @@ def make_optimizer(
         )
         return routed
     kind = getattr(block_optim, spec.cls)
-    return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
+    groups = decay_groups(named, weight_decay)
+    if spec.rotates:
+        groups = without_vocabulary(groups, model)
+    return kind(groups, lr=peak, **dict(spec.extra))
 
 
 def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_size: int) -> Any:
@@ -116,6 +122,26 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
         (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
     groups = [(matrices, weight_decay), (vectors, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
+    """The groups, those parameters apart that have a row for each token, with the option not to rotate these rows."""
+    tokens = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    rows = {
+        id(m.weight): len(m.weight)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) or (isinstance(m, nn.Linear) and m.out_features in tokens)
+    }
+    out: Groups = []
+    for group in groups:
+        rest = [pair for pair in group["params"] if id(pair[1]) not in rows]
+        apart = [pair for pair in group["params"] if id(pair[1]) in rows]
+        if rest:
+            out.append({**group, "params": rest})
+        if apart:
+            least = min(rows[id(parameter)] for _, parameter in apart)
+            out.append({**group, "params": apart, "diagonal_above": max(least - 1, 1)})
+    return out
 
 
 def peak_lr(name: str, lr: float | None) -> float:

@@ -56,7 +56,9 @@ class MemoryPlan:
     units: tuple[UnitPlan, ...]
     buffers: int  # the most bytes of gathered buffers
     activations: int  # the most bytes of activations and temporaries
-    pass_peak: int  # the most of both, with gradients
+    pass_peaks: tuple[
+        int, int
+    ]  # the most of both, with gradients: reductions over as soon, and as late, as they may
     optimizer_step: int | None  # temporaries; None: not known
 
     @property
@@ -71,8 +73,18 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most live bytes of a step, once the order of units is known (from the second step on)."""
-        return self.at_rest + max(self.pass_peak, self.gradients + (self.optimizer_step or 0))
+        """The most live bytes of a step, once the order of units is known (from the second step on).
+
+        Half-way between the bounds: where in the next unit's backward a reduction ends is a matter of the wire.
+        """
+        return sum(self.bounds) // 2
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The same if reductions end before the next unit's first gradient, and if after its last."""
+        update = self.gradients + (self.optimizer_step or 0)
+        early, late = (self.at_rest + max(most, update) for most in self.pass_peaks)
+        return early, late
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0) -> MemoryPlan:
@@ -118,12 +130,13 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
 
     rows = config.batch // (world_size * config.accumulate)
     moments = record(build, wrap_order, run, rows, config.seq_len, device)
-    replay = Replay([unit.buffers for unit in units], config.accumulate > 1).run(moments)
+    buffers = [unit.buffers for unit in units]
+    early, late = (Replay(buffers, config.accumulate > 1, prompt).run(moments) for prompt in (True, False))
     return MemoryPlan(
         units=units,
-        buffers=replay.buffers_peak,
+        buffers=late.buffers_peak,
         activations=max(moment.live for moment in moments),
-        pass_peak=replay.peak,
+        pass_peaks=(early.peak, late.peak),
         optimizer_step=step,
     )
 
@@ -286,9 +299,11 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("gradients, when all are there", plan.gradients),
         ("gathered buffers, at most", plan.buffers),
         ("activations and temporaries, at most", plan.activations),
-        ("the last three together, at most", plan.pass_peak),
+        ("the last three together, at most", plan.pass_peaks[1]),
         ("temporaries of the optimizer's step", plan.optimizer_step),
-        ("expected peak", plan.peak),
+        ("peak if reductions are over at once", plan.bounds[0]),
+        ("peak if they take the next unit's backward", plan.bounds[1]),
+        ("expected peak, half-way", plan.peak),
     ]
     return [*lines, "", *(f"{text + ':':<48}{_mb(nbytes):>12} MB" for text, nbytes in held)]
 

@@ -157,6 +157,7 @@ class Replay:
     Args:
         units: the root first, then the layers in order.
         accumulated: gradients of an earlier microbatch are there from the beginning.
+        prompt: reductions are over when the next unit's first gradient comes; else when its last has come.
 
     One unit is gathered ahead; one reduction is under way beside the backward that goes on.
 
@@ -165,8 +166,9 @@ class Replay:
         buffers_peak: the most bytes of gathered buffers.
     """
 
-    def __init__(self, units: list[Buffers], accumulated: bool = False) -> None:
+    def __init__(self, units: list[Buffers], accumulated: bool = False, prompt: bool = False) -> None:
         self.units = units
+        self._prompt = prompt
         self.peak = self.buffers_peak = 0
         self._pool = _Pool()
         self._gradients = sum(unit.gradients for unit in units) if accumulated else 0
@@ -214,6 +216,8 @@ class Replay:
         self._ahead(range(before - 1, 0, -1))
 
     def _gradient(self, unit: int) -> None:
+        if self._prompt:
+            self._land()
         self._pool.lend(self.units[unit].reducing)
 
     def _done(self, unit: int) -> None:
@@ -227,18 +231,22 @@ class Replay:
     def _finish(self, unit: int) -> None:
         """A unit's backward is over: its parameters go, its gradients are reduced."""
         self._release(unit)
-        if self._flying is not None:
-            self._pool.take_back(self.units[self._flying].reducing)
+        self._land()
         self._received = self.units[unit].received
         self._flying = unit
         self._gradients += self.units[unit].gradients
         # The new shard is there while the gathered gradients still are.
         self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
 
+    def _land(self) -> None:
+        """The reduction that was under way is over."""
+        if self._flying is not None:
+            self._pool.take_back(self.units[self._flying].reducing)
+        self._flying, self._received = None, 0
+
     def _end(self, unit: int) -> None:
         self._finish_running()
         self._pool.trim()
         self._finish(0)
-        self._pool.take_back(self.units[0].reducing)
+        self._land()
         self._pool.trim()
-        self._received = 0
