@@ -1,7 +1,7 @@
 """Worker: what the check of `scale` starts from, and what it is compared with.
 
-On all ranks at once: the plain model's forward, backward and update; gloo's gathers and reductions of two sizes; a
-large copy. Then the systems' own steps. Started by `launch`.
+On all ranks at once: the plain model's forward, backward and update; gathers and reductions of two sizes, gloo's own
+and as dbuffer makes them; a large copy. Then the systems' own steps. Started by `launch`.
 """
 
 import statistics
@@ -18,6 +18,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """Measure parts and wholes, in turns."""
     import torch
     import torch.distributed as dist
+
+    from dbuffer import _direct
 
     from .rounds import Clock, build_all
     from .systems import _plain
@@ -37,6 +39,21 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     def reduce(n: int) -> None:
         reduce_scatter(out[:n], whole[: n * size])
 
+    # As in dbuffer: rank to rank where that pays, else the collective. `ours_` is a prefix of the parts' names.
+    def gather_ours(n: int) -> None:
+        pairs, group = [(whole[: n * size], out[:n])], dist.group.WORLD
+        if _direct.pays(pairs, group):
+            _direct.all_gather(pairs, group).wait()
+        else:
+            gather(n)
+
+    def reduce_ours(n: int) -> None:
+        pairs, group = [(out[:n], whole[: n * size])], dist.group.WORLD
+        if _direct.pays(pairs, group):
+            _direct.reduce_scatter(pairs, True, group).wait()
+        else:
+            reduce(n)
+
     other = torch.zeros_like(whole)
     parts: dict[str, list[float]] = {}
     samples: dict[str, list[Any]] = {name: [] for name in trainers}
@@ -46,6 +63,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             "gather_large": lambda: gather(LARGE),
             "reduce_small": lambda: reduce(SMALL),
             "reduce_large": lambda: reduce(LARGE),
+            "ours_gather_small": lambda: gather_ours(SMALL),
+            "ours_gather_large": lambda: gather_ours(LARGE),
+            "ours_reduce_small": lambda: reduce_ours(SMALL),
+            "ours_reduce_large": lambda: reduce_ours(LARGE),
             "copy": lambda: other.copy_(whole),
         }.items():
             parts.setdefault(name, []).append(_time(call))

@@ -5,6 +5,7 @@ stacks    bars of kinds on top of one another
 lines     curves over ranks or commits, one panel each
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ COLOURS = {
     "Megatron-FSDP": "#009E73", "lcm (Megatron-FSDP)": "#009E73", "DDP (not sharded)": "#777777",
     "no sharding, one rank": "#BBBBBB", "FSDP1": "#CC79A7", "DeepSpeed ZeRO-3": "#D55E00",
     "ours, blocks of 32 rows": "#56B4E9", "without zero-copy": "#56B4E9", "planner off: given order": "#009E73",
-    "planner off: lcm rule": "#CC79A7", "blocks ignored": "#777777",
+    "planner off: lcm rule": "#CC79A7", "blocks ignored": "#777777", "gradients not fused": "#F0E442",
 }  # fmt: skip
 KINDS = {
     "sharded": "#0072B2", "state": "#56B4E9", "gathered": "#E69F00", "gradients": "#D55E00", "parked": "#CC79A7",
@@ -31,7 +32,7 @@ class Panel:
     """One set of axes.
 
     Attributes:
-        series: values by name: numbers beside `ticks` for bars, (x, y) pairs of lists for lines.
+        series: values by name: numbers (NaN: none) beside `ticks` for bars, (x, y) pairs of lists for lines.
         errors: half-widths beside the values of a series, for bars.
         reference: a dashed horizontal line.
         log: a logarithmic y axis, for lines.
@@ -86,7 +87,8 @@ def _colour(name: str, index: int) -> str:
 
 def bars(path: Path, panels: Sequence[Panel], *, columns: int = 3) -> None:
     """Bars side by side: a group for each tick, a bar for each series; the value above each."""
-    with _figure(path, len(panels), columns=columns, height=2.9) as axes:
+    most = max(len(panel.series) * max(len(panel.ticks), 1) for panel in panels)
+    with _figure(path, len(panels), columns=columns, height=2.9, width=max(4.2, 0.36 * most)) as axes:
         for axis, panel in zip(axes, panels, strict=True):
             count = len(panel.series)
             width = 0.8 / count
@@ -97,7 +99,8 @@ def bars(path: Path, panels: Sequence[Panel], *, columns: int = 3) -> None:
                     where, values, 0.92 * width, label=name, color=_colour(name, index), yerr=errors,
                     error_kw={"elinewidth": 0.8},
                 )  # fmt: skip
-                axis.bar_label(drawn, fmt=_short, fontsize=6.5, padding=1.5)
+                labels = ["" if math.isnan(value) else _short(value) for value in values]
+                axis.bar_label(drawn, labels, fontsize=6.5, padding=1.5)
             if panel.reference is not None:
                 axis.axhline(panel.reference, color="black", linewidth=0.7, linestyle="--")
             axis.set_xticks(range(len(panel.ticks)), panel.ticks)

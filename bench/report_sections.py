@@ -1,5 +1,6 @@
 """The sections of the report: each reads the results it is about and gives Markdown; nothing where there are none."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def _speed_bars(folder: Path, found: list[dict[str, Any]]) -> None:
     def series(figure: Any) -> dict[str, list[float]]:
         return {
             SYSTEMS[name].label: [
-                figure(item["figures"], name) if _has(item, name) else 0.0 for item in found
+                figure(item["figures"], name) if _has(item, name) else math.nan for item in found
             ]
             for name in names
         }
@@ -71,7 +72,7 @@ def _speed_bars(folder: Path, found: list[dict[str, Any]]) -> None:
     panels = [
         Panel(
             "Tokens/s, FSDP2 = 1 (more is better)",
-            series(lambda f, n: f["times"][n].get("wall_ratio_fsdp2", 0.0)),
+            series(lambda f, n: f["times"][n].get("wall_ratio_fsdp2", math.nan)),
             ticks,
             reference=1.0,
         ),
@@ -83,7 +84,7 @@ def _speed_bars(folder: Path, found: list[dict[str, Any]]) -> None:
         ),
         Panel(
             "Peak resident memory (less is better)",
-            series(lambda f, n: f["memory"].get(n, {}).get("start", 0) / 2**20),
+            series(lambda f, n: f["memory"].get(n, {}).get("start", math.nan) / 2**20),
             ticks,
             "MiB, the largest rank",
         ),
