@@ -140,6 +140,30 @@ def test_a_peer_that_never_starts_is_named_after_the_groups_timeout():
     assert run_ranks(2, a_peer_does_nothing)[0] == "rank(s) [1] of the group did not take part within 1 s"
 
 
+def the_thread_fails():
+    """What the kernel gave is no message: the thread ends with an error that nobody foresaw."""
+    peers, other = connect(dist.group.WORLD), 1 - dist.get_rank()
+    said = []
+    if dist.get_rank() == 1:
+        peers._sockets[0].send(b"abc")
+    else:
+        threading.excepthook = lambda arguments: None  # no traceback in the tests' output
+        work = peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4)})
+        for attempt in (work.wait, lambda: peers.exchange({}, {})):
+            with pytest.raises(RuntimeError) as caught:
+                attempt()
+            said.append(str(caught.value))
+        threading.excepthook = threading.__excepthook__
+    dist.barrier()
+    return said
+
+
+def test_where_the_answering_thread_fails_nobody_waits_for_it():
+    first, second = run_ranks(2, the_thread_fails, timeout=30)[0]
+    assert first == "the connections of this rank were closed"
+    assert second == "the connections of this rank to the others of the group are closed"
+
+
 def threads_after(times):
     for _ in range(times):
         peers, other = connect(dist.group.WORLD), 1 - dist.get_rank()

@@ -124,11 +124,20 @@ class Peers:
         weakref.finalize(self, self._bell.close)  # the thread ends with the group
 
     def exchange(self, gives: Mapping[int, torch.Tensor], takes: Mapping[int, torch.Tensor]) -> PeerExchange:
-        """Start letting each peer read one tensor, and reading one of each; contiguous, on the CPU."""
+        """Start letting each peer read one tensor, and reading one of each; contiguous, on the CPU.
+
+        Raises:
+            RuntimeError: the thread that answers has failed before; its traceback is in the output.
+        """
         self._number += 1
         exchange = PeerExchange(gives, takes, self._patience)
         self._started.put((self._number, exchange))
-        self._bell.send(b"!")
+        try:
+            self._bell.send(b"!")
+        except OSError as error:
+            raise RuntimeError(
+                "the connections of this rank to the others of the group are closed"
+            ) from error
         for peer, tensor in gives.items():
             try:
                 self._sockets[peer].send(_GIVEN.pack(self._number, tensor.data_ptr(), tensor.nbytes))
@@ -157,27 +166,37 @@ class _Answering:
 
     def run(self) -> None:
         """Until the group is gone."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ, None)
-            for peer, connection in self._sockets.items():
-                selector.register(connection, selectors.EVENT_READ, peer)
-            while True:
-                for key, _ in selector.select():
-                    if key.data is not None:
-                        if not self._hear(key.data):
-                            selector.unregister(key.fileobj)
-                    elif self._bell.recv(4096):
-                        self._begin()
-                    else:
-                        self._close()
-                        return
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._bell, selectors.EVENT_READ, None)
+                for peer, connection in self._sockets.items():
+                    selector.register(connection, selectors.EVENT_READ, peer)
+                while self._answer(selector):
+                    continue
+        finally:  # also when this thread fails: nobody is to wait for it
+            self._close()
+
+    def _answer(self, selector: selectors.BaseSelector) -> bool:
+        """What has come in by now; False when the group is gone."""
+        for key, _ in selector.select():
+            if key.data is not None:
+                if not self._hear(key.data):
+                    selector.unregister(key.fileobj)
+            elif self._bell.recv(4096):
+                self._begin()
+            else:
+                return False
+        return True
 
     def _close(self) -> None:
-        for exchange in self._expected.values():
-            exchange.error = "the group was destroyed"
-            exchange.progress()
         for connection in (self._bell, *self._sockets.values()):
             connection.close()
+        while not self._started.empty():  # after the bell: what starts from now on fails at once
+            number, exchange = self._started.get()
+            self._expected[number] = exchange
+        for exchange in self._expected.values():
+            exchange.error = exchange.error or "the connections of this rank were closed"
+            exchange.progress()
 
     def _begin(self) -> None:
         while not self._started.empty():
