@@ -145,10 +145,12 @@ def the_thread_fails():
     peers, other = connect(dist.group.WORLD), 1 - dist.get_rank()
     said = []
     if dist.get_rank() == 1:
+        dist.barrier()
         peers._sockets[0].send(b"abc")
     else:
         threading.excepthook = lambda arguments: None  # no traceback in the tests' output
         work = peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4)})
+        dist.barrier()
         for attempt in (work.wait, lambda: peers.exchange({}, {})):
             with pytest.raises(RuntimeError) as caught:
                 attempt()
