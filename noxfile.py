@@ -156,7 +156,8 @@ def bench(session: nox.Session) -> None:
     settings = ["--config", str(folder / "asv.conf.json")]
     session.run("asv", *settings, "machine", "--yes", silent=True)
     session.run("asv", *settings, "check", "--python=same")
-    session.run("asv", *settings, "run", "--quick", "--python=same", "--show-stderr", *session.posargs)
+    quick = ["--quick", "--launch-method", "forkserver"]  # see bench/preload.py
+    session.run("asv", *settings, "run", *quick, "--python=same", "--show-stderr", *session.posargs)
 
 
 @nox.session

@@ -1,15 +1,20 @@
 """Runs on real ranks: the same curve at any world size, whatever interrupts them."""
 
+import errno
 import json
 import re
 import shutil
 import signal
+import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from train_helpers import apart, losses, text_folder, tiny, train, train_and_die, train_and_stop, with_changes
 
-from fsdp_runtime.train import PRESETS
+from fsdp_runtime.train import PRESETS, checkpoint
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.export import export, read_model
 from ragged_shard.testing import RankError, run_ranks
@@ -121,6 +126,39 @@ def _train_on_a_full_disk(config, out):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_folder_that_cannot_be_made_ends_every_rank_with_one_message(folder, tmp_path):
+    messages = run_ranks(2, _without_a_folder, tiny(folder, steps=4, save_every=2), tmp_path, timeout=30)
+    assert len(set(messages)) == 1
+    assert re.search("cannot save .*step-00000002: .*No space left", messages[0])
+
+
+def _without_a_folder(config, out):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(checkpoint, "_write_synced", full):
+        return train(config, out)
+
+
+def test_no_rank_writes_before_the_folder_is_made(folder, tmp_path):
+    summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=4, save_every=2), tmp_path, timeout=30)
+    assert [summary["steps"] for summary in summaries] == [4, 4]
+    assert latest(tmp_path).name == "step-00000004"
+
+
+def _slow_to_make_it(config, out):
+    """Rank 0, which makes folders, is late: the other must not have made them."""
+    made = Path.mkdir
+
+    def late(path, *arguments, **options):
+        if dist.get_rank() == 0 and path.name.endswith(".part"):
+            time.sleep(0.3)
+        made(path, *arguments, **options)
+
+    with mock.patch.object(Path, "mkdir", late):
+        return train(config, out)
 
 
 @pytest.mark.parametrize(

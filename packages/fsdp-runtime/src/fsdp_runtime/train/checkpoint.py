@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .errors import TrainError, one_line
+from .errors import TrainError, agreed, one_line
 
 _PART = ".part"
 RUN_FILE = "run.json"
@@ -62,25 +62,23 @@ class Checkpoints:
     ) -> None:
         """Begin to save; training may go on as soon as this returns (values are copied to the host first).
 
-        Collective. `about` becomes ``run.json``.
+        Collective: one gather of small objects, and DCP's own. `about` becomes ``run.json``.
         """
         assert self._pending is None, "finish the last save first"
         part = self.folder / (name_of(step) + _PART)
         weights, state = get_state_dict(model, optimizer)
         writer = FileSystemWriter(part, sync_files=True, overwrite=True)
-        future: Any
+        future: Any = Future()
         try:
-            if self.rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-                _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
+            with agreed("making the folder"):  # before any rank writes there
+                if self.rank == 0:
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.mkdir(parents=True)
+                    _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
             future = async_save(
                 {"model": weights, "optimizer": state}, storage_writer=writer, process_group=self.group
             )
-        except (
-            Exception
-        ) as error:  # reported like a failure of the write itself: at a step's end, by all ranks
-            future = Future()
+        except Exception as error:  # reported as a failed write is: at a step's end, by all ranks
             future.set_exception(error)
         self._pending = _Pending(step, future)
 
