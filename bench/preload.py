@@ -1,4 +1,4 @@
-"""Imported by asv alone, which imports every file of this folder: its fork server has torch then, and each of some
-three hundred benchmark processes starts in a tenth of a second instead of three."""
+"""Imported by asv alone, which imports every file of this folder: its fork server has torch then, and no benchmark's
+process needs to import it."""
 
 import torch  # noqa: F401

@@ -24,13 +24,32 @@ def test_reading_fills_the_tensor():
     assert torch.equal(into, source)
 
 
+def count_calls(monkeypatch):
+    """The sizes that the system call is asked for from now on."""
+    sizes, usual = [], _peer_memory._reader()
+
+    def counted(process, here, *rest):
+        sizes.append(here.size)
+        return usual(process, here, *rest)
+
+    monkeypatch.setattr(_peer_memory, "_reader", lambda: counted)
+    return sizes
+
+
 def test_more_than_one_call_can_read_comes_in_several(monkeypatch):
-    monkeypatch.setattr(_peer_memory, "_MOST", 1 << 10)
-    test_reading_fills_the_tensor()
+    monkeypatch.setattr(_peer_memory, "_MOST", 3000)
+    sizes = count_calls(monkeypatch)
+    source = torch.arange(1000)
+    into = torch.zeros_like(source)
+    read_memory(os.getpid(), source.data_ptr(), into)
+    assert torch.equal(into, source)
+    assert sizes == [3000, 3000, 2000]
 
 
-def test_no_bytes_are_read_from_nowhere():
+def test_for_no_bytes_nothing_is_read(monkeypatch):
+    sizes = count_calls(monkeypatch)
     read_memory(os.getpid(), 0, torch.empty(0))
+    assert sizes == []
 
 
 def test_memory_that_is_not_there_is_an_error():
@@ -40,8 +59,16 @@ def test_memory_that_is_not_there_is_an_error():
 
 def test_where_the_platform_cannot_read_that_is_said(monkeypatch):
     monkeypatch.setattr(_peer_memory.sys, "platform", "darwin")
+    monkeypatch.setattr(_peer_memory, "_reader", _peer_memory._reader.__wrapped__)
     with pytest.raises(OSError, match="process_vm_readv"):
         read_memory(os.getpid(), 8, torch.zeros(1))
+
+
+def error_of(call):
+    """What it says when it fails, as it must."""
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
 
 
 def one_may_not_read():
@@ -88,9 +115,7 @@ def sizes_differ():
     work = peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4 + dist.get_rank())})
     said = ""
     if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError) as caught:
-            work.wait()
-        said = str(caught.value)
+        said = error_of(work.wait)
     dist.barrier()
     return said
 
@@ -112,9 +137,7 @@ def a_peer_hangs_up():
     for work in (first, None):
         begin = time.monotonic()
         work = work or peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4)})
-        with pytest.raises(RuntimeError) as caught:
-            work.wait()
-        said.append(str(caught.value))
+        said.append(error_of(work.wait))
         assert time.monotonic() - begin < 10
     dist.barrier()
     return said
@@ -124,20 +147,24 @@ def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
     assert run_ranks(2, a_peer_hangs_up)[0] == ["rank 1 of the group has ended"] * 2
 
 
-def a_peer_does_nothing():
+def a_peer_is_late():
+    """Rank 1 starts after rank 0 has given up: what it gives is not read any more."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     peers, other = connect(group), 1 - dist.get_rank()
-    said = ""
+    theirs, said = torch.zeros(4), ""
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError) as caught:
-            peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4)}).wait()
-        said = str(caught.value)
+        said = error_of(peers.exchange({other: torch.ones(4)}, {other: theirs}).wait)
     dist.barrier()
-    return said
+    if dist.get_rank() == 1:
+        error_of(peers.exchange({other: torch.ones(4)}, {other: theirs}).wait)
+    dist.barrier()
+    return said, theirs.sum().item()
 
 
-def test_a_peer_that_never_starts_is_named_after_the_groups_timeout():
-    assert run_ranks(2, a_peer_does_nothing)[0] == "rank(s) [1] of the group did not take part within 1 s"
+def test_a_peer_that_starts_too_late_is_named_and_not_read():
+    (said, read), _ = run_ranks(2, a_peer_is_late)
+    assert said == "rank(s) [1] of the group did not take part within 1 s"
+    assert read == 0
 
 
 def the_thread_fails():
@@ -151,10 +178,7 @@ def the_thread_fails():
         threading.excepthook = lambda arguments: None  # no traceback in the tests' output
         work = peers.exchange({other: torch.zeros(4)}, {other: torch.zeros(4)})
         dist.barrier()
-        for attempt in (work.wait, lambda: peers.exchange({}, {})):
-            with pytest.raises(RuntimeError) as caught:
-                attempt()
-            said.append(str(caught.value))
+        said = [error_of(attempt) for attempt in (work.wait, lambda: peers.exchange({}, {}))]
         threading.excepthook = threading.__excepthook__
     dist.barrier()
     return said

@@ -1,8 +1,8 @@
 """Collectives on the buffers of one or several groups, each launched as one call.
 
 source           destination                          operation
-shard            full                                 all-gather (a cast into full's own slice first, if dtypes
-differ) full             shard                                reduce-scatter, straight in where dtypes agree
+shard            full                                 all-gather (a cast into full's own slice first, if dtypes differ)
+full             shard                                reduce-scatter, straight in where dtypes agree
 full             own slice of full, then shard        reduce-scatter in place, then one cast or accumulate kernel
 shard            shard                                all-reduce over replicas
 own slice        shard (world size 1)                 the local part of the above

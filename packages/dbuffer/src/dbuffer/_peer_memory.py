@@ -10,6 +10,7 @@ this process, so that an exchange is over as soon as all ranks have started it, 
 """
 
 import ctypes
+import functools
 import os
 import selectors
 import socket
@@ -37,7 +38,9 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
+@functools.cache
 def _reader() -> "ctypes._NamedFuncPointer | None":
+    """The system call; None where there is none."""
     if not sys.platform.startswith("linux"):
         return None
     read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -101,9 +104,8 @@ class PeerExchange:
         """
         if not self._over.wait(self._patience):
             missing = sorted(self.untaken | self.unread)
-            raise RuntimeError(
-                f"rank(s) {missing} of the group did not take part within {self._patience:g} s"
-            )
+            # From here on nothing is read into memory that may have gone to others.
+            self.error = f"rank(s) {missing} of the group did not take part within {self._patience:g} s"
         if self.error is not None:
             raise RuntimeError(self.error)
 
@@ -234,9 +236,9 @@ class _Answering:
         return bool(message)
 
     def _take(self, number: int, peer: int) -> None:
-        """Read what a peer gives, if it has given it and this rank has started too."""
+        """Read what a peer gives, if it has given it and this rank has started too and not given up."""
         exchange = self._expected.get(number)
-        if exchange is None or (number, peer) not in self._given:
+        if exchange is None or exchange.error is not None or (number, peer) not in self._given:
             return
         address, size = self._given.pop((number, peer))
         into = exchange.takes[peer]
@@ -323,9 +325,8 @@ def _meet(
             connection, _ = listener.accept()
             connection.settimeout(_PATIENCE)
             (other,) = _RANK.unpack(connection.recv(_RANK.size))
-            process = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
-                0
-            ]
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            process, _, _ = struct.unpack("iII", credentials)
             if process != told[other][1]:
                 raise OSError(f"process {process} connected as rank {other}")
             connection.settimeout(None)

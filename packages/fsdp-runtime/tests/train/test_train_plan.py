@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
         (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True}),
     ],
 )
-def test_the_planned_peak_is_within_five_percent_of_the_measured_live_bytes(
+def test_the_measured_live_bytes_are_within_five_percent_of_the_planned_bounds(
     folder, tmp_path, world_size, changes
 ):
     config = tiny(folder, steps=6, measure=True, **changes)
