@@ -1,6 +1,6 @@
-"""Shards on another device than the full buffer, and a full buffer shrunk to a share among few ranks.
+"""Shards on another device than the gathered memory, and gathered memory shrunk to slices among few ranks.
 
-A CPU with an index stands for the other device: its memory is the same, the way of the data is the offloaded one.
+A CPU with an index stands for the other device: its memory is the same, data take the way of offloaded shards.
 """
 
 import pytest
@@ -24,7 +24,7 @@ PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 
 def through_another_device(layout, dtype, full_dtype):
     buffer = make(layout, dtype=dtype, full_dtype=full_dtype, shard_device="cpu:0")
-    assert buffer.apart
+    assert buffer.offloaded
     assert not buffer.aliased
     tensors = full_tensors()
     buffer.load_full(tensors)
@@ -51,7 +51,7 @@ def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, 
         run_ranks(world_size, through_another_device, layout, dtype, full_dtype)
 
 
-def replicas_apart():
+def offloaded_replicas():
     buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
     each = [full_tensors(seed=r + 1) for r in range(4)]
     fill_views(buffer, each[dist.get_rank()])
@@ -64,7 +64,7 @@ def replicas_apart():
 
 
 def test_shards_on_another_device_reduce_over_replicas():
-    run_ranks(4, replicas_apart)
+    run_ranks(4, offloaded_replicas)
 
 
 def test_a_shard_device_that_is_neither_the_buffers_nor_the_cpu_is_refused():
@@ -94,7 +94,7 @@ def shrink_and_gather(layout, dtype, full_dtype, size):
     assert all(not view.any() for view in buffer.views.values())
     buffer.shrink(group)
     buffer.load_full(tensors)
-    buffer.forget_share()
+    buffer.forget_neighbors()
     buffer.all_gather().wait()
     assert_views_equal(buffer, tensors)
 

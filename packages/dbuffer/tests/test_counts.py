@@ -65,7 +65,7 @@ def count(layout, dtype, full_dtype):
     buffer.zero_("full")  # the gradients are in the buffer
     with Spy() as reducing:
         wait(buffer.reduce_scatter(op="avg"))
-    gaps = sum(gap.numel() * gap.itemsize for gap in buffer._gaps)
+    gaps = sum(gap.numel() * gap.itemsize for gap in buffer.memory.gaps)
     elements = sum(shard.numel() for shard in buffer.shard)
     return (gathering.ops, gathering.bytes_written), (reducing.ops, reducing.bytes_written - gaps), elements
 
@@ -121,7 +121,7 @@ def whole_group(layout):
     buffer, other = make(layout), make(layout, dtype=torch.bfloat16)
     for other_buffer in (buffer, other):
         other_buffer.load_full(
-            {name: torch.full(view.shape, 3.0) for name, view in buffer.resting_views.items()}
+            {name: torch.full(view.shape, 3.0) for name, view in buffer.empty_views.items()}
         )
     with Spy() as spy:
         buffer.cast_from(other).add_(other, alpha=2.0).mul_(0.5)

@@ -1,33 +1,40 @@
 """Large gathers and reductions over gloo go from rank to rank, with the values of the collectives."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import mesh_of
 
-from dbuffer import DBuffer, _direct
-from dbuffer._direct import Sends
-from dbuffer._peer_memory import connect
+from dbuffer import DBuffer, reduction_scratch_bytes
+from dbuffer.transport import choice, direct, transport_of
+from dbuffer.transport.collectives import Collectives
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
+LARGE = 1 << 18  # elements of fp32: a MiB
 
-def build(name, **options):
-    specs = [TensorSpec(f"{name}.a", (61, 30)), TensorSpec(f"{name}.b", (7,))]
+
+def build(name, rows=16384, **options):
+    specs = [TensorSpec(f"{name}.a", (rows, 61)), TensorSpec(f"{name}.b", (7,))]
     return DBuffer(plan(specs, dist.get_world_size()), mesh_of(), dtype=torch.float32, **options)
 
 
+def fill(buffer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    names = {spec.name: torch.randn(spec.shape, generator=generator) for spec in buffer.layout.tensors}
+    buffer.load_full(names)
+
+
 def all_ways(full_dtype, op):
-    """Two buffers under way at once, by the collectives and rank to rank: gathered, reduced and added to."""
-    found, kinds, usual, group = [], [], _direct.MIN_BYTES, dist.group.WORLD
-    connected = connect(group)
-    assert connected is not None
-    for wire in (None, Sends(group), connected):
-        _direct.MIN_BYTES = 1 << 60 if wire is None else 1
-        _direct._wires[group] = wire
-        one, other = build("one", full_dtype=full_dtype), build("other", full_dtype=full_dtype)
+    """Two buffers under way at once, by each transport: gathered, reduced and added to."""
+    found, kinds = [], []
+    for transport in ("collectives", "sends", "peer_memory", "auto"):
+        one, other = (build(n, full_dtype=full_dtype, transport=transport) for n in ("one", "other"))
         for number, buffer in enumerate((one, other)):
-            buffer.initialize(lambda name, full, generator: full.normal_(generator=generator), seed=number)
+            fill(buffer, number)
+        one.all_gather().wait()  # connects
         with record_collectives() as record:
             handles = [one.all_gather(), other.all_gather()]
             for handle in handles:
@@ -45,11 +52,9 @@ def all_ways(full_dtype, op):
         found.append(values)
         one.release()
         other.release()
-    _direct.MIN_BYTES = usual  # ranks live on
-    _direct._wires.clear()
     for way in found[1:]:
-        for slow, direct in zip(found[0], way, strict=True):
-            torch.testing.assert_close(direct, slow, rtol=0, atol=0)
+        for slow, fast in zip(found[0], way, strict=True):
+            torch.testing.assert_close(fast, slow, rtol=0, atol=0)
     return kinds
 
 
@@ -57,57 +62,130 @@ def all_ways(full_dtype, op):
 def test_from_rank_to_rank_the_values_are_those_of_the_collectives(ranks):
     for full_dtype in (torch.float32, torch.bfloat16):
         for op in ("sum", "avg") if ranks != 3 else ("sum",):  # a third is rounded at another place
-            slow, sent, read = run_ranks(ranks, all_ways, full_dtype, op)[0]
+            slow, sent, read, auto = run_ranks(ranks, all_ways, full_dtype, op)[0]
             assert {"all_gather", "reduce_scatter"} <= set(slow)
             assert sent
             assert not {"all_gather", "reduce_scatter"} & {*sent, *read}
+            assert auto == read
 
 
-def choice(nbytes):
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
-    return _direct.pays([(tensor, tensor[: nbytes // 2])], dist.group.WORLD)
+def collective_kinds(rows, transport):
+    buffer = build("x", rows, transport=transport)
+    buffer.all_gather().wait()
+    with record_collectives() as record:
+        buffer.all_gather().wait()
+    buffer.release()
+    return record.kinds
 
 
-def test_only_large_exchanges_among_few_ranks_go_directly():
-    assert run_ranks(2, choice, 1 << 20) == [True] * 2
-    assert run_ranks(2, choice, 1 << 19) == [False] * 2
-    assert run_ranks(5, choice, 1 << 20) == [False] * 5
-    assert run_ranks(1, choice, 1 << 20) == [False]
+@pytest.mark.parametrize(
+    ("ranks", "rows", "transport", "kinds"),
+    [
+        (2, 16384, "auto", []),
+        (2, 512, "auto", ["all_gather"]),  # small
+        (2, 16384, "collectives", ["all_gather"]),
+        (5, 16384, "auto", ["all_gather"]),  # many ranks
+        (5, 16384, "peer_memory", []),  # unless asked for
+    ],
+)
+def test_only_large_exchanges_among_few_ranks_go_directly(ranks, rows, transport, kinds):
+    assert run_ranks(ranks, collective_kinds, rows, transport) == [kinds] * ranks
 
 
-def unequal_histories(make):
+def by_variable(value):
+    import os
+
+    os.environ["DBUFFER_TRANSPORT"] = value
+    try:
+        return collective_kinds(16384, None)
+    finally:
+        del os.environ["DBUFFER_TRANSPORT"]
+
+
+def test_the_environment_variable_chooses_where_no_argument_does():
+    assert run_ranks(2, by_variable, "collectives") == [["all_gather"]] * 2
+    assert run_ranks(2, by_variable, "peer_memory") == [[]] * 2
+    with pytest.raises(Exception, match="DBUFFER_TRANSPORT is 'pigeons'; expected one of auto, collectives"):
+        run_ranks(2, by_variable, "pigeons")
+
+
+def own_transport():
+    made = []
+
+    def make(group):
+        made.append(group.size())
+        return Collectives(group)
+
+    buffers = [build(name, transport=make) for name in ("a", "b")]
+    for buffer in buffers:
+        buffer.all_gather().wait()
+    return made
+
+
+def test_a_transport_of_the_callers_is_made_once_for_a_process_group():
+    assert run_ranks(2, own_transport) == [[2], [2]]
+
+
+def logged(transport):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage().split(": ", 1)[1])
+    logger = logging.getLogger("dbuffer.transport")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    group = dist.new_group()
+    full, mine = torch.zeros(LARGE * dist.get_world_size()), torch.ones(LARGE)
+    for _ in range(2):
+        transport_of(group, transport).all_gather([(full, mine)], "x").wait()
+    logger.removeHandler(handler)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("ranks", "transport", "line"),
+    [
+        (2, "auto", "peer_memory for large exchanges"),
+        (2, "sends", "sends for large exchanges, as chosen"),
+        (5, "auto", "collectives; no direct exchange: it has 5 ranks, and more than 4 gain nothing"),
+    ],
+)
+def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(ranks, transport, line):
+    assert run_ranks(ranks, logged, transport) == [[line]] * ranks
+
+
+def unequal_histories(transport):
     """Halves of the ranks exchange different numbers of times before all exchange together."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
-    full, shard = torch.zeros(8), torch.full((4,), float(dist.get_rank()))
-    for group in (mine, dist.group.WORLD):
-        _direct._wires[group] = make(group)
+    full, shard = torch.zeros(2 * LARGE), torch.full((LARGE,), float(dist.get_rank()))
     for _ in range(1 + 2 * (dist.get_rank() // 2)):
-        _direct.all_gather([(full, shard)], mine).wait()
-    whole = torch.zeros(16)
-    _direct.all_gather([(whole, shard)], dist.group.WORLD).wait()
-    _direct._wires.clear()
-    assert whole.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+        transport_of(mine, transport).all_gather([(full, shard)], "half").wait()
+    gathered = torch.zeros(4 * LARGE)
+    transport_of(dist.group.WORLD, transport).all_gather([(gathered, shard)], "all").wait()
+    assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(LARGE))
 
 
-@pytest.mark.parametrize("make", [Sends, connect])
-def test_groups_of_ranks_with_different_histories_still_find_each_other(make):
-    run_ranks(4, unequal_histories, make, timeout=30)
+@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+def test_groups_of_ranks_with_different_histories_still_find_each_other(transport):
+    run_ranks(4, unequal_histories, transport, timeout=30)
 
 
 def nobody_answers():
     """A rank that is gone when the others meet for the first large exchange."""
-    buffer = build("unit 7")
-    usual = _direct.MIN_BYTES, _direct.connect
 
     def fails(group):
         raise RuntimeError("Connection closed by peer")
 
-    _direct.MIN_BYTES, _direct.connect = 1, fails
-    _direct._wires.clear()
-    with pytest.raises(RuntimeError) as caught:
-        buffer.all_gather()
-    _direct.MIN_BYTES, _direct.connect = usual
+    group = dist.new_group()
+    choice._chosen[group] = {"auto": direct.Direct(group, "auto", fails)}
+    buffer = build("unit 7")
+    choice._chosen[buffer.mesh_view.group] = choice._chosen[group]
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            buffer.all_gather()
+    finally:
+        del choice._chosen[buffer.mesh_view.group]
+    assert not buffer.busy
     return str(caught.value)
 
 
@@ -116,3 +194,12 @@ def test_an_exchange_that_cannot_start_says_which_and_why():
         run_ranks(2, nobody_answers)
         == ["all_gather of unit 7.a could not start: Connection closed by peer"] * 2
     )
+
+
+def test_what_a_reduction_holds_in_addition_is_what_the_others_give():
+    assert reduction_scratch_bytes(3 << 20, 3) == 2 << 20
+    assert reduction_scratch_bytes(1 << 19, 2) == 0
+    assert reduction_scratch_bytes(5 << 20, 5) == 0
+    assert reduction_scratch_bytes(5 << 20, 5, choice="sends") == 4 << 20
+    assert reduction_scratch_bytes(4 << 20, 4, choice="collectives") == 0
+    assert reduction_scratch_bytes(4 << 20, 4, backend="nccl") == 0

@@ -48,7 +48,7 @@ def nccl_collectives():
     _torch_compat.all_reduce(receive[:1], dist.ReduceOp.SUM, group).wait()
     assert all(t.eq(1).all() for t in receive)
     mesh_of()
-    buffer = make().load_from_rank({n: t.cuda() for n, t in full_tensors().items()})
+    buffer = make().load_full({n: t.cuda() for n, t in full_tensors().items()})
     assert sum(v.float().abs().sum().item() for v in buffer.local_views.values()) > 0
 
 

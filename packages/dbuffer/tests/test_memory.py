@@ -1,5 +1,6 @@
 """How much memory there is, when, and that views outlive its absence."""
 
+import ctypes
 import gc
 
 import pytest
@@ -14,7 +15,7 @@ from dbuffer_helpers import (
     storage_bytes,
 )
 
-from dbuffer import Recycler
+from dbuffer import DebugRecycler, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from ragged_shard.testing import run_ranks
 
@@ -32,7 +33,7 @@ def one_storage_each(layout):
     assert storage_bytes(buffer.shard) == 4 * sum(sizes) == storage_bytes(buffer.local_views.values())
     assert storage_bytes(buffer.full) == 4 * ranks * sum(sizes) == storage_bytes(buffer.views.values())
     buffer.release()
-    assert storage_bytes(buffer.resting_views.values()) == 0
+    assert storage_bytes(buffer.empty_views.values()) == 0
 
 
 @pytest.mark.parametrize("layout", ["planned", "split"])
@@ -42,7 +43,7 @@ def test_there_is_one_storage_per_segment_and_role_and_release_leaves_zero_bytes
 
 def views_survive():
     buffer, tensors = make(full_dtype=torch.bfloat16), full_tensors()
-    views = dict(buffer.resting_views)
+    views = dict(buffer.empty_views)
     for seed in range(3):
         tensors = full_tensors(seed)
         buffer.load_full(tensors)
@@ -60,7 +61,7 @@ def backward_after_release(full_dtype):
     buffer = make(full_dtype=full_dtype)
     tensors = full_tensors()
     buffer.load_full(tensors)
-    weight = torch.nn.Parameter(buffer.resting_views["weight"])
+    weight = torch.nn.Parameter(buffer.empty_views["weight"])
     x = torch.ones(2, 6, dtype=full_dtype, device=buffer.device, requires_grad=True)
     buffer.all_gather().wait()
     y = torch.nn.functional.linear(x, weight).sum()
@@ -93,7 +94,7 @@ def walk(layout, depth, full_dtype, num_groups=5, steps=3):
                 if ahead not in handles:
                     handles[ahead] = groups[ahead].all_gather()
             handles[index].wait()
-            gathered = storage_bytes(view for g in groups for view in g.resting_views.values())
+            gathered = storage_bytes(view for g in groups for view in g.empty_views.values())
             stats = recycler.stats
             assert gathered == stats.lent_bytes
             peak = max(peak, shards + gathered + stats.parked_bytes)
@@ -131,11 +132,11 @@ def alias():
     assert buffer.local_views["bias"].eq(7.0).all()
     buffer.release()
     assert storage_bytes(buffer.shard) > 0
-    apart = make(alias=False)
-    apart.load_full(tensors)
-    apart.all_gather().wait()
-    assert_views_equal(apart, tensors)
-    assert apart.full[0].data_ptr() != apart.shard[0].data_ptr()
+    separate = make(alias=False)
+    separate.load_full(tensors)
+    separate.all_gather().wait()
+    assert_views_equal(separate, tensors)
+    assert separate.full[0].data_ptr() != separate.shard[0].data_ptr()
 
 
 def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
@@ -156,25 +157,43 @@ def test_a_recycler_hands_back_the_same_block():
 
 
 @can_swap
-def test_a_recycler_keeps_no_more_than_it_may_and_drops_the_oldest_first():
-    recycler, storages = Recycler("cpu", keep_bytes=300), [torch.UntypedStorage(0) for _ in range(3)]
+def test_trimming_gives_all_parked_memory_back():
+    recycler, storages = Recycler("cpu"), [torch.UntypedStorage(0) for _ in range(3)]
     for storage, nbytes in zip(storages, (100, 200, 150), strict=True):
         recycler.lend(storage, nbytes)
     for storage in storages:
         recycler.take_back(storage)
-    assert recycler.stats.parked_bytes == 150
+    assert recycler.stats.parked_bytes == 450
     recycler.trim()
     assert recycler.stats.parked_bytes == 0
     assert recycler.stats.peak_bytes == 450
 
 
-def test_a_recycler_that_keeps_nothing_frees_at_once():
-    recycler, storage = Recycler("cpu", keep_bytes=0), torch.UntypedStorage(0)
+@can_swap
+def test_memory_in_quarantine_is_neither_freed_nor_lent_again():
+    recycler, storage, other = Recycler("cpu"), torch.UntypedStorage(0), torch.UntypedStorage(0)
     recycler.lend(storage, 4096)
+    watched = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (4096,), (1,))
+    address = watched.data_ptr()
+    recycler.quarantine(storage)
+    assert storage.nbytes() == 0
+    recycler.lend(other, 4096)
+    assert other.data_ptr() != address
+    assert recycler.stats.quarantined_bytes == 4096
+
+
+@can_swap
+def test_the_debug_recycler_finds_a_write_after_release():
+    recycler, storage = DebugRecycler("cpu"), torch.UntypedStorage(0)
+    recycler.lend(storage, 4096)
+    kept = torch.frombuffer((ctypes.c_ubyte * 4096).from_address(storage.data_ptr()), dtype=torch.uint8)
     recycler.take_back(storage)
-    assert storage.nbytes() == recycler.stats.parked_bytes == 0
-    with pytest.raises(ValueError, match="keep_bytes is -1"):
-        Recycler("cpu", keep_bytes=-1)
+    recycler.check()
+    kept[17:20] = 0
+    with pytest.raises(
+        RuntimeError, match=r"3 of 4096 bytes at .* were written after .* the first at offset 17"
+    ):
+        recycler.trim()
 
 
 def test_memory_of_a_storage_that_died_while_lent_is_not_counted():

@@ -4,35 +4,46 @@ import pytest
 import torch
 from dbuffer_helpers import full_tensors, make
 
-from dbuffer import CastOnWire, Transfer
+from dbuffer import CastOnWire, Geometry, Transfer
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 
 class Quantized:
     """One-byte codes with one fp32 scale (kept in 16 bytes) for each rank and segment."""
 
-    def dtypes(self, shard, full):
+    def dtypes(self, shard, gathered):
         if not shard.is_floating_point:
             raise ValueError(f"{shard} cannot be quantized")
         return (torch.int8,)
 
-    def encode(self, shards, own, full):
-        transfers = []
-        for shard, gathered in zip(shards, full, strict=True):
+    def encoder(self, geometry, gathered, recycler):
+        assert isinstance(geometry, Geometry)
+        return QuantizedEncoder(gathered)
+
+
+class QuantizedEncoder:
+    def __init__(self, gathered):
+        self.gathered = gathered
+        self.transfers = []
+
+    def encode(self, shards):
+        self.transfers = []
+        for shard, gathered in zip(shards, self.gathered.raw, strict=True):
             ranks = gathered.numel() // shard.numel()
             scale = (shard.abs().max() / 127).clamp_min(1e-12).float().expand(4).contiguous()
             codes = (shard / scale[0]).round().to(torch.int8)
-            transfers += [
+            self.transfers += [
                 Transfer(codes, torch.empty(ranks * codes.numel(), dtype=torch.int8)),
                 Transfer(scale, torch.empty(ranks * 4)),
             ]
-        return transfers
+        return self.transfers
 
-    def decode(self, transfers, full):
-        for index, gathered in enumerate(full):
-            codes, scales = (transfer.receive for transfer in transfers[2 * index : 2 * index + 2])
+    def decode(self):
+        for index, gathered in enumerate(self.gathered.raw):
+            codes, scales = (transfer.receive for transfer in self.transfers[2 * index : 2 * index + 2])
             per_rank = codes.view(len(scales) // 4, -1) * scales[::4, None]
             gathered.copy_(per_rank.view(-1))
+        return True
 
 
 def gather(layout):
@@ -61,12 +72,17 @@ def test_what_travels_takes_part_in_the_alignment_check():
         run_ranks(1, misaligned)
 
 
+def cast(full_dtype):
+    buffer = make(full_dtype=full_dtype, alias=False)
+    memory = buffer.memory
+    encoder = CastOnWire().encoder(buffer.geometry, memory.gathered, memory.recycler)
+    buffer.zero_().materialize()
+    memory.gathered.own[0].fill_(1)
+    (transfer,) = encoder.encode(buffer.shard)
+    assert transfer.receive is memory.gathered.raw[0]
+    return transfer.send is buffer.shard[0], transfer.send is memory.gathered.own[0], int(transfer.send.sum())
+
+
 def test_the_cast_sends_shards_themselves_where_dtypes_agree():
-    shard, own, full = torch.ones(8), torch.zeros(8), torch.zeros(16)
-    (transfer,) = CastOnWire().encode((shard,), (own,), (full,))
-    assert transfer.send is shard
-    assert transfer.receive is full
-    own = own.bfloat16()
-    (transfer,) = CastOnWire().encode((shard,), (own,), (full.bfloat16(),))
-    assert transfer.send is own
-    assert own.eq(1).all()
+    assert run_ranks(1, cast, torch.float32) == [(True, False, 0)]
+    assert run_ranks(1, cast, torch.bfloat16) == [(False, True, 0)]

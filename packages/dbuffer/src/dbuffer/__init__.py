@@ -1,30 +1,44 @@
 """One flat buffer per group of parameters: views instead of copies, collectives in place.
 
-After the DBuffer of veScale-FSDP (arXiv 2602.22437). Start with `DBuffer`.
+After the DBuffer of veScale-FSDP (arXiv 2602.22437). Start with `DBuffer`. What this module exports is public;
+its rooms are `memory`, `wire`, `transport`, the collectives on them, and the buffer on top.
 """
 
-from ._buffer import DBuffer
-from ._collectives import all_gather, all_reduce, reduce_scatter
+from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
+from ._collectives import Gather, ReduceScatter
 from ._device import DeviceLayer, device_layer
-from ._direct import received_bytes
-from ._handle import Handle
-from ._recycler import Recycler, RecyclerStats, shared_recycler
-from ._wire import CastOnWire, Transfer, WireForm
+from ._handle import Handle, HandleState
+from .memory.geometry import Geometry, TensorSlice
+from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
+from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
+from .wire import CastOnWire, Encoder, Transfer, WireForm
 
 __version__ = "0.2.0"
 __all__ = [
     "CastOnWire",
     "DBuffer",
+    "DebugRecycler",
     "DeviceLayer",
+    "Encoder",
+    "Gather",
+    "Geometry",
     "Handle",
+    "HandleState",
     "Recycler",
     "RecyclerStats",
+    "ReduceScatter",
+    "TensorSlice",
     "Transfer",
+    "Transport",
+    "TransportChoice",
     "WireForm",
+    "Work",
     "all_gather",
     "all_reduce",
     "device_layer",
-    "received_bytes",
+    "prepare_gather",
+    "prepare_reduction",
     "reduce_scatter",
+    "reduction_scratch_bytes",
     "shared_recycler",
 ]

@@ -4,64 +4,68 @@
     rank 1   shard [  S ]----+--all-gather-->  full [  S  |  S  |  S  ]   on every rank, for as long as it is needed
     rank 2   shard [  S ]----'                       [ view a ][view b]    one view a tensor, in its own shape
 
-Gradients go the other way: into the views of a buffer of their own, and from its full memory, reduced, into its
+Gradients go the other way: into the views of a buffer of their own, and from its gathered memory, reduced, into its
 shard.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard import RaggedDTensor
 
-from . import _collectives, _construct, _fill
 from . import _torch_compat as compat
+from ._collectives import AllReduce, Gather, ReduceScatter
 from ._device import DeviceLayer, device_layer
-from ._geometry import gaps_of, pieces_of
 from ._handle import Handle
+from ._memory import BufferMemory
 from ._mesh import MeshView, view_mesh
-from ._recycler import Recycler, check_aligned, shared_recycler
-from ._share import Share, cut_share
-from ._wire import CastOnWire, WireForm
+from ._spec import BufferSpec
+from .memory.geometry import Geometry
+from .memory.recycler import Recycler, shared_recycler
+from .transport import Op, TransportChoice, resolved
+from .wire import CastOnWire, WireForm
 
-Part = Literal["shard", "full"]
+Memory = Literal["shard", "full"]
 
 
 class DBuffer:
     """The memory of a group of tensors: this rank's shard always, the gathered whole while it is needed.
 
     The same class serves parameters (gather: shard -> full) and gradients (reduce: full -> shard). There is one
-    storage per segment and role, none per tensor. The full memory comes from a recycler and is absent after
+    storage per segment and role, none per tensor. The gathered memory comes from a recycler and is absent after
     construction.
 
     Args:
         layout: where the tensors lie; planned for as many ranks as `shard_dim` has.
-        mesh: of one dimension, or of two with `replicate_dim`.
+        mesh: of one axis, or of two with `replicate_dim`.
         dtype: of the shard.
-        device: of everything, but see `shard_device`; None: the mesh's kind of device, the current one.
-        shard_device: "cpu" keeps the shard in the CPU's memory while `device` computes (offload): a gather copies it
-            into the full buffer's own slice, a reduction copies the reduced slice back. On CUDA synchronise with an
-            event recorded after the reduction's `wait` before the CPU reads the shard. None: `device`.
+        device: where the buffer lives. Defaults to the current device of the mesh's type.
+        shard_device: "cpu" keeps the shard in CPU memory while `device` computes (offload): a gather copies it
+            into the gathered memory's own slice, a reduction copies the reduced slice back. On CUDA synchronize with
+            an event recorded after the reduction's `wait` before the CPU reads the shard. Defaults to `device`.
         pin_memory: page-lock a shard on the CPU, so that these copies do not block.
-        full_dtype: of the gathered buffer: what is computed with, or what gradients are reduced in. None: `dtype`.
-        shard_dim: the mesh dimension that cuts, by name or index.
-        replicate_dim: the mesh dimension over which shards are copies (HSDP), or None.
-        wire: what travels in a gather. None: `CastOnWire`, the full dtype.
-        recycler: where the full memory comes from. None: the one that all buffers of this device share.
+        full_dtype: of the gathered memory: what is computed with, or what gradients are reduced in. Defaults to
+            `dtype`.
+        shard_dim: the mesh axis that cuts, by name or index.
+        replicate_dim: the mesh axis over which shards are copies (HSDP), or None.
+        wire: what travels in a gather. Defaults to `CastOnWire`, the full dtype.
+        transport: how it travels: "auto", "collectives", "sends", "peer_memory", or a function that makes a
+            `Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
+        recycler: where the gathered memory comes from. Defaults to the one that all buffers of this device share.
         alias: with one rank and one dtype, let shard and full be the same memory. False: keep them apart.
-        name: of the group, for errors. None: its first tensor's.
+        name: the group's, for errors. Defaults to its first tensor's.
         check_ranks: compare the layouts of all ranks: one all-gather of 32 bytes (HSDP: and one of 32 a rank of
-            the shard dimension). False where it is known that they agree, and with torch's fake process group.
+            the shard axis). False where it is known that they agree, and with torch's fake process group.
 
     Raises:
-        ValueError: mesh and layout of different sizes, a dtype or device that cannot be, a slice or tensor that
-            is not on a 16-byte boundary in every dtype in use, or ranks that were given different things. With
+        ValueError: mesh and layout of different sizes, a dtype or device that cannot be used, a slice or tensor
+            that is not on a 16-byte boundary in every dtype in use, or ranks that were given different things. With
             `check_ranks` on every rank, with the first difference.
         TypeError: `layout` or `mesh` is something else.
     """
@@ -79,104 +83,96 @@ class DBuffer:
         shard_dim: int | str = -1,
         replicate_dim: int | str | None = None,
         wire: WireForm | None = None,
+        transport: TransportChoice | None = None,
         recycler: Recycler | None = None,
         alias: bool = True,
         name: str | None = None,
         check_ranks: bool = True,
     ) -> None:
-        self.mesh_view: MeshView = view_mesh(mesh, shard_dim, replicate_dim)
-        self.layer: DeviceLayer = device_layer(device or mesh.device_type)
-        self.layout = layout
-        self.dtype = dtype
-        self.full_dtype = full_dtype or dtype
-        self._wire: WireForm = wire or CastOnWire()
-        _construct.check(self, check_ranks)
-        self.name = name or layout.tensors[0].name
-        self.casts = self.full_dtype != dtype
-        self.shard_device = self.layer.device if shard_device is None else torch.device(shard_device)
-        self.apart = self.shard_device != self.layer.device
-        if self.apart and self.shard_device.type != "cpu":
-            raise ValueError(
-                f"{self.name}: shard_device {shard_device} is neither {self.layer.device} nor the CPU"
-            )
-        self._pinned = pin_memory and self.apart
-        self.aliased = (
-            alias and not self.casts and not self.apart and self.mesh_view.size == 1 and wire is None
+        view = view_mesh(mesh, shard_dim, replicate_dim)
+        layer = device_layer(device or mesh.device_type)
+        placed = layer.device if shard_device is None else torch.device(shard_device)
+        spec = BufferSpec(
+            layout=layout,
+            view=view,
+            layer=layer,
+            dtype=dtype,
+            full_dtype=full_dtype or dtype,
+            shard_device=placed,
+            pin_memory=pin_memory and placed != layer.device,
+            wire=wire or CastOnWire(),
+            transport=resolved(transport),
+            alias=alias and wire is None,
         )
-        self._share: Share | None = None
-        self._recycler = recycler or shared_recycler(self.device)
-        if self._recycler.device != self.device:
-            raise ValueError(f"{self.name}: the recycler is on {self._recycler.device}, not {self.device}")
-        self._in_flight: Handle | None = None
-        self._materialized = True
-        self._pieces = pieces_of(layout, self.mesh_view.rank)
-        self._build()
+        spec.check(compare_ranks=check_ranks)
+        recycler = recycler or shared_recycler(layer.device)
+        if recycler.device != layer.device:
+            raise ValueError(f"{name}: the recycler is on {recycler.device}, not {layer.device}")
+        #: What the functions of this package work on.
+        self.memory = BufferMemory(name or layout.tensors[0].name, spec, recycler)
 
-    def _build(self) -> None:
-        """Allocate the shard, and make every tensor that will ever view the full memory."""
-        rank = self.mesh_view.rank
-        sizes = [segment.shard_size for segment in self.layout.segments]
-        self._shard = self._new_shards(torch.zeros)
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and what each needs, in bytes
-        if self.aliased:
-            self._full = self._raw_full = self._own = self._shard
-        else:
-            bytes_per_element = self.mesh_view.size * self.full_dtype.itemsize
-            self._storages = [
-                (torch.UntypedStorage(0, device=self.device), size * bytes_per_element) for size in sizes
-            ]
-            self._materialized = False
-            self.materialize()
-            # Gathers write through tensors with a version counter of their own: autograd sees no change.
-            self._full, self._raw_full = self._flat_tensors(), self._flat_tensors()
-            self._own = tuple(
-                raw.narrow(0, rank * size, size) for raw, size in zip(self._raw_full, sizes, strict=True)
-            )
-        self._views = MappingProxyType(
-            {p.name: self._full[p.segment].narrow(0, p.offset, p.numel).view(p.shape) for p in self._pieces}
-        )
-        self._gap_ranges = gaps_of(self.layout, self._pieces)
-        self._view_shard()
-        self.release()
+    # -- what it is -------------------------------------------------------------------------------------------------
 
-    def _new_shards(self, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        where: dict[str, Any] = {"device": self.shard_device, "pin_memory": self._pinned}
-        shards = tuple(
-            make(segment.shard_size, dtype=self.dtype, **where) for segment in self.layout.segments
-        )
-        for shard in shards:
-            check_aligned(shard.data_ptr())
-        return shards
+    @property
+    def name(self) -> str:
+        """The group's, for errors."""
+        return self.memory.name
 
-    def _view_shard(self) -> None:
-        shards = self._shard
-        # Where the shard is written by a copy that may still be under way, padding is zeroed before it travels.
-        padded = self._own if self.apart else shards
-        self._gaps = [padded[s].narrow(0, begin, n) for s, begin, n in self._gap_ranges]
-        self._local_views = MappingProxyType(
-            {
-                p.name: shards[p.segment].narrow(0, p.begin, p.local_numel).view(p.local_shape)
-                for p in self._pieces
-            }
-        )
+    @name.setter
+    def name(self, name: str) -> None:
+        self.memory.name = name
 
-    def count_users(self) -> int:
-        """How many tensors hold the full memory: this buffer's own, and autograd's for a backward to come."""
-        return sum(compat.users(storage) for storage, _ in self._storages)
+    @property
+    def layout(self) -> Layout:
+        """Where the tensors lie."""
+        return self.memory.spec.layout
 
-    def _flat_tensors(self) -> tuple[torch.Tensor, ...]:
-        empty = torch.empty(0, dtype=self.full_dtype, device=self.device)
-        return tuple(
-            empty.detach().clone().set_(storage, 0, (nbytes // self.full_dtype.itemsize,), (1,))
-            for storage, nbytes in self._storages
-        )
+    @property
+    def geometry(self) -> Geometry:
+        """Where they lie on this rank."""
+        return self.memory.geometry
 
-    # -- what is in it ----------------------------------------------------------------------------------------------
+    @property
+    def mesh_view(self) -> MeshView:
+        """The axes of the mesh in use."""
+        return self.memory.spec.view
+
+    @property
+    def layer(self) -> DeviceLayer:
+        """Streams and events of the device."""
+        return self.memory.spec.layer
 
     @property
     def device(self) -> torch.device:
-        """Where shard and full are, with index."""
-        return self.layer.device
+        """Where the gathered memory is, with index."""
+        return self.memory.spec.layer.device
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shard is."""
+        return self.memory.spec.shard_device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shard."""
+        return self.memory.spec.dtype
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Of the gathered memory."""
+        return self.memory.spec.full_dtype
+
+    @property
+    def aliased(self) -> bool:
+        """Whether shard and gathered memory are the same."""
+        return self.memory.aliased
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the shard is in CPU memory while the device computes elsewhere."""
+        return self.memory.spec.offloaded
+
+    # -- what is in it ----------------------------------------------------------------------------------------------
 
     @property
     def shard(self) -> tuple[torch.Tensor, ...]:
@@ -185,18 +181,18 @@ class DBuffer:
         Raises:
             RuntimeError: given away.
         """
-        self._check_shard("shard")
-        return self._shard
+        self.memory.check_shard("shard")
+        return self.memory.shard.flats
 
     @property
     def full(self) -> tuple[torch.Tensor, ...]:
-        """The gathered buffers, 1-D, `world_size * shard_size` elements of `full_dtype`, one a segment.
+        """The gathered memory, 1-D, `world_size * shard_size` elements of `full_dtype`, one a segment.
 
         Raises:
             RuntimeError: released.
         """
-        self._check_materialized("full")
-        return self._full
+        self.memory.check_gathered("full")
+        return self.memory.gathered.flats
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
@@ -205,85 +201,80 @@ class DBuffer:
         Raises:
             RuntimeError: released.
         """
-        self._check_materialized("views")
-        return self._views
+        self.memory.check_gathered("views")
+        return self.memory.gathered.views
 
     @property
-    def resting_views(self) -> Mapping[str, torch.Tensor]:
+    def empty_views(self) -> Mapping[str, torch.Tensor]:
         """The objects of `views`, also while the buffer is released: to build parameters on, once.
 
         They have shape and dtype but no memory: reading one while released crashes the process, as torch does not
-            check.
+        check.
         """
-        return self._views
+        return self.memory.gathered.views
 
     @property
     def local_views(self) -> Mapping[str, torch.Tensor]:
-        """This rank's part of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
+        """This rank's slice of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A part may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
+        A slice may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
 
         Raises:
             RuntimeError: the shard was given away.
         """
-        self._check_shard("local_views")
-        return self._local_views
+        self.memory.check_shard("local_views")
+        return self.memory.shard.views
 
     @property
     def materialized(self) -> bool:
         """Whether `full` has memory."""
-        return self._materialized
+        return self.memory.gathered.present
 
     @property
     def busy(self) -> bool:
         """Whether a collective was started and not yet waited for."""
-        return self._in_flight is not None
+        return self.memory.in_flight is not None
+
+    def count_users(self) -> int:
+        """How many tensors hold the gathered memory: this buffer's own, and autograd's for a backward to come."""
+        return self.memory.gathered.count_users()
 
     def ragged_tensors(self, *, requires_grad: bool = False) -> dict[str, RaggedDTensor]:
         """The group as distributed tensors that share the shard's memory: what is written to one is in the buffer.
 
-        Placed as `RaggedShard` on the shard dimension and `Replicate` on the other. Communicates nothing.
+        Placed as `RaggedShard` on the shard axis and `Replicate` on the other. Communicates nothing.
         """
+        slices = self.memory.geometry.slices
         return {
-            piece.name: RaggedDTensor.from_local(
-                self._local_views[piece.name],
-                self.mesh_view.mesh,
-                self.placements(piece.name),
-                shape=piece.shape,
+            name: RaggedDTensor.from_local(
+                local, self.mesh_view.mesh, self.placements(name), shape=slices[name].shape
             ).requires_grad_(requires_grad)
-            for piece in self._pieces
+            for name, local in self.local_views.items()
         }
 
-    def placements(self, tensor: str) -> tuple[Any, ...]:
+    def placements(self, tensor: str) -> tuple[Placement, ...]:
         """How a tensor of the layout lies over the mesh. Raises KeyError where there is none of that name."""
-        ragged = RaggedShard(dims=self.layout.local_dims(tensor), local_units=self.layout.local_units(tensor))
-        dims = range(self.mesh_view.mesh.ndim)
-        return tuple(ragged if dim == self.mesh_view.shard_dim else Replicate() for dim in dims)
+        view, ragged = self.mesh_view, self.memory.geometry.placement(tensor)
+        return tuple(ragged if axis == view.shard_axis else Replicate() for axis in range(view.mesh.ndim))
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def give_shard(self) -> None:
         """Let go of the shard: its memory belongs to whoever still holds tensors on it, and ends with them.
 
-        For gradients, which their users drop when they like. Nothing where shard and full are one memory.
+        For gradients, which their users drop when they like. Nothing where shard and full are the same memory.
         """
-        self._check_idle("give_shard")
+        self.memory.check_idle("give_shard")
         if not self.aliased:
-            self._shard, self._gaps, self._local_views = (), [], MappingProxyType({})
+            self.memory.shard.give()
 
     def new_shard(self) -> None:
         """Give the buffer a shard again after `give_shard`; uninitialised, padding too. Nothing where it has one."""
-        if not self._shard:
-            self._shard = self._new_shards(torch.empty)
-            self._view_shard()
+        self.memory.shard.renew()
 
     def materialize(self) -> None:
         """Give `full` memory, uninitialised, for use on the current stream. Nothing where it has some."""
-        if self._materialized:
-            return
-        for storage, nbytes in self._storages:
-            self._recycler.lend(storage, nbytes)
-        self._materialized = True
+        self.memory.gathered.materialize()
 
     def release(self) -> None:
         """Take `full`'s memory away: zero bytes are left, and views are valid again after the next gather.
@@ -294,134 +285,111 @@ class DBuffer:
         Raises:
             RuntimeError: a collective is under way.
         """
-        self._check_idle("release")
-        if not self._materialized:
-            return
-        for storage, _ in self._storages:
-            self._recycler.take_back(storage)
-        self._materialized = False
+        self.memory.check_idle("release")
+        self.memory.gathered.release()
 
     def shrink(self, group: dist.ProcessGroup) -> None:
-        """Release `full`, but keep this rank's share of it among the ranks of a smaller group, for the next gather.
+        """Release `full`, but keep this rank's slice of it among the ranks of a smaller group, for the next gather.
 
         The next `all_gather` then runs over that group, whose ranks must all have shrunk: it takes more memory than a
-        shard, 1/size of the whole, and stays among neighbours. Reshard to a smaller world of FSDP2. Nothing where
-        shard and full are one memory.
+        shard, 1/size of the whole, and stays among neighbors. FSDP2's reshard to a smaller world. Nothing where
+        shard and full are the same memory.
 
         Args:
-            group: of ranks of the shard dimension; its size divides that dimension's.
+            group: of ranks of the shard axis; its size divides that axis's.
 
         Raises:
             ValueError: the size does not divide.
             RuntimeError: released, or a collective is under way.
         """
-        self._check_idle("shrink")
-        self._check_materialized("shrink")
+        memory = self.memory
+        memory.check_idle("shrink")
+        memory.check_gathered("shrink")
         if self.mesh_view.size % group.size():
             raise ValueError(
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            self._share = cut_share(self._raw_full, group, self.layer)
+            memory.neighbor = memory.gathered.slices_of(group, self.layer)
         self.release()
 
-    def forget_share(self) -> None:
+    def forget_neighbors(self) -> None:
         """Drop what `shrink` kept: the next gather takes the shards again."""
-        self._share = None
+        self.memory.check_idle("forget_neighbors")
+        self.memory.neighbor = None
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def all_gather(self, *, stream: Any = None, after: Iterable[Any] | None = None) -> Handle:
-        """Gather the shards of all ranks into `full`; see `dbuffer.all_gather`."""
-        return _collectives.all_gather([self], stream=stream, after=after)
+        """Gather the shards of all ranks into `full`. See `dbuffer.all_gather`."""
+        return all_gather([self], stream=stream, after=after)
 
     def reduce_scatter(
         self,
         *,
-        op: _collectives.Op = "avg",
+        op: Op = "avg",
         divide: float | None = None,
         accumulate: bool = False,
         stream: Any = None,
         after: Iterable[Any] | None = None,
     ) -> Handle:
-        """Reduce `full` over the ranks into the shard; see `dbuffer.reduce_scatter`."""
-        return _collectives.reduce_scatter(
-            [self], op=op, divide=divide, accumulate=accumulate, stream=stream, after=after
-        )
+        """Reduce `full` over the ranks, each rank's slice into its shard. See `dbuffer.reduce_scatter`."""
+        return reduce_scatter([self], op=op, divide=divide, accumulate=accumulate, stream=stream, after=after)
 
     def all_reduce(
         self,
         *,
-        op: _collectives.Op = "avg",
+        op: Op = "avg",
         divide: float | None = None,
         stream: Any = None,
         after: Iterable[Any] | None = None,
     ) -> Handle:
-        """Reduce the shard over the replicas, in place; see `dbuffer.all_reduce`."""
-        return _collectives.all_reduce([self], op=op, divide=divide, stream=stream, after=after)
+        """Reduce the shard over the replicas, in place. See `dbuffer.all_reduce`."""
+        return all_reduce([self], op=op, divide=divide, stream=stream, after=after)
 
     def wait(self) -> None:
-        """Wait for the collective that is under way, if there is one: `Handle.wait` for whoever has lost the handle."""
-        if self._in_flight is not None:
-            self._in_flight.wait()
+        """Wait for the collective under way, if there is one."""
+        if self.memory.in_flight is not None:
+            self.memory.in_flight.wait()
 
     # -- the whole group at once: one call, whatever the number of tensors ------------------------------------------
 
-    def zero_(self, part: Part = "shard") -> Self:
+    def zero_(self, of: Memory = "shard") -> Self:
         """Set shard or full to zero."""
-        compat.zero(self._flat(part, "zero_"))
+        compat.zero(self._flats(of, "zero_"))
         return self
 
-    def copy_(self, other: "DBuffer", part: Part = "shard") -> Self:
+    def copy_(self, other: "DBuffer", of: Memory = "shard") -> Self:
         """Copy another buffer of this layout. Raises ValueError where layouts or dtypes differ."""
-        compat.copy(self._flat(part, "copy_"), self._partner(other, part, "copy_", same_dtype=True))
+        mine, theirs = self._flats(of, "copy_"), self._partner(other, of, "copy_")
+        if mine[0].dtype != theirs[0].dtype:
+            raise ValueError(
+                f"copy_: {self.name} holds {mine[0].dtype}, {other.name} {theirs[0].dtype}; use cast_from"
+            )
+        compat.copy(mine, theirs)
         return self
 
-    def cast_from(self, other: "DBuffer", part: Part = "shard") -> Self:
+    def cast_from(self, other: "DBuffer", of: Memory = "shard") -> Self:
         """Copy another buffer of this layout, in this one's dtype. Raises ValueError where layouts differ."""
-        compat.copy(self._flat(part, "cast_from"), self._partner(other, part, "cast_from"))
+        compat.copy(self._flats(of, "cast_from"), self._partner(other, of, "cast_from"))
         return self
 
-    def add_(self, other: "DBuffer", part: Part = "shard", *, alpha: float = 1.0) -> Self:
+    def add_(self, other: "DBuffer", of: Memory = "shard", *, alpha: float = 1.0) -> Self:
         """Add `alpha` times another buffer of this layout, of any dtype. Raises ValueError where layouts differ."""
-        compat.add(self._flat(part, "add_"), self._partner(other, part, "add_"), alpha)
+        compat.add(self._flats(of, "add_"), self._partner(other, of, "add_"), alpha)
         return self
 
-    def mul_(self, factor: float | torch.Tensor, part: Part = "shard") -> Self:
+    def mul_(self, factor: float | torch.Tensor, of: Memory = "shard") -> Self:
         """Multiply by a number, or by a tensor of one element (so that it need not leave the device)."""
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise ValueError(
                 f"{self.name}: mul_ takes one number, got a tensor of shape {tuple(factor.shape)}"
             )
-        compat.scale(self._flat(part, "mul_"), factor)
+        compat.scale(self._flats(of, "mul_"), factor)
         return self
 
-    def _flat(self, part: str, what: str) -> tuple[torch.Tensor, ...]:
-        self._check_idle(what)
-        if part == "shard":
-            return self.shard
-        if part != "full":
-            raise ValueError(f"{self.name}: {what} acts on part 'shard' or 'full', not {part!r}")
-        self._check_materialized(what)
-        return self._full
-
-    def _partner(
-        self, other: "DBuffer", part: str, what: str, *, same_dtype: bool = False
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = other._flat(part, what)
-        if other.layout is not self.layout and other.layout != self.layout:
-            raise ValueError(f"{what}: {self.name} and {other.name} have different layouts")
-        mine = self.dtype if part == "shard" else self.full_dtype
-        if same_dtype and tensors[0].dtype != mine:
-            raise ValueError(
-                f"{what}: {self.name} holds {mine}, {other.name} {tensors[0].dtype}; use cast_from"
-            )
-        return tensors
-
-    # -- contents ---------------------------------------------------------------------------------------------------
-
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Fill the shard from full tensors that every rank holds. Communicates nothing.
+        """Fill the shard from whole tensors that every rank holds. Communicates nothing.
 
         Args:
             tensors: for every name of the layout a plain tensor of its shape, any dtype and device.
@@ -429,81 +397,132 @@ class DBuffer:
         Raises:
             ValueError: a tensor missing, unknown, of another shape, or on meta; before anything is written.
         """
-        _fill.load_full(self, tensors)
+        self.memory.check_idle("load_full")
+        views, slices = self.local_views, self.memory.geometry.slices
+        if odd := sorted(slices.keys() ^ tensors.keys()):
+            which = "is missing" if odd[0] in slices else "is not in the layout"
+            raise ValueError(f"{odd[0]} {which}; expected {sorted(slices)}")
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != slices[name].shape:
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)}; the layout says {slices[name].shape}")
+            if isinstance(tensor, (DTensor, RaggedDTensor)):
+                raise ValueError(
+                    f"{name}: a {type(tensor).__name__}; expected a plain tensor, such as its full_tensor()"
+                )
+            if tensor.is_meta:
+                raise ValueError(f"{name}: a meta tensor has no values")
+        with torch.no_grad():
+            held = [name for name, found in slices.items() if found.local_numel]
+            sources = [self.memory.geometry.cut(name, tensors[name].detach()) for name in held]
+            if held:
+                compat.copy([views[name] for name in held], sources)
         return self
 
-    def load_from_rank(self, tensors: Mapping[str, torch.Tensor] | None, src: int = 0) -> Self:
-        """Fill the shards of all ranks from full tensors that one rank holds.
+    def _flats(self, of: str, what: str) -> tuple[torch.Tensor, ...]:
+        self.memory.check_idle(what)
+        if of == "shard":
+            return self.shard
+        if of != "full":
+            raise ValueError(f"{self.name}: {what} acts on 'shard' or 'full', not {of!r}")
+        self.memory.check_gathered(what)
+        return self.memory.gathered.flats
 
-        Sends each rank its own shard, one after the other, through a staging buffer of one shard; with replicas one
-        broadcast of the shard follows. Beside it two small object exchanges.
+    def _partner(self, other: "DBuffer", of: str, what: str) -> tuple[torch.Tensor, ...]:
+        found = other._flats(of, what)
+        if other.layout is not self.layout and other.layout != self.layout:
+            raise ValueError(f"{what}: {self.name} and {other.name} have different layouts")
+        return found
 
-        Args:
-            tensors: as for `load_full` on the source, None elsewhere.
-            src: the source's rank in the shard dimension, in replica 0.
 
-        Raises:
-            ValueError: as `load_full`, on every rank, before anything is sent.
-        """
-        _fill.load_from_rank(self, tensors, src)
-        return self
+def all_gather(
+    buffers: Sequence[DBuffer], *, stream: Any = None, after: Iterable[Any] | None = None
+) -> Handle:
+    """Gather the shards of all `buffers` into their gathered memory: one call, coalesced, over the shard axis.
 
-    def initialize(
-        self, init_fn: Callable[[str, torch.Tensor, torch.Generator], None], *, seed: int = 0
-    ) -> Self:
-        """Fill the shard with values that do not depend on the number of ranks. Communicates nothing.
+    Gives each rank's wire form to all others: (N-1) * shard bytes in the wire's dtype sent by each rank. Buffers
+    without gathered memory get it first, on `stream`. World size 1 communicates nothing. After veScale-FSDP.
 
-        Tensor by tensor, and only those of which this rank holds a part, the full tensor is made on the device,
-        filled and cut; so at most one full tensor is in memory. Random numbers come from a generator seeded by
-        `seed` and the tensor's name.
+    Args:
+        buffers: of one mesh and device, none busy; dtypes may differ.
+        stream: where to launch. Defaults to the current stream; CPU has none.
+        after: events that must have completed first. None: all that the current stream holds. Empty: nothing.
 
-        Args:
-            init_fn: called as `init_fn(name, full, generator)`; fills `full` (the tensor's shape, the shard's
-                dtype) in place.
-            seed: equal on all ranks.
-        """
-        _fill.initialize(self, init_fn, seed)
-        return self
+    Raises:
+        ValueError: no buffer, one twice, or of different meshes or devices.
+        RuntimeError: one has a collective under way, or the collective could not start.
+    """
+    return prepare_gather(buffers).start(stream, after)
 
-    @classmethod
-    def from_dtensors(
-        cls,
-        tensors: Mapping[str, Any],
-        layout: Layout,
-        mesh: DeviceMesh,
-        *,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> Self:
-        """A new buffer with the contents of distributed tensors: RaggedDTensors or torch's DTensors on the same mesh.
 
-        A tensor that lies as the layout says is copied; any other is redistributed first (the collective that
-        `ragged_shard.redistribute` uses for it).
+def prepare_gather(buffers: Sequence[DBuffer]) -> Gather:
+    """An `all_gather` of these buffers, checked now, to be started often: `prepared.start(stream, after)`.
 
-        Args:
-            tensors: for every name of the layout one of its shape.
-            layout, mesh, dtype, options: as for `DBuffer`.
+    Raises:
+        ValueError: as `all_gather`.
+    """
+    return Gather([buffer.memory for buffer in buffers])
 
-        Raises:
-            ValueError: a tensor missing, unknown, of another shape or on another mesh; on every rank, before any
-                is moved.
-        """
-        buffer = cls(layout, mesh, dtype=dtype, **options)
-        _fill.load_dtensors(buffer, tensors)
-        return buffer
 
-    # -- checks -----------------------------------------------------------------------------------------------------
+def prepare_reduction(
+    buffers: Sequence[DBuffer], *, op: Op = "avg", divide: float | None = None
+) -> ReduceScatter:
+    """A `reduce_scatter` of these buffers, checked now: `prepared.start(accumulate=..., stream=..., after=...)`.
 
-    def _check_materialized(self, what: str) -> None:
-        if not self._materialized:
-            raise RuntimeError(f"{self.name}: {what} after release; call all_gather or materialize first")
+    Raises:
+        ValueError: as `reduce_scatter`, but for `accumulate`.
+    """
+    return ReduceScatter([buffer.memory for buffer in buffers], op, divide)
 
-    def _check_shard(self, what: str) -> None:
-        if not self._shard:
-            raise RuntimeError(f"{self.name}: {what} after give_shard; call new_shard first")
 
-    def _check_idle(self, what: str) -> None:
-        if self._in_flight is not None:
-            raise RuntimeError(
-                f"{self.name}: {what} while a collective is under way; call wait() on its handle first"
-            )
+def reduce_scatter(
+    buffers: Sequence[DBuffer],
+    *,
+    op: Op = "avg",
+    divide: float | None = None,
+    accumulate: bool = False,
+    stream: Any = None,
+    after: Iterable[Any] | None = None,
+) -> Handle:
+    """Reduce the gathered memory over the shard axis; each rank's shard gets its slice. One call, coalesced.
+
+    Each rank sends (N-1)/N of its gathered memory, in its dtype. That memory's contents are used up. Padding of the
+    shard is zero afterwards, whatever was in the padding of the gathered memory. World size 1 communicates nothing.
+
+    Args:
+        buffers: of one mesh and device, with gathered memory, none busy.
+        op: "avg" or "sum" over the ranks of the shard axis. Integers have no average.
+        divide: with "sum": divide the sum by this, in the shard's dtype.
+        accumulate: add to the shard instead of replacing it.
+        stream, after: as for `all_gather`.
+
+    Raises:
+        ValueError: an unknown op, `divide` with "avg" or not positive, a dtype that cannot be reduced so, `accumulate`
+            where shard and full are the same memory, or buffers that do not go together.
+        RuntimeError: released, a collective is under way, or the collective could not start.
+    """
+    prepared = prepare_reduction(buffers, op=op, divide=divide)
+    return prepared.start(accumulate=accumulate, stream=stream, after=after)
+
+
+def all_reduce(
+    buffers: Sequence[DBuffer],
+    *,
+    op: Op = "avg",
+    divide: float | None = None,
+    stream: Any = None,
+    after: Iterable[Any] | None = None,
+) -> Handle:
+    """Reduce the shards over the replicate axis, in place: one all-reduce, coalesced, in the shards' dtype.
+
+    Each rank sends 2 (R-1)/R of its shards for R replicas.
+
+    Args:
+        buffers: of one mesh, device and dtype, none busy.
+        op, divide: as for `reduce_scatter`, over the replicas.
+        stream, after: as for `all_gather`.
+
+    Raises:
+        ValueError: the mesh has no replicate axis, or as for `reduce_scatter`.
+        RuntimeError: one has a collective under way, or the collective could not start.
+    """
+    return AllReduce([buffer.memory for buffer in buffers], op, divide).start(stream=stream, after=after)

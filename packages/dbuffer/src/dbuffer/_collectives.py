@@ -1,292 +1,269 @@
-"""Collectives on the buffers of one or several groups, each launched as one call.
+"""Collectives on the memory of one or several buffers, each launched as one call.
 
-source           destination                          operation
-shard            full                                 all-gather (a cast into full's own slice first, if dtypes differ)
-full             shard                                reduce-scatter, straight in where dtypes agree
-full             own slice of full, then shard        reduce-scatter in place, then one cast or accumulate kernel
-shard            shard                                all-reduce over replicas
-own slice        shard (world size 1)                 the local part of the above
+source           destination                            operation
+shard            gathered                               all-gather (a cast into the own slice first, if dtypes differ)
+gathered         shard                                  reduce-scatter, straight in where dtypes agree
+gathered         own slice of gathered, then shard      reduce-scatter in place, then one cast or accumulate kernel
+shard            shard                                  all-reduce over replicas
+own slice        shard (world size 1)                   the local half of the above
+neighbor slices  gathered                               all-gather among a smaller group, after `shrink`
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from . import _direct
 from . import _torch_compat as compat
 from ._handle import Handle
-from ._wire import Transfer
+from ._memory import BufferMemory
+from .transport import Op, Transport, Work, transport_of
 
-if TYPE_CHECKING:
-    from ._buffer import DBuffer
-
-Op = Literal["avg", "sum"]
-_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+Events = Iterable[Any]
 
 
-def all_gather(
-    buffers: Sequence["DBuffer"], *, stream: Any = None, after: Iterable[Any] | None = None
-) -> Handle:
-    """Gather the shards of all `buffers` into their full buffers: one all-gather, coalesced, over the shard dimension.
+class Gather:
+    """An all-gather of several buffers, checked and listed once, to be started as often as is needed."""
 
-    Gives each rank's wire form to all others: (N-1) * shard bytes in the wire's dtype sent by each rank. Full
-    buffers without memory get it first, on `stream`. World size 1 communicates nothing. After veScale-FSDP.
+    def __init__(self, memories: Sequence[BufferMemory]) -> None:
+        self._memories = _checked(memories, "all_gather")
+        self._label = _label(memories)
+        self._layer = memories[0].spec.layer
+        self._size = memories[0].spec.view.size
+        self._transport: Transport | None = None
 
-    Args:
-        buffers: of one mesh and device, none busy; dtypes may differ.
-        stream: where to launch (None: the current stream; CPU has none).
-        after: events that must be over first. None: all that the current stream holds by now. Empty: nothing.
+    def start(self, stream: Any = None, after: Events | None = None) -> Handle:
+        """See `dbuffer.all_gather`."""
+        memories, layer = self._memories, self._layer
+        shrunk = False
+        for memory in memories:
+            if memory.in_flight is not None:
+                memory.check_idle("all_gather")
+            shrunk = shrunk or memory.neighbor is not None
+        if shrunk:
+            return _gather_neighbors(memories, stream, after)
+        handle = Handle("all_gather", memories)
+        with layer.on(stream, after):
+            return handle.launch(self._encode_and_send, self._finish(layer.current_stream()))
 
-    Raises:
-        ValueError: no buffer, one twice, or of different meshes or devices.
-        RuntimeError: one has a collective under way.
-    """
-    first = _check(buffers, "all_gather")
-    if any(buffer._share is not None for buffer in buffers):
-        return _gather_shares(buffers, stream, after)
-    with first.layer.on(stream, after):
-        parts: list[tuple[DBuffer, list[Transfer]]] = []
-        for buffer in buffers:
-            buffer.materialize()
-            if not buffer.aliased:
-                parts.append((buffer, buffer._wire.encode(buffer.shard, buffer._own, buffer._raw_full)))
-        pairs = [(t.receive, t.send) for _, transfers in parts for t in transfers if _must_travel(first, t)]
-        work = _start_gather(buffers, pairs, first.mesh_view.group) if pairs else None
+    def _encode_and_send(self) -> Work | None:
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for memory in self._memories:
+            memory.gathered.materialize()
+            if not memory.aliased:
+                memory.check_shard("all_gather")
+                pairs += [(t.receive, t.send) for t in memory.encoder.encode(memory.shard.flats)]
+        if self._size == 1:
+            for receive, send in pairs:  # one rank, shard and gathered memory apart by request
+                if receive.data_ptr() != send.data_ptr():
+                    receive.copy_(send)
+            return None
+        if self._transport is None:
+            self._transport = _transport(self._memories)
+        return self._transport.all_gather(pairs, self._label)
 
-        launched_on = first.layer.current_stream()
+    def _finish(self, launched_on: Any) -> Any:
+        layer, memories = self._layer, self._memories
 
         def decode() -> None:
-            for buffer, transfers in parts:
-                buffer._wire.decode(transfers, buffer._raw_full)
-                if any(t.receive is not full for t, full in zip(transfers, buffer._raw_full, strict=False)):
-                    # The wire form's own memory goes back to the launch's stream as soon as this returns.
-                    first.layer.wait(first.layer.record(), launched_on)
+            for memory in memories:
+                if not memory.aliased and memory.encoder.decode():
+                    layer.wait(layer.record(), launched_on)
 
-        return _handle("all_gather", buffers, work, decode)
+        return decode
 
 
-def _start_gather(
-    buffers: Sequence["DBuffer"], pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
-) -> Any:
-    with _named("all_gather", buffers):
-        gather = _direct.all_gather if _direct.pays(pairs, group) else compat.all_gather
-        return gather(pairs, group)
-
-
-def _gather_shares(buffers: Sequence["DBuffer"], stream: Any, after: Iterable[Any] | None) -> Handle:
+def _gather_neighbors(memories: Sequence[BufferMemory], stream: Any, after: Events | None) -> Handle:
     """Gather what `DBuffer.shrink` left on the ranks of a smaller group."""
-    first = buffers[0]
-    shares = [buffer._share for buffer in buffers if buffer._share is not None]
-    if len(shares) < len(buffers) or any(share.group is not shares[0].group for share in shares):
+    kept = [memory.neighbor for memory in memories if memory.neighbor is not None]
+    group = kept[0].group
+    if len(kept) < len(memories) or any(one.group is not group for one in kept):
         raise ValueError(
-            f"all_gather: of {[b.name for b in buffers]} only some were shrunk, or to different groups; "
+            f"all_gather: of {[memory.name for memory in memories]} only some were shrunk, or to different groups; "
             "shrink all or none of what is gathered together"
         )
-    with first.layer.on(stream, after):
+    layer = memories[0].spec.layer
+
+    def start() -> Work:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer, share in zip(buffers, shares, strict=True):
-            first.layer.wait(share.ready)
-            buffer.materialize()
-            pairs += zip(buffer._raw_full, share.tensors, strict=True)
-        work = _start_gather(buffers, pairs, shares[0].group)
+        for memory, one in zip(memories, kept, strict=True):
+            layer.wait(one.ready)
+            memory.gathered.materialize()
+            pairs += zip(memory.gathered.raw, one.flats, strict=True)
+        transport = transport_of(group, memories[0].spec.transport)
+        return transport.all_gather(pairs, f"the slices that neighbors keep of {_label(memories)}")
 
-        def forget() -> None:  # only now: the collective reads them on another stream
-            for buffer in buffers:
-                buffer.forget_share()
+    def forget() -> None:  # only now: the collective reads them on another stream
+        for memory in memories:
+            memory.neighbor = None
 
-        return _handle("all_gather", buffers, work, forget)
-
-
-def _must_travel(buffer: "DBuffer", transfer: Transfer) -> bool:
-    if buffer.mesh_view.size > 1:
-        return True
-    if transfer.send.data_ptr() != transfer.receive.data_ptr():  # one rank, shard and full apart on request
-        transfer.receive.copy_(transfer.send)
-    return False
+    handle = Handle("all_gather", memories)
+    with layer.on(stream, after):
+        return handle.launch(start, forget)
 
 
-def reduce_scatter(
-    buffers: Sequence["DBuffer"],
-    *,
-    op: Op = "avg",
-    divide: float | None = None,
-    accumulate: bool = False,
-    stream: Any = None,
-    after: Iterable[Any] | None = None,
-) -> Handle:
-    """Reduce the full buffers over the shard dimension; each rank's shard gets its part. One reduce-scatter, coalesced.
+class ReduceScatter:
+    """A reduce-scatter of several buffers, checked once, to be started as often as is needed."""
 
-    Each rank sends (N-1)/N of its full buffers, in their dtype. The full buffers' contents are used up. Padding
-    of the shard is zero afterwards, whatever was in the padding of the full buffers. World size 1 communicates
-    nothing.
+    def __init__(self, memories: Sequence[BufferMemory], op: Op = "avg", divide: float | None = None) -> None:
+        self._memories = _checked(memories, "reduce_scatter")
+        _check_reduction(memories, op, divide)
+        self._op, self._divide = op, divide
+        self._label = _label(memories)
+        self._transport: Transport | None = None
 
-    Args:
-        buffers: of one mesh and device, with memory in their full buffers, none busy.
-        op: "avg" or "sum" over the ranks of the shard dimension.
-        divide: with "sum": divide the sum by this, in the shard's dtype.
-        accumulate: add to the shard instead of replacing it.
-        stream, after: as for `all_gather`.
+    def start(self, *, accumulate: bool = False, stream: Any = None, after: Events | None = None) -> Handle:
+        """See `dbuffer.reduce_scatter`."""
+        for memory in self._memories:
+            if memory.in_flight is not None:
+                memory.check_idle("reduce_scatter")
+            memory.check_gathered("reduce_scatter")
+            if accumulate and memory.aliased:
+                raise ValueError(
+                    f"{memory.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
+                    "accumulated into it; add gradients into the views, or build the buffer with alias=False"
+                )
+        handle = Handle("reduce_scatter", self._memories)
+        with self._memories[0].spec.layer.on(stream, after):
+            return handle.launch(lambda: self._send(accumulate), lambda: self._store(accumulate))
 
-    Raises:
-        ValueError: an unknown op, `divide` with "avg" or not positive, `accumulate` where shard and full are one
-            memory, or buffers that do not go together.
-        RuntimeError: a full buffer is released, or a collective is under way.
-    """
-    first = _check(buffers, "reduce_scatter")
-    _check_reduction(op, divide)
-    for buffer in buffers:
-        buffer._check_materialized("reduce_scatter")
-        if accumulate and buffer.aliased:
-            raise ValueError(
-                f"{buffer.name}: with one rank and one dtype shard and full are one memory, so nothing can be "
-                "accumulated into it; add gradients into the views, or build the buffer with alias=False"
-            )
-    straight = [not buffer.casts and not buffer.apart and not accumulate for buffer in buffers]
-    with first.layer.on(stream, after):
+    def _send(self, accumulate: bool) -> Work | None:
+        if self._memories[0].spec.view.size == 1:
+            return None
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer, direct in zip(buffers, straight, strict=True):
-            pairs += zip(buffer.shard if direct else buffer._own, buffer._raw_full, strict=True)
-        work: Any = None
-        if first.mesh_view.size > 1:
-            group = first.mesh_view.group
-            with _named("reduce_scatter", buffers):
-                if _direct.pays(pairs, group):
-                    work = _direct.reduce_scatter(pairs, op == "avg", group)
-                else:
-                    work = compat.reduce_scatter(pairs, _OPS[op], group)
+        for memory in self._memories:
+            to = memory.shard.flats if _straight(memory, accumulate) else memory.gathered.own
+            pairs += zip(to, memory.gathered.raw, strict=True)
+        if self._transport is None:
+            self._transport = _transport(self._memories)
+        return self._transport.reduce_scatter(pairs, self._op, self._label)
 
-        def finish() -> None:
-            for buffer, direct in zip(buffers, straight, strict=True):
-                direct = direct and (work is not None or buffer.aliased)
-                _store(buffer, direct, accumulate, divide)
-
-        return _handle("reduce_scatter", buffers, work, finish)
+    def _store(self, accumulate: bool) -> None:
+        for memory in self._memories:
+            straight = _straight(memory, accumulate) and (memory.spec.view.size > 1 or memory.aliased)
+            _store(memory, straight, accumulate, 1.0 if self._divide is None else 1.0 / self._divide)
 
 
-def _store(buffer: "DBuffer", direct: bool, accumulate: bool, divide: float | None) -> None:
-    """Bring the reduced slice into the shard: no kernel, or one."""
-    scale = 1.0 if divide is None else 1.0 / divide
-    if buffer.apart:
-        _bring_home(buffer, accumulate, scale)
+def _straight(memory: BufferMemory, accumulate: bool) -> bool:
+    """Whether a reduction may write the shard itself."""
+    return not (memory.spec.casts or memory.spec.offloaded or accumulate)
+
+
+def _store(memory: BufferMemory, straight: bool, accumulate: bool, scale: float) -> None:
+    """Bring the reduced slice into the shard: no kernel, or one; and zero its padding."""
+    shard, own = memory.shard.flats, memory.gathered.own
+    if memory.spec.offloaded:
+        _store_offloaded(memory, accumulate, scale)
         return
     if accumulate:
-        compat.add(buffer.shard, buffer._own, alpha=scale)
-    elif direct:
-        if divide is not None:
-            compat.scale(buffer.shard, scale)
-    elif divide is not None:
-        compat.copy_scaled(buffer.shard, buffer._own, scale)
+        compat.add(shard, own, alpha=scale)
+    elif straight:
+        if scale != 1.0:
+            compat.scale(shard, scale)
+    elif scale != 1.0:
+        compat.copy_scaled(shard, own, scale)
     else:
-        compat.copy(buffer.shard, buffer._own)
-    compat.zero(buffer._gaps)
+        compat.copy(shard, own)
+    if memory.gaps:
+        compat.zero(memory.gaps)
 
 
-def _bring_home(buffer: "DBuffer", accumulate: bool, scale: float) -> None:
-    """Copy the reduced slice to a shard on another device; an addition there needs it at once."""
-    compat.zero(buffer._gaps)
+def _store_offloaded(memory: BufferMemory, accumulate: bool, scale: float) -> None:
+    """Copy the reduced slice to a shard on the CPU; an addition there needs it at once."""
+    shard, own = memory.shard.flats, memory.gathered.own
+    compat.zero(memory.gaps)
     if scale != 1.0:
-        compat.scale(buffer._own, scale)
+        compat.scale(own, scale)
     if accumulate:
-        compat.add(buffer.shard, [own.to(buffer.shard_device) for own in buffer._own])
+        compat.add(shard, [one.to(memory.spec.shard_device) for one in own])
     else:
-        compat.copy(buffer.shard, buffer._own, non_blocking=True)
+        compat.copy(shard, own, non_blocking=True)
 
 
-def all_reduce(
-    buffers: Sequence["DBuffer"],
-    *,
-    op: Op = "avg",
-    divide: float | None = None,
-    stream: Any = None,
-    after: Iterable[Any] | None = None,
-) -> Handle:
-    """Reduce the shards over the replicate dimension, in place: one all-reduce, coalesced, in the shards' dtypes.
+class AllReduce:
+    """An all-reduce of several buffers' shards over the replicas, checked once."""
 
-    Each rank sends 2 (R-1)/R of its shards for R replicas.
+    def __init__(self, memories: Sequence[BufferMemory], op: Op = "avg", divide: float | None = None) -> None:
+        self._memories = _checked(memories, "all_reduce")
+        _check_reduction(memories, op, divide)
+        first = memories[0]
+        if first.spec.view.replica_group is None:
+            raise ValueError(
+                f"{first.name}: all_reduce needs a replicate axis; build the buffer with replicate_dim="
+            )
+        if len({memory.spec.dtype for memory in memories}) > 1:
+            raise ValueError(
+                f"all_reduce of several buffers needs one dtype, found {[(m.name, m.spec.dtype) for m in memories]}; "
+                "call it once for each dtype"
+            )
+        self._op, self._divide = op, divide
 
-    Args:
-        buffers: of one mesh and device, none busy.
-        op, divide: as for `reduce_scatter`, over the replicas.
-        stream, after: as for `all_gather`.
+    def start(self, *, stream: Any = None, after: Events | None = None) -> Handle:
+        """See `dbuffer.all_reduce`."""
+        for memory in self._memories:
+            memory.check_idle("all_reduce")
+            memory.check_shard("all_reduce")
+        spec = self._memories[0].spec
+        reduced: list[torch.Tensor] = []
 
-    Raises:
-        ValueError: the mesh has no replicate dimension, or as for `reduce_scatter`.
-        RuntimeError: one has a collective under way.
-    """
-    first = _check(buffers, "all_reduce")
-    _check_reduction(op, divide)
-    view = first.mesh_view
-    if view.replicas is None:
-        raise ValueError(
-            f"{first.name}: all_reduce needs a replicate dimension; build the buffer with replicate_dim="
-        )
-    if len({buffer.dtype for buffer in buffers}) > 1:
-        raise ValueError(
-            f"all_reduce of several buffers needs one dtype, found {[(b.name, b.dtype) for b in buffers]}; "
-            "call it once for each dtype"
-        )
-    with first.layer.on(stream, after):
-        work = None
-        shards = [shard for buffer in buffers for shard in buffer.shard]
-        reduced = [shard.to(first.device) for shard in shards] if first.apart else shards
-        if view.num_replicas > 1:
-            work = compat.all_reduce(reduced, _OPS[op], view.replicas)
+        def start() -> Work | None:
+            for memory in self._memories:
+                reduced.extend(
+                    flat.to(spec.layer.device) if spec.offloaded else flat for flat in memory.shard.flats
+                )
+            group = spec.view.replica_group
+            if group is None or spec.view.num_replicas == 1:
+                return None
+            return transport_of(group, spec.transport).all_reduce(reduced, self._op, _label(self._memories))
 
         def finish() -> None:
-            if divide is not None:
-                compat.scale(reduced, 1.0 / divide)
-            if first.apart:
-                compat.copy(shards, reduced, non_blocking=True)
+            if self._divide is not None:
+                compat.scale(reduced, 1.0 / self._divide)
+            if spec.offloaded:
+                flats = [flat for memory in self._memories for flat in memory.shard.flats]
+                compat.copy(flats, reduced, non_blocking=True)
 
-        return _handle("all_reduce", buffers, work, finish)
+        handle = Handle("all_reduce", self._memories)
+        with spec.layer.on(stream, after):
+            return handle.launch(start, finish)
 
 
-def _check(buffers: Sequence["DBuffer"], what: str) -> "DBuffer":
-    if not buffers or len({id(buffer) for buffer in buffers}) != len(buffers):
-        raise ValueError(f"{what} needs at least one buffer, each once; got {[b.name for b in buffers]}")
-    first = buffers[0]
-    for buffer in buffers:
-        buffer._check_idle(what)
-        if buffer.mesh_view != first.mesh_view or buffer.device != first.device:
+def _transport(memories: Sequence[BufferMemory]) -> Transport:
+    spec = memories[0].spec
+    return transport_of(spec.view.group, spec.transport)
+
+
+def _label(memories: Sequence[BufferMemory]) -> str:
+    return ", ".join(memory.name for memory in memories)
+
+
+def _checked(memories: Sequence[BufferMemory], what: str) -> list[BufferMemory]:
+    if not memories or len({id(memory) for memory in memories}) != len(memories):
+        raise ValueError(f"{what} needs at least one buffer, each once; got {[m.name for m in memories]}")
+    first = memories[0]
+    for memory in memories:
+        same = memory.spec.view == first.spec.view and memory.spec.transport == first.spec.transport
+        if not same or memory.spec.layer.device != first.spec.layer.device:
             raise ValueError(
-                f"{what}: {buffer.name} is on {buffer.device} and {buffer.mesh_view.mesh}, "
-                f"{first.name} on {first.device} and {first.mesh_view.mesh}; "
-                "one call takes buffers of one mesh and device"
+                f"{what}: {memory.name} is on {memory.spec.layer.device} and {memory.spec.view.mesh}, "
+                f"{first.name} on {first.spec.layer.device} and {first.spec.view.mesh}; "
+                "one call takes buffers of one mesh, device and transport"
             )
-    return first
+    return list(memories)
 
 
-def _check_reduction(op: str, divide: float | None) -> None:
-    if op not in _OPS:
-        raise ValueError(f"op is {op!r}; expected one of {sorted(_OPS)}")
+def _check_reduction(memories: Sequence[BufferMemory], op: str, divide: float | None) -> None:
+    if op not in ("avg", "sum"):
+        raise ValueError(f"op is {op!r}; expected 'avg' or 'sum'")
     if divide is not None and (op != "sum" or not divide > 0):
         raise ValueError(
             f"divide={divide} with op={op!r}: it divides a sum by a positive number; use op='sum'"
         )
-
-
-@contextmanager
-def _named(what: str, buffers: Sequence["DBuffer"]) -> Iterator[None]:
-    """Say in an error which collective could not start: ranks meet in the first large one of a group."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{_title(what, buffers)} could not start: {error}") from error
-
-
-def _title(what: str, buffers: Sequence["DBuffer"]) -> str:
-    return f"{what} of {', '.join(buffer.name for buffer in buffers)}"
-
-
-def _handle(what: str, buffers: Sequence["DBuffer"], work: Any, finish: Callable[[], None]) -> Handle:
-    def settle() -> None:
-        for buffer in buffers:
-            buffer._in_flight = None
-
-    handle = Handle(_title(what, buffers), buffers[0].layer, work, finish, settle)
-    for buffer in buffers:
-        buffer._in_flight = handle
-    return handle
+    for memory in memories:
+        dtype = memory.spec.full_dtype
+        if not dtype.is_floating_point and (op == "avg" or divide is not None):
+            raise ValueError(
+                f"{memory.name}: an average of {dtype} is not {dtype}; use op='sum' without divide"
+            )
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise ValueError(f"{memory.name}: {dtype} cannot be added up; reduce in a wider full_dtype")

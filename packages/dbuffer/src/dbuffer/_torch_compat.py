@@ -33,9 +33,6 @@ def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.P
     """Start gathering every `(receive, send)` in one call; the work to wait on."""
     if len(pairs) == 1:
         return _gather(*pairs[0], group=group, async_op=True)
-    if len({send.dtype for _, send in pairs}) > 1:
-        # gloo flattens what it coalesces: several dtypes come out wrong there, without an error. Bytes do not.
-        pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
     with _coalescing_manager(group=group, async_ops=True) as works:
         for receive, send in pairs:
             _gather(receive, send, group=group, async_op=True)
@@ -64,8 +61,13 @@ def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.Proces
     return works
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group's ranks talk through gloo."""
+    return dist.get_backend(group) == "gloo"
+
+
 def is_completed(work: Any) -> bool:
-    """Whether a work, or each of those that were coalesced, is over. Torch's simulated works are over at once."""
+    """Whether a work, or each of those that were coalesced, has completed. Torch's simulated ones have at once."""
     works = getattr(work, "works", [work])
     return all(type(one).__name__ == "FakeWork" or one.is_completed() for one in works)
 
@@ -93,7 +95,7 @@ def zero(tensors: Tensors) -> None:
 
 
 def copy(to: Tensors, of: Tensors, non_blocking: bool = False) -> None:
-    """Copy each into its partner, casting where dtypes differ."""
+    """Copy each into its counterpart, casting where dtypes differ."""
     if len(to) == 1:
         to[0].copy_(of[0], non_blocking=non_blocking)
     else:
@@ -101,7 +103,7 @@ def copy(to: Tensors, of: Tensors, non_blocking: bool = False) -> None:
 
 
 def add(to: Tensors, of: Tensors, alpha: float = 1.0) -> None:
-    """Add `alpha` times each to its partner, in the partner's dtype."""
+    """Add `alpha` times each to its counterpart, in the counterpart's dtype."""
     if len(to) == 1:
         to[0].add_(of[0], alpha=alpha)
     else:
@@ -117,7 +119,7 @@ def scale(tensors: Tensors, by: Any) -> None:
 
 
 def copy_scaled(to: Tensors, of: Tensors, by: float) -> None:
-    """Write `by` times each into its partner, multiplied in the wider of both dtypes: one kernel a segment."""
+    """Write `by` times each into its counterpart, multiplied in the wider of both dtypes: one kernel a segment."""
     # One element, not none: a 0-d tensor would leave the product in the narrower dtype.
     factor = torch.full((1,), by, dtype=torch.promote_types(to[0].dtype, of[0].dtype), device=to[0].device)
     for target, source in zip(to, of, strict=True):

@@ -58,7 +58,7 @@ class Gradients:
         """Put one gradient into the buffer, or add it to what is there since the last reduction."""
         buffer = self._ready()
         buffer.materialize()
-        view = buffer.resting_views[param.name]
+        view = buffer.empty_views[param.name]
         if param.name in self._written:
             view.add_(grad, alpha=scale)
             return
@@ -74,7 +74,7 @@ class Gradients:
         """Zero what no gradient came for, so that the whole buffer may be reduced. Returns the others' parameters."""
         buffer = self._ready()
         buffer.materialize()
-        missing = [view for name, view in buffer.resting_views.items() if name not in self._written]
+        missing = [view for name, view in buffer.empty_views.items() if name not in self._written]
         if missing:
             compat.zero(missing)
         used = [param for param in self._group.params if param.name in self._written]

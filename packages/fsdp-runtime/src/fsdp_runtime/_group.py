@@ -253,7 +253,7 @@ class Group:
             param.set_sharded(self.ragged(param, buffer.local_views[param.name]))
             with torch.no_grad():
                 self._locals[param.name] = param.sharded.to_local()  # type: ignore[attr-defined]
-            view = buffer.resting_views[param.name]
+            view = buffer.empty_views[param.name]
             if param.unsharded is None or param.unsharded_view is not view:
                 param.set_unsharded(view, self._on_grad)
         self._users_at_rest = buffer.count_users()

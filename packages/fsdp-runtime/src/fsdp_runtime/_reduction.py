@@ -45,7 +45,7 @@ class Reduction:
     @property
     def landed(self) -> bool:
         """Whether the reduce-scatter is over."""
-        return all(handle.landed for handle in self._handles)
+        return all(handle.completed for handle in self._handles)
 
     def launch(self) -> None:
         """Start the reduce-scatter: one call for the unit (one for each mesh, and apart what is added to)."""

@@ -196,7 +196,7 @@ class Unit:
         self._leave(None)
         for group in self.groups:
             if group.buffer is not None:
-                group.buffer.forget_share()
+                group.buffer.forget_neighbors()
 
     def reshard_for_backward(self) -> None:
         """The same after forward: where neighbours were asked for, keep this rank's share among them."""

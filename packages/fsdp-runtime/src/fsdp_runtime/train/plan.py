@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import received_bytes
+from dbuffer import reduction_scratch_bytes
 
 from .config import RunConfig, pick_device
 from .corpus import read_data
@@ -167,7 +167,7 @@ def _unit_plan(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: 
         tuple(reducing),
         gradients,
         keeps=unit.reshard_after_forward is False,
-        received=received_bytes(sum(reducing), world_size) if unit.data.device.type == "cpu" else 0,
+        received=reduction_scratch_bytes(sum(reducing), world_size) if unit.data.device.type == "cpu" else 0,
     )
     return UnitPlan(unit.name, elements, shards, (total - elements) / total, weights, state, buffers)
 

@@ -1,0 +1,72 @@
+"""All the memory of one buffer, and whether a collective is using it."""
+
+from typing import Any
+
+import torch
+
+from ._spec import BufferSpec
+from .memory.gathered import GatheredMemory, NeighborSlices
+from .memory.geometry import Geometry
+from .memory.recycler import Recycler, hold_forever
+from .memory.shard import ShardMemory
+
+
+class BufferMemory:
+    """Shard and gathered memory of one buffer; what collectives work on.
+
+    Attributes:
+        name: of the group, for errors.
+        spec: what the buffer is.
+        geometry: where its tensors lie.
+        shard, gathered: the memory.
+        aliased: whether both are the same memory.
+        recycler: where the gathered memory comes from.
+        neighbor: what `shrink` kept, or None.
+        in_flight: the handle of a collective that has not been waited for, or None.
+    """
+
+    def __init__(self, name: str, spec: BufferSpec, recycler: Recycler) -> None:
+        self.name = name
+        self.spec = spec
+        self.recycler = recycler
+        self.geometry = Geometry(spec.layout, spec.view.rank)
+        self.shard = ShardMemory(self.geometry, spec.dtype, spec.shard_device, spec.pin_memory)
+        self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
+        self.gathered = GatheredMemory(
+            self.geometry, spec.full_dtype, recycler, self.shard.flats if self.aliased else None
+        )
+        self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
+        self.neighbor: NeighborSlices | None = None
+        self.in_flight: Any = None
+
+    @property
+    def gaps(self) -> list[torch.Tensor]:
+        """The padding to zero after a reduction."""
+        # Where a copy writes the shard, perhaps later, padding is zeroed before it travels.
+        return self.gathered.own_gaps if self.spec.offloaded else self.shard.gaps
+
+    def condemn(self) -> None:
+        """Keep this memory out of use for good: a failed collective may still write there."""
+        self.gathered.condemn()
+        hold_forever(self.shard.flats)
+        if self.neighbor is not None:
+            hold_forever(self.neighbor.flats)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check_gathered(self, what: str) -> None:
+        """Raise RuntimeError where there is no gathered memory."""
+        if not self.gathered.present:
+            raise RuntimeError(f"{self.name}: {what} after release; call all_gather or materialize first")
+
+    def check_shard(self, what: str) -> None:
+        """Raise RuntimeError where the shard was given away."""
+        if not self.shard.flats:
+            raise RuntimeError(f"{self.name}: {what} after give_shard; call new_shard first")
+
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError where a collective is under way."""
+        if self.in_flight is not None:
+            raise RuntimeError(
+                f"{self.name}: {what} while a collective is under way; call wait() on its handle first"
+            )

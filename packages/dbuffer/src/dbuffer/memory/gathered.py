@@ -1,0 +1,114 @@
+"""The gathered memory of a buffer: one storage a segment, empty at rest, and every tensor that will ever view it."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+from .._device import DeviceLayer
+from .geometry import Geometry
+from .recycler import Recycler
+
+Flats = tuple[torch.Tensor, ...]
+
+
+class GatheredMemory:
+    """Storages that come and go, and views that stay.
+
+    Attributes:
+        flats: the gathered buffers, 1-D, one a segment.
+        raw: the same memory under tensors with version counters of their own: a gather that writes through them is
+            no change in autograd's eyes.
+        own: this rank's slices of `raw`, one a segment.
+        own_gaps: the padding in `own`.
+        views: one tensor for each of the layout's, in its own shape.
+        present: whether there is memory.
+    """
+
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, recycler: Recycler, alias: Flats | None = None
+    ) -> None:
+        self._recycler = recycler
+        self._condemned = False
+        layout = geometry.layout
+        itemsize = dtype.itemsize * layout.world_size
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        if alias is None:
+            self._storages = [
+                (torch.UntypedStorage(0, device=recycler.device), segment.shard_size * itemsize)
+                for segment in layout.segments
+            ]
+            self.present = False
+            self.materialize()
+            self.flats, self.raw = self._flats(dtype), self._flats(dtype)
+            sizes = [segment.shard_size for segment in layout.segments]
+            self.own: Flats = tuple(
+                raw.narrow(0, geometry.rank * size, size) for raw, size in zip(self.raw, sizes, strict=True)
+            )
+        else:
+            self.flats = self.raw = self.own = alias
+            self.present = True
+        self.views: Mapping[str, torch.Tensor] = MappingProxyType(
+            {
+                name: self.flats[s.segment].narrow(0, s.offset, s.numel).view(s.shape)
+                for name, s in geometry.slices.items()
+            }
+        )
+        self.own_gaps = geometry.gaps_in(self.own)
+        self.release()
+
+    def _flats(self, dtype: torch.dtype) -> Flats:
+        device = self._recycler.device
+        return tuple(
+            torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
+            for storage, nbytes in self._storages
+        )
+
+    def count_users(self) -> int:
+        """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""
+        return sum(compat.users(storage) for storage, _ in self._storages)
+
+    def materialize(self) -> None:
+        """Have memory, uninitialised, for use on the current stream."""
+        if not self.present:
+            for storage, nbytes in self._storages:
+                self._recycler.lend(storage, nbytes)
+            self.present = True
+
+    def release(self) -> None:
+        """Have none. On CUDA call it on the stream of the last use."""
+        if self.present:
+            give_back = self._recycler.quarantine if self._condemned else self._recycler.take_back
+            for storage, _ in self._storages:
+                give_back(storage)
+            self.present = self._condemned = False
+
+    def condemn(self) -> None:
+        """Never use this memory again after its release: a collective that failed may still write there."""
+        self._condemned = bool(self._storages) and self.present
+
+    def slices_of(self, group: dist.ProcessGroup, layer: DeviceLayer) -> "NeighborSlices":
+        """Copy this rank's slices of the memory among the ranks of a smaller group."""
+        copied = []
+        for raw in self.raw:
+            size = raw.numel() // group.size()
+            copied.append(raw.narrow(0, group.rank() * size, size).clone())
+        return NeighborSlices(tuple(copied), group, layer.record())
+
+
+class NeighborSlices:
+    """What `DBuffer.shrink` keeps of the gathered memory, until the next gather among a smaller group.
+
+        gathered, 4 ranks   |  S  |  S  |  S  |  S  |
+        rank 0 keeps        |  S  |  S  |                in a group of 2: gathered again from one neighbor only
+
+    Attributes:
+        flats: 1-D, one a segment, of equal size on all ranks of the group.
+        group: whose slices make up the whole, in the order of its ranks.
+        ready: the event after which they may be read.
+    """
+
+    def __init__(self, flats: Flats, group: dist.ProcessGroup, ready: object) -> None:
+        self.flats, self.group, self.ready = flats, group, ready

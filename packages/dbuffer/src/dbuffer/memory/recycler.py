@@ -1,0 +1,247 @@
+"""Memory that goes from one gathered buffer to the next of equal size.
+
+    lend(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
+    take_back(storage)       storage -> parked, with an event of its last use; the storage is empty
+    quarantine(storage)      storage -> kept for good: a failed collective may still write there
+
+A storage object stays the same while the memory in it comes and goes, so tensors that view it, also those that
+autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
+between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
+"""
+
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _torch_compat as compat
+from .._device import device_layer
+from .geometry import ALIGNMENT
+
+DEBUG_VARIABLE = "DBUFFER_DEBUG_MEMORY"
+_POISON = 0xA5  # bf16, fp32 and fp64 made of it are tiny negative numbers, integers are nonsense
+_QUARANTINED_BYTES = 1 << 28  # how much released memory the debug recycler watches
+
+
+# Memory that nobody may use again, held until the process ends.
+_quarantine: list[object] = []
+
+
+@dataclass(frozen=True)
+class RecyclerStats:
+    """What a recycler holds and did.
+
+    Attributes:
+        lent_bytes: in storages now.
+        parked_bytes: kept for the next buffer that asks.
+        peak_bytes: the most that lent and parked bytes were together.
+        allocations: how often memory came from torch's allocator.
+        reuses: how often a parked block was handed out again.
+        quarantined_bytes: never to be used again, because a collective on them failed.
+    """
+
+    lent_bytes: int
+    parked_bytes: int
+    peak_bytes: int
+    allocations: int
+    reuses: int
+    quarantined_bytes: int
+
+
+def hold_forever(memory: Iterable[object]) -> None:
+    """Keep tensors or storages alive until the process ends: a failed collective may still write to them."""
+    _quarantine.extend(memory)
+
+
+def check_aligned(address: int) -> None:
+    """Raise RuntimeError where memory from torch's allocator is off a 16-byte boundary."""
+    if address % ALIGNMENT:
+        raise RuntimeError(
+            f"torch's allocator returned memory at {address:#x}, not a multiple of {ALIGNMENT} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    storage: torch.UntypedStorage
+    last_use: Any  # event
+    home: Any  # the stream that the allocator gave it to
+
+
+class Recycler:
+    """Keeps blocks of released buffers and hands them to buffers of exactly the same size.
+
+    On CUDA a block that comes back carries an event; the next buffer that gets it waits for that event on its own
+    stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
+    use of a block has always completed.
+
+    Args:
+        device: where the blocks are.
+        lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
+            more memory than was lent at once; a repeated step may then allocate again.
+    """
+
+    def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
+        self._layer = device_layer(device)
+        self._lean = lean
+        self._parked: list[_Block] = []  # the longest parked first
+        self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+        self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
+        self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are, with index."""
+        return self._layer.device
+
+    @property
+    def stats(self) -> RecyclerStats:
+        """The figures at this moment."""
+        return RecyclerStats(
+            self._lent(), self._parked_bytes, self._peak, self._allocations, self._reuses, self._quarantined
+        )
+
+    def _lent(self) -> int:
+        # Asked of the storages themselves, so that those which died while lent do not count.
+        return sum(storage.nbytes() for storage in self._homes)
+
+    def lend(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Fill an empty storage with `nbytes` of uninitialised memory, safe to use on the current stream.
+
+        Raises:
+            RuntimeError: the storage is in quarantine, on a torch release that cannot give it other memory.
+        """
+        if storage.nbytes():
+            raise RuntimeError(
+                f"this storage of {storage.nbytes()} bytes is in quarantine since a collective on it failed, and torch "
+                f"{torch.__version__} cannot give it other memory; build the buffer again"
+            )
+        block = self._pop_parked(nbytes)
+        if block is not None:
+            self._layer.wait(block.last_use)
+            compat.swap_memory(storage, block.storage)
+            self._spare.append(block.storage)
+            self._homes[storage] = block.home
+            self._reuses += 1
+            return
+        if self._lean:
+            self.trim()
+        storage.resize_(nbytes)
+        check_aligned(storage.data_ptr())
+        self._homes[storage] = self._layer.current_stream()
+        self._allocations += 1
+        self._peak = max(self._peak, self._lent() + self._parked_bytes)
+
+    def take_back(self, storage: torch.UntypedStorage) -> None:
+        """Leave the storage empty. The current stream must be behind the last use of its memory."""
+        nbytes, home = storage.nbytes(), self._homes.pop(storage)
+        last_use = self._layer.record()
+        if not compat.CAN_SWAP:
+            self._layer.wait(last_use, home)
+            storage.resize_(0)
+            return
+        self._park(_Block(self._emptied(storage), last_use, home), nbytes)
+
+    def quarantine(self, storage: torch.UntypedStorage) -> None:
+        """Leave the storage empty and keep its memory until the process ends: something may still write there."""
+        self._homes.pop(storage)
+        self._quarantined += storage.nbytes()
+        _quarantine.append(self._emptied(storage) if compat.CAN_SWAP else storage)
+
+    def trim(self) -> None:
+        """Give all parked blocks back to torch's allocator."""
+        parked, self._parked, self._parked_bytes = self._parked, [], 0
+        for block in parked:
+            self._give_back(block)
+
+    def _emptied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Another storage that has this one's memory now."""
+        holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
+        compat.swap_memory(storage, holder)
+        return holder
+
+    def _park(self, block: _Block, nbytes: int) -> None:
+        self._parked.append(block)
+        self._parked_bytes += nbytes
+
+    def _give_back(self, block: _Block) -> None:
+        self._layer.wait(block.last_use, block.home)
+        block.storage.resize_(0)
+        self._spare.append(block.storage)
+
+    def _pop_parked(self, nbytes: int) -> _Block | None:
+        for index in reversed(range(len(self._parked))):  # the latest: the likeliest to be in a cache
+            if self._parked[index].storage.nbytes() == nbytes:
+                self._parked_bytes -= nbytes
+                return self._parked.pop(index)
+        return None
+
+
+class DebugRecycler(Recycler):
+    """A recycler that finds writes into memory after its release. For tests; slow.
+
+    A released block is filled with a pattern and set aside instead of being used again. When the next blocks push
+    it out, and at `check`, the pattern must still be there. `DBUFFER_DEBUG_MEMORY=1` makes `shared_recycler`
+    return recyclers of this kind.
+
+    Raises:
+        RuntimeError: at `take_back`, `trim` or `check`: released memory was written to; says where.
+    """
+
+    def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
+        super().__init__(device, lean=lean)
+        self._watched: list[_Block] = []
+        self._watched_bytes = 0
+
+    def _park(self, block: _Block, nbytes: int) -> None:
+        self._layer.synchronize()
+        _bytes_of(block.storage).fill_(_POISON)
+        self._watched.append(block)
+        self._watched_bytes += nbytes
+        while self._watched_bytes > _QUARANTINED_BYTES:
+            oldest = self._watched.pop(0)
+            self._watched_bytes -= oldest.storage.nbytes()
+            self._check([oldest])
+            self._give_back(oldest)
+
+    def trim(self) -> None:
+        """Check what is set aside, and keep watching it."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise where released memory was written to."""
+        self._layer.synchronize()
+        self._check(self._watched)
+
+    def _check(self, blocks: Iterable[_Block]) -> None:
+        for block in blocks:
+            content = _bytes_of(block.storage)
+            touched = (content != _POISON).nonzero().flatten()
+            if touched.numel():
+                raise RuntimeError(
+                    f"{touched.numel()} of {content.numel()} bytes at {block.storage.data_ptr():#x} were written after "
+                    f"the memory was released, the first at offset {int(touched[0])}"
+                )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+# One for each device and kind, as long as somebody uses it: buffers of all models are recycled together.
+_shared: "weakref.WeakValueDictionary[tuple[torch.device, bool], Recycler]" = weakref.WeakValueDictionary()
+
+
+def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycler:
+    """This process's recycler for a device: the one that buffers use unless they are given another."""
+    key = (device_layer(device).device, lean)
+    found = _shared.get(key)
+    if found is None:
+        kind = DebugRecycler if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else Recycler
+        found = _shared[key] = kind(key[0], lean=lean)
+    return found

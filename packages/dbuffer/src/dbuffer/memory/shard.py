@@ -1,0 +1,57 @@
+"""The shard of a buffer: this rank's slices, one storage a segment, which may be given away and made again."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from .geometry import Geometry
+from .recycler import check_aligned
+
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class ShardMemory:
+    """This rank's slices and the views into them.
+
+    Attributes:
+        flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
+        views: this rank's slice of each tensor, in its local shape.
+        gaps: the runs of `flats` that hold padding.
+    """
+
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> None:
+        self._geometry = geometry
+        self._dtype, self._device, self._pinned = dtype, device, pin_memory
+        self.flats: tuple[torch.Tensor, ...] = ()
+        self.views = _NOTHING
+        self.gaps: list[torch.Tensor] = []
+        self._allocate(torch.zeros)
+
+    def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
+        geometry = self._geometry
+        self.flats = tuple(
+            make(segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
+            for segment in geometry.layout.segments
+        )
+        for flat in self.flats:
+            check_aligned(flat.data_ptr())
+        flats = self.flats
+        self.views = MappingProxyType(
+            {
+                name: flats[s.segment].narrow(0, s.begin, s.local_numel).view(s.local_shape)
+                for name, s in geometry.slices.items()
+            }
+        )
+        self.gaps = geometry.gaps_in(flats)
+
+    def give(self) -> None:
+        """Let go of the memory: it belongs to the tensors that still view it, and ends with them."""
+        self.flats, self.views, self.gaps = (), _NOTHING, []
+
+    def renew(self) -> None:
+        """Have memory again after `give`; uninitialised, padding too."""
+        if not self.flats:
+            self._allocate(torch.empty)

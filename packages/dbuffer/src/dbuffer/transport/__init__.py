@@ -1,0 +1,31 @@
+"""How bytes get from rank to rank: one protocol, several ways, one choice for each process group.
+
+    collectives     torch.distributed's own: everywhere
+    sends           plain sends and receives: large exchanges among few gloo ranks
+    peer_memory     each rank reads what it needs from the others' memory: the same, on one machine
+
+Knows process groups and tensors; nothing of layouts or buffers.
+"""
+
+from .choice import (
+    TRANSPORT_VARIABLE,
+    TransportChoice,
+    collectives_of,
+    reduction_scratch_bytes,
+    resolved,
+    transport_of,
+)
+from .protocol import Op, Pairs, Transport, Work
+
+__all__ = [
+    "TRANSPORT_VARIABLE",
+    "Op",
+    "Pairs",
+    "Transport",
+    "TransportChoice",
+    "Work",
+    "collectives_of",
+    "reduction_scratch_bytes",
+    "resolved",
+    "transport_of",
+]

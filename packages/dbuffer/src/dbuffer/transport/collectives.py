@@ -1,0 +1,54 @@
+"""torch.distributed's own collectives, one coalesced call whatever the number of tensors."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+from .protocol import Op, Pairs, Work
+
+_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+
+
+class Collectives:
+    """The transport that every process group has."""
+
+    name = "collectives"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._reference = weakref.ref(group)  # the registry of transports must not keep groups alive
+        self._gloo = compat.is_gloo(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        assert group is not None, "the process group was destroyed"
+        return group
+
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        """One all-gather."""
+        if self._gloo and _needs_bytes(pairs):
+            pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
+        work: Work = compat.all_gather(pairs, self._group)
+        return work
+
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+        """One reduce-scatter."""
+        work: Work = compat.reduce_scatter(pairs, _OPS[op], self._group)
+        return work
+
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+        """One all-reduce."""
+        work: Work = compat.all_reduce(tensors, _OPS[op], self._group)
+        return work
+
+
+def _needs_bytes(pairs: Pairs) -> bool:
+    """Whether gloo must be given bytes.
+
+    It knows no one-byte floats; and it flattens what it coalesces, which garbles tensors of several dtypes without an
+    error.
+    """
+    dtypes = {send.dtype for _, send in pairs}
+    return len(dtypes) > 1 or any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)

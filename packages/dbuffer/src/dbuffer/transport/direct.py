@@ -1,0 +1,132 @@
+"""Large gathers and reductions straight from rank to rank, for few ranks of a gloo group.
+
+gloo reduces a copy of the whole input over all ranks and hands out a slice; its gather copies through buffers of its
+own. Here the same bytes go from where they lie to where they belong: read from the other rank's memory
+(`peer_memory`) or sent and received (`sends`). Small exchanges are cheaper as one collective, and go that way.
+
+rank 0  |own|   1   |   2   |   gathered             |own| + what 1 gave + what 2 gave -> shard of rank 0
+            '---> to 1  '---> to 2
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Collectives
+from .protocol import Op, Pairs, Work
+from .works import Then
+
+MAX_RANKS = 4  # each exchanges with each
+MIN_BYTES = 1 << 20  # below, one call is cheaper than many
+
+
+class Mover(Protocol):
+    """Exchanges tensors between the ranks of a group; all ranks make the same exchanges in the same order.
+
+    Attributes:
+        name: of the transport that this is.
+    """
+
+    name: str
+
+    def exchange(
+        self,
+        label: str,
+        gives: Mapping[int, Sequence[torch.Tensor]],
+        takes: Mapping[int, Sequence[torch.Tensor]],
+    ) -> Work:
+        """Start giving each peer some tensors and taking as many from it; contiguous, on the CPU.
+
+        Args:
+            label: what is exchanged; compared between the ranks.
+        """
+        ...
+
+
+class Direct:
+    """A transport that moves large exchanges itself and leaves the others to torch's collectives.
+
+    Args:
+        group: of gloo.
+        name: until a mover is chosen.
+        connect: chooses the mover. Called at the first large exchange, on all ranks; may communicate.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, connect: Callable[[dist.ProcessGroup], Mover]
+    ) -> None:
+        self.name = name
+        self._group = weakref.ref(group)
+        self._rank, self._size = group.rank(), group.size()
+        # The other ranks, those before this one first, so that not all begin with the same.
+        self._others = [(self._rank - step) % self._size for step in range(1, self._size)]
+        self._small = Collectives(group)
+        self._connect = connect
+        self._mover: Mover | None = None
+
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        """See `Transport`. Large ones copy this rank's `send` into `receive` unless it lies there."""
+        if not self._pays(pairs):
+            return self._small.all_gather(pairs, label)
+        takes: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
+        for receive, send in pairs:
+            slices = receive.chunk(self._size)
+            for other in self._others:
+                takes[other].append(slices[other])
+            if slices[self._rank].data_ptr() != send.data_ptr():
+                slices[self._rank].copy_(send)
+        sends = [send for _, send in pairs]
+        return self._moving().exchange(f"all_gather of {label}", dict.fromkeys(self._others, sends), takes)
+
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+        """See `Transport`. Large ones hold what the other ranks gave until they are waited for."""
+        if not self._pays(pairs):
+            return self._small.reduce_scatter(pairs, op, label)
+        gives: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
+        takes: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
+        sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for receive, send in pairs:
+            slices = send.chunk(self._size)
+            received = torch.empty(len(self._others), receive.numel(), dtype=send.dtype)
+            for other, row in zip(self._others, received, strict=True):
+                gives[other].append(slices[other])
+                takes[other].append(row)
+            sums.append((receive, slices[self._rank], received))
+
+        def add_up() -> None:
+            for receive, own, received in sums:
+                torch.add(own, received[0], out=receive)
+                for row in received[1:]:
+                    receive.add_(row)
+                if op == "avg":
+                    receive.div_(self._size)
+            sums.clear()
+
+        return Then(self._moving().exchange(f"reduce_scatter ({op}) of {label}", gives, takes), add_up)
+
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+        """See `Transport`. Always torch's."""
+        return self._small.all_reduce(tensors, op, label)
+
+    def _pays(self, pairs: Pairs) -> bool:
+        """Whether an exchange is large; the same answer on all ranks."""
+        if pairs[0][0].device.type != "cpu":
+            return False
+        return sum(max(one.nbytes, other.nbytes) for one, other in pairs) >= MIN_BYTES
+
+    def _moving(self) -> Mover:
+        if self._mover is None:
+            group = self._group()
+            assert group is not None
+            self._mover = self._connect(group)
+            self.name = self._mover.name
+        return self._mover
+
+
+def exchanged_directly(gathered_bytes: int, ranks: int) -> int:
+    """What other ranks give in a reduction of so many gathered bytes, where it is large enough to go directly."""
+    slice_bytes = gathered_bytes // ranks
+    return slice_bytes * (ranks - 1) if gathered_bytes >= MIN_BYTES else 0

@@ -1,0 +1,374 @@
+"""A mover that reads the memory of other ranks on the same machine, straight into place.
+
+    rank 0                                                  rank 1
+    GIVE: "exchange 7: it is at 0x7f.." ---- socket --->    reads it with process_vm_readv into its place,
+                                                            then looks whether rank 0 is still there
+                                        <--- socket ----    TAKEN: "exchange 7"
+
+A byte is copied once, not in and out of the kernel. A thread of this process answers, so an exchange completes as
+soon as all ranks have started it, whatever they compute. Only that thread reads memory and only it decides how an
+exchange ends; so when `wait` returns or raises, nothing is being written any more.
+
+A rank that gives up (a timeout, another exchange than its peers', a failed read) first shuts all its connections,
+and only then lets `wait` raise, after which its memory may change. A reader looks at the connection after reading:
+if it is still there, what it read was what was given.
+"""
+
+import contextlib
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .digest import DIGEST_BYTES, digest
+from .handshake import Peer
+from .process_memory import read_memory
+
+GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
+_GIVE = struct.Struct(f"<BQ{DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
+_PLACE = struct.Struct("<QQ")  # address, bytes
+_TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
+_KIND_GIVE, _KIND_TAKEN = 1, 2
+_MESSAGE_BYTES, _LABEL_BYTES = 1 << 16, 400
+_PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
+
+Places = list[tuple[int, int]]  # (address, bytes)
+
+
+class PeerExchange:
+    """What is given to and taken from each peer in one exchange. Waits like a torch work.
+
+    Attributes:
+        label: what is exchanged.
+        digests: what each peer must have in common with this rank.
+        gives, takes: where the tensors for each peer, and from it, are.
+        deadline: on the monotonic clock; the group's timeout after the start.
+        untaken: peers whose tensors this rank has not read yet.
+        unread: peers that have not read this rank's yet.
+        quiet: whether nothing reads or writes the tensors any more.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        label: str,
+        gives: Mapping[int, Sequence[torch.Tensor]],
+        takes: Mapping[int, Sequence[torch.Tensor]],
+        timeout: float,
+    ) -> None:
+        self._held: object = (gives, takes)  # alive as long as a peer, or the thread, may look at them
+        self.number, self.label = number, label
+        self.given_digests = {peer: digest(number, label, tensors) for peer, tensors in gives.items()}
+        self.taken_digests = {peer: digest(number, label, tensors) for peer, tensors in takes.items()}
+        self.gives = {peer: _places(tensors) for peer, tensors in gives.items()}
+        self.takes = {peer: _places(tensors) for peer, tensors in takes.items()}
+        self.untaken, self.unread = set(takes), set(gives)
+        self._timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.quiet = False
+        self._error: str | None = None
+        self._ended = threading.Event()
+
+    def end(self, error: str | None = None) -> None:
+        """Completed, or failed for this reason. Only the answering thread calls this, when it is done with it."""
+        self._error = error
+        self._held = None
+        self.quiet = True
+        self._ended.set()
+
+    def is_completed(self) -> bool:
+        """See `Work`."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """See `Work`. The group's timeout counts from the start of the exchange."""
+        if not self._ended.wait(max(self.deadline + GRACE - time.monotonic(), 0.0)):
+            raise RuntimeError(
+                f"the thread that exchanges memory has not answered for {GRACE:g} s after the timeout; the memory of "
+                "this exchange is set aside for good"
+            )
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+    def why_late(self) -> str:
+        """The reason at its deadline."""
+        missing = sorted(self.untaken | self.unread)
+        return f"rank(s) {missing} of the group did not take part in {self.label} within {self._timeout:g} s"
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> Places:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+class PeerMemory:
+    """This rank's connections to the other ranks of a group.
+
+    Args:
+        peers: all other ranks, by their rank in the group.
+        timeout: seconds after which an exchange that has not completed fails.
+    """
+
+    name = "peer_memory"
+
+    def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
+        self._timeout = timeout
+        self._number = 0
+        self._started: deque[PeerExchange] = deque()
+        self._bell, bell = socket.socketpair()
+        self._bell.setblocking(False)
+        answering = _Answering(peers, self._started, bell)
+        _open.add(answering)
+        threading.Thread(target=answering.run, name="dbuffer peers", daemon=True).start()
+        weakref.finalize(self, _shut, self._bell)  # the thread ends with the group
+
+    def exchange(
+        self,
+        label: str,
+        gives: Mapping[int, Sequence[torch.Tensor]],
+        takes: Mapping[int, Sequence[torch.Tensor]],
+    ) -> PeerExchange:
+        """See `Mover`."""
+        self._number += 1
+        exchange = PeerExchange(self._number, label, gives, takes, self._timeout)
+        self._started.append(exchange)
+        try:
+            self._bell.send(b"!")
+        except BlockingIOError:
+            pass  # it rings already
+        except OSError:  # the thread has ended, and may not have seen this one
+            exchange.end(
+                f"the connections of this rank to the others of the group are closed; {label} needs them"
+            )
+        return exchange
+
+
+class _GiveUpError(Exception):
+    """Why this rank closes its connections."""
+
+
+class _Answering:
+    """The thread: tells peers what this rank gives, reads what they give, and ends exchanges."""
+
+    def __init__(self, peers: Mapping[int, Peer], started: deque[PeerExchange], bell: socket.socket) -> None:
+        self._peers = peers
+        self._started = started
+        self._bell = bell
+        self._under_way: dict[int, PeerExchange] = {}
+        self._given: dict[tuple[int, int], tuple[bytes, str, Places]] = {}  # by (exchange, peer)
+        self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
+        self._gone: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Until the group is gone or an exchange fails. Then no connection is left, and what is under way fails."""
+        reason = "the process group was destroyed"
+        try:
+            self._selector.register(self._bell, selectors.EVENT_READ, None)
+            for rank, peer in self._peers.items():
+                self._selector.register(peer.socket, selectors.EVENT_READ, rank)
+            while self._turn():
+                continue
+        except _GiveUpError as error:
+            reason = str(error)
+        except BaseException as error:
+            reason = f"the thread that exchanges memory failed: {type(error).__name__}: {error}"
+            raise
+        finally:  # also when this thread fails: nobody is to wait for it
+            self._close(reason)
+
+    def _turn(self) -> bool:
+        """Do what can be done now; False when the group is gone."""
+        deadline = min((exchange.deadline for exchange in self._under_way.values()), default=None)
+        patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        for key, events in self._selector.select(patience):
+            if key.data is None:
+                if not self._bell.recv(4096):
+                    return False
+                self._begin()
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if events & selectors.EVENT_READ:
+                self._hear(key.data)
+        for exchange in self._under_way.values():
+            if time.monotonic() >= exchange.deadline:
+                raise _GiveUpError(exchange.why_late())
+        return True
+
+    # -- what this rank starts --------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        while self._started:
+            exchange = self._started.popleft()
+            self._under_way[exchange.number] = exchange
+            for peer in exchange.gives:
+                self._send(peer, _give_messages(exchange, peer))
+            for peer in exchange.takes:
+                self._take(exchange, peer)
+            self._end_if_done(exchange)
+            self._check_gone()
+
+    def _send(self, peer: int, messages: list[bytes]) -> None:
+        self._outbox[peer].extend(messages)
+        self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        """Send what the socket takes now, and the rest when it takes more."""
+        outbox, connection = self._outbox[peer], self._peers[peer].socket
+        if peer in self._gone:
+            outbox.clear()
+            return
+        while outbox:
+            try:
+                connection.send(outbox[0])
+            except BlockingIOError:
+                break
+            except OSError:  # it is gone: what it had said before is read first, then the end
+                outbox.clear()
+                break
+            outbox.popleft()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outbox else 0)
+        if self._selector.get_key(connection).events != events:
+            self._selector.modify(connection, events, peer)
+
+    # -- what peers say ---------------------------------------------------------------------------------------------
+
+    def _hear(self, peer: int) -> None:
+        """One message."""
+        connection = self._peers[peer].socket
+        try:
+            message = connection.recv(_MESSAGE_BYTES)
+        except (BlockingIOError, ConnectionResetError):
+            return  # after a reset, what was said before can still be read, then the end
+        self._begin()  # a peer may answer before the bell is heard
+        if not message:
+            self._selector.unregister(connection)
+            self._gone.add(peer)
+            self._check_gone()
+        elif message[0] == _KIND_TAKEN and len(message) == _TAKEN.size:
+            if exchange := self._under_way.get(_TAKEN.unpack(message)[1]):
+                exchange.unread.discard(peer)
+                self._end_if_done(exchange)
+        elif message[0] == _KIND_GIVE and len(message) >= _GIVE.size:
+            self._hear_give(peer, message)
+        else:
+            raise _GiveUpError(f"rank {peer} of the group sent {len(message)} bytes that mean nothing")
+
+    def _hear_give(self, peer: int, message: bytes) -> None:
+        _, number, said, label_bytes = _GIVE.unpack_from(message)
+        begin = _GIVE.size + label_bytes
+        label = message[_GIVE.size : begin].decode(errors="replace")
+        _, _, places = self._given.setdefault((number, peer), (said, label, []))
+        places.extend(_PLACE.iter_unpack(message[begin:]))
+        if exchange := self._under_way.get(number):
+            self._take(exchange, peer)
+            self._end_if_done(exchange)
+
+    def _check_gone(self) -> None:
+        """Give up where an exchange needs a peer that is gone. One that has taken and given all is not needed."""
+        for exchange in self._under_way.values():
+            if needed := self._gone & (exchange.untaken | exchange.unread):
+                raise _GiveUpError(
+                    f"rank {min(needed)} of the group has ended or given up, during {exchange.label}"
+                )
+
+    def _take(self, exchange: PeerExchange, peer: int) -> None:
+        """Read what a peer gives, where it has said all of it and this rank has started the exchange too."""
+        given, wanted = self._given.get((exchange.number, peer)), exchange.takes[peer]
+        if given is None:
+            return
+        said, label, places = given
+        if said != exchange.taken_digests[peer]:
+            sizes, expected = [size for _, size in places], [size for _, size in wanted]
+            raise _GiveUpError(
+                f"rank {peer} of the group takes part in {label}, giving {_listed(sizes)} bytes, where this rank takes "
+                f"part in {exchange.label}, expecting {_listed(expected)}; all ranks must make the same calls in the "
+                "same order"
+            )
+        if len(places) < len(wanted):
+            return  # more messages follow
+        del self._given[exchange.number, peer]
+        source = self._peers[peer]
+        for (address, size), (into, _) in zip(places, wanted, strict=True):
+            try:
+                read_memory(source.process, address, into, size)
+            except OSError as error:
+                raise _GiveUpError(f"rank {peer} of the group, during {exchange.label}: {error}") from None
+        if _hung_up(source.socket):  # it may have changed the memory while that was read
+            raise _GiveUpError(f"rank {peer} of the group has ended or given up, during {exchange.label}")
+        exchange.untaken.discard(peer)
+        self._send(peer, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
+
+    def _end_if_done(self, exchange: PeerExchange) -> None:
+        if not (exchange.untaken or exchange.unread):
+            self._under_way.pop(exchange.number, None)
+            exchange.end()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _close(self, reason: str) -> None:
+        """Let peers see that this rank has given up; only then let its own waits raise."""
+        for peer in self._peers.values():
+            _shut(peer.socket)
+        self.forget()
+        self._selector.close()
+        while self._started:  # after the bell: what starts from now on finds it closed
+            exchange = self._started.popleft()
+            self._under_way[exchange.number] = exchange
+        for exchange in self._under_way.values():
+            exchange.end(reason)
+
+    def forget(self) -> None:
+        """Close this process's ends of the connections."""
+        for peer in self._peers.values():
+            peer.socket.close()
+        self._bell.close()
+
+
+def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
+    """What tells a peer where this rank's tensors are."""
+    label = exchange.label.encode()[:_LABEL_BYTES]
+    head = _GIVE.pack(_KIND_GIVE, exchange.number, exchange.given_digests[peer], len(label)) + label
+    places = exchange.gives[peer]
+    return [
+        head + b"".join(_PLACE.pack(*place) for place in places[begin : begin + _PLACES])
+        for begin in range(0, max(len(places), 1), _PLACES)
+    ]
+
+
+def _shut(connection: socket.socket) -> None:
+    """Let the other end see the end, also where a forked child holds a copy of this one."""
+    with contextlib.suppress(OSError):  # it may be shut already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    """Whether the other end is closed or shut, whatever of it is still to be read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _listed(sizes: list[int]) -> str:
+    return str(sizes) if len(sizes) <= 4 else f"{sizes[:4]} and {len(sizes) - 4} more"
+
+
+# Connections of this process. A forked child (a data loader's worker) would keep them open beyond this process's end.
+_open: "weakref.WeakSet[_Answering]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for answering in list(_open):
+        answering.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

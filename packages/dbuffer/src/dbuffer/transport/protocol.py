@@ -1,0 +1,65 @@
+"""What a transport is."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+Op = Literal["avg", "sum"]
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (receive, send)
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Block until it has completed (on a GPU: make the current stream wait).
+
+        May be called again where it was interrupted by an exception that is not its own.
+
+        Raises:
+            RuntimeError: it failed on this rank or another. See `quiet`.
+        """
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, without delay."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one process group.
+
+    Every rank makes the same calls in the same order. A call returns at once; its tensors must stay as they are
+    until `wait` has returned. All receive what all sent, or all raise: never a wrong value without an error.
+
+    Attributes:
+        name: for logs and errors.
+    """
+
+    name: str
+
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        """Start giving every `send` to all ranks, in the order of ranks in `receive`; `send` may lie in it.
+
+        Args:
+            pairs: contiguous, 1-D; `receive` has as many elements as the `send`s of all ranks together.
+            label: what is gathered, for errors; the same on all ranks.
+        """
+        ...
+
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+        """Start reducing every `send` over the ranks, each rank's slice into its `receive`, which may lie in it."""
+        ...
+
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+        """Start reducing every tensor over the ranks, in place."""
+        ...
+
+
+def is_quiet(work: Work) -> bool:
+    """Whether nothing touches the tensors of a work that failed any more. Only then may their memory be reused.
+
+    A transport that knows says so with an attribute `quiet` of its works; of others nothing is known.
+    """
+    return bool(getattr(work, "quiet", False))

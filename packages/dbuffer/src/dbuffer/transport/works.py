@@ -1,0 +1,54 @@
+"""Works made of other works."""
+
+from collections.abc import Callable, Iterable
+
+from .protocol import Work, is_quiet
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        """Block until all have completed."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Then:
+    """A work with something to do when it has completed, exactly once.
+
+    Raises:
+        RuntimeError: at `wait`, also where the action was interrupted: it may be half done, and is not done twice.
+    """
+
+    def __init__(self, work: Work, action: Callable[[], None]) -> None:
+        self._work = work
+        self._action: Callable[[], None] | None = action
+        self._done = False
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing touches the tensors any more."""
+        return is_quiet(self._work)
+
+    def wait(self) -> None:
+        """Block until the work has completed, then act."""
+        self._work.wait()
+        if self._done:
+            return
+        action, self._action = self._action, None
+        if action is None:
+            raise RuntimeError("it was interrupted while its result was written")
+        action()
+        self._done = True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._work.is_completed()
