@@ -6,8 +6,8 @@ from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import _group
-from fsdp_runtime._registry import unit_of
+from fsdp_runtime import _plan
+from fsdp_runtime._model import member_of
 from ragged_shard.testing import record_collectives, run_ranks
 
 
@@ -20,7 +20,7 @@ class Watched(Body):
         self.detached = False
 
     def look(self):
-        unit = unit_of(self)
+        unit = member_of(self).unit
         self.seen.append({p.name for g in unit.groups if g.buffer.materialized for p in g.params})
 
     def forward(self, batch):
@@ -34,7 +34,7 @@ class Watched(Body):
 
 
 def step(make=Watched, parts=1, **attributes):
-    _group._PART = parts
+    _plan.MIN_CHILD = parts
     model, reference = seeded(make), seeded(make)
     shard(model)
     for name, value in attributes.items():
@@ -88,7 +88,7 @@ def test_a_part_used_in_several_reentrant_checkpoints_is_kept_and_summed():
 
 def twice():
     """A second backward through the same graph needs what the first one freed."""
-    _group._PART = 1
+    _plan.MIN_CHILD = 1
     model = shard(seeded(Body), reshard_after_forward=True)
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
@@ -103,9 +103,9 @@ def test_a_second_backward_gathers_what_the_first_freed():
 
 
 def in_parts():
-    _group._PART = 1
+    _plan.MIN_CHILD = 1
     model = shard(seeded(Body))
-    assert len(unit_of(model).groups) == 3
+    assert len(member_of(model).unit.groups) == 3
     return list(model.state_dict()), [name for name, _ in model.named_parameters()]
 
 
@@ -128,7 +128,7 @@ class Sometimes(Watched):
 
 
 def on_one_rank_only():
-    _group._PART = 1
+    _plan.MIN_CHILD = 1
     model = shard(seeded(Sometimes))
     model.set_reduce_scatter_unused_params(True)
     model(tokens()).square().sum().backward()

@@ -4,7 +4,7 @@ import torch
 from runtime_helpers import Watch, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime._registry import unit_of
+from fsdp_runtime._model import member_of
 from ragged_shard.testing import run_ranks
 
 
@@ -14,7 +14,7 @@ def ahead(model, **options):
 
     def look(index):
         def hook(module, args):
-            seen.append([i for i, block in enumerate(model.blocks) if unit_of(block).gathered])
+            seen.append([i for i, block in enumerate(model.blocks) if member_of(block).unit.gathered])
 
         return hook
 
@@ -51,7 +51,7 @@ def changes():
         backwards = ahead(model, order=[3, 2, 1, 0])
         again = ahead(model, order=[3, 2, 1, 0])
         shorter = ahead(model, order=[3, 1])
-        left = [unit_of(block).gathered for block in model.blocks]
+        left = [member_of(block).unit.gathered for block in model.blocks]
     return backwards, again, shorter, left
 
 
@@ -74,7 +74,7 @@ def in_backward():
     seen = []
     for index, block in enumerate(model.blocks):
         block.look = lambda index=index: seen.append(
-            (index, [i for i, other in enumerate(model.blocks) if unit_of(other).gathered])
+            (index, [i for i, other in enumerate(model.blocks) if member_of(other).unit.gathered])
         )
     shard(model)
     for _ in range(2):

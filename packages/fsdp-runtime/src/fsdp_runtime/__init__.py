@@ -9,6 +9,7 @@ Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classe
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from . import block_policies
+from ._memory import UnitMemory, gathered_memory, unit_memory
 from ._module import (
     FSDPModule,
     UnshardHandle,
@@ -28,12 +29,15 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnitMemory",
     "UnshardHandle",
     "block_policies",
     "disable_fsdp_module_new_init",
     "fully_shard",
+    "gathered_memory",
     "get_cls_to_fsdp_cls",
     "register_fsdp_forward_method",
     "save_safetensors",
     "share_comm_ctx",
+    "unit_memory",
 ]

@@ -1,127 +1,72 @@
-"""The parameters of one unit that share a dtype: one layout, one buffer for them, one for their gradients.
+"""The parameters of one unit that share dtype, mesh and training state: one buffer for them, one for their gradients.
 
 on meta     no memory: sharded parameters are ragged tensors on the meta device
    |  adopt(): every parameter has memory (to_empty, a loaded state dict)
-at rest     sharded parameters are views of the buffer's shard; the buffer's full memory is released
+at rest     sharded parameters are views of the buffer's shard; there is no gathered memory
    |  Unit.unshard / reshard
-gathered    unsharded parameters are views of the buffer's full memory
+gathered    unsharded parameters are views of the gathered memory
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 import ragged_shard
-from dbuffer import DBuffer, Recycler
-from layout_planner import Layout, Rows, TensorSpec, plan
-from ragged_shard import RaggedDTensor, RaggedShard
+from dbuffer import DBuffer
+from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
-from ._dtypes import Dtypes, dtypes_for
 from ._gradients import Gradients
-from ._mesh import DataMesh, place
 from ._param import GradHook, ManagedParam
-from ._scaling import ReduceOptions, Scaling, scaling
-from .block_policies import BlockPolicy
-
-_PART = 1 << 18  # elements: less is not worth a buffer, and a reduction, of its own
-_NCCL_BYTES = 16  # slices off this boundary are copied element by element
-
-
-def layout_for(
-    params: list[ManagedParam], data: DataMesh, dtypes: Dtypes, policy: BlockPolicy | None
-) -> Layout:
-    """Plan where the parameters lie.
-
-    Raises:
-        ValueError: naming the parameter, where the policy returned something that is no block or does not fit.
-    """
-    specs = []
-    for param in params:
-        block = None if policy is None else policy(param.name, param.example())
-        try:
-            specs.append(TensorSpec(param.name, param.shape, Rows(1) if block is None else block))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"block_policy gave {block!r} for parameter {param.name} of shape {param.shape}: {error}"
-            ) from error
-    return plan(specs, data.shard_size, align=max(8, _NCCL_BYTES // dtypes.narrowest))
-
-
-def parts_of(params: list[ManagedParam]) -> dict[str, int]:
-    """Which parameters of a unit with other units inside go together: those of each large child; the small ones, 0.
-
-    embed.weight: 1    final_norm.weight: 0    head.weight: 2         (the other units run in between)
-    """
-    sizes: dict[str, int] = {}
-    for param in params:
-        child = param.name.split(".")[0]
-        sizes[child] = sizes.get(child, 0) + math.prod(param.shape)
-    large = [child for child, size in sizes.items() if size >= _PART]
-    numbers = {child: number for number, child in enumerate(large, start=1)}
-    return {param.name: numbers.get(param.name.split(".")[0], 0) for param in params}
+from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
+from ._streams import Streams
 
 
 class Group:
-    """One layout and its buffers.
+    """A plan with its memory.
 
     Attributes:
         name: for errors and profiles.
+        plan: what is fixed.
         params: in the order of the module.
-        layout: where they lie.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
     """
 
     def __init__(
         self,
-        name: str,
-        params: list[ManagedParam],
-        data: DataMesh,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-        block_policy: BlockPolicy | None,
-        recycler: Recycler,
+        unit_name: str,
+        suffix: str,
+        plan: GroupPlan,
+        params: "list[ManagedParam[Group]]",
+        streams: Streams,
         on_grad: GradHook,
     ) -> None:
-        self.name = name
+        self.name = unit_name + suffix
+        self._suffix = suffix
+        self.plan = plan
         self.params = params
-        self.data = data
-        self._mp_policy = mp_policy
-        self._offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-        self.recycler = recycler
+        self._streams = streams
         self._on_grad = on_grad
-        self.dtypes = dtypes_for(params[0].dtype, mp_policy)
-        self.layout = layout_for(params, data, self.dtypes, block_policy)
         self.buffer: DBuffer | None = None
-        self.gradients = Gradients(self)
-        self._locals: dict[str, torch.Tensor] = {}
-        self._gathered_versions: tuple[int, ...] = ()
+        self.gradients = Gradients(self.name, plan, params, streams)
+        self._gathered_versions: list[int] = []
         self._users_at_rest = 0
+        for index, param in enumerate(params):
+            param.join_group(self, index)
 
-    def rename(self, name: str) -> None:
-        """Call the group, and its memory, by another name."""
-        self.name = name
+    def rename(self, unit_name: str) -> None:
+        """Call the group and its memory by the unit's new name."""
+        self.name = unit_name + self._suffix
         if self.buffer is not None:
-            self.buffer.name = name
+            self.buffer.name = self.name
+        self.gradients.rename(self.name)
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether shards are on the CPU while the unit computes elsewhere."""
-        return self._offload is not None and self.data.device.type != "cpu"
-
-    @property
-    def shard_options(self) -> dict[str, Any]:
-        """Where shards are, for `DBuffer`."""
-        if not self.offloaded:
-            return {}
-        assert self._offload is not None
-        return {"shard_device": "cpu", "pin_memory": self._offload.pin_memory}
+    def plan_of(self, param: "ManagedParam[Group]") -> ParamPlan:
+        """How a parameter of this group is cut."""
+        return self.plan.params[param.index]
 
     # -- getting memory ---------------------------------------------------------------------------------------------
 
@@ -129,61 +74,67 @@ class Group:
         """Take the parameters' values: full plain tensors, the same on every rank; sharded ones; or any on meta.
 
         While one has no memory, the sharded parameters stay where their values are, until `adopt`. Communicates for
-        sharded ones that lie in another way (see `ragged_shard.redistribute`).
+        sharded ones that lie otherwise (see `ragged_shard.redistribute`).
         """
-        without_memory = any(value.is_meta for value in values.values())
-        if not without_memory:
-            self._allocate()
-        for param in self.params:
-            part = self._cut(param, values[param.name])
-            if self.buffer is None:
-                param.set_sharded(self.ragged(param, part.clone()))
-            else:
-                self.buffer.local_views[param.name].copy_(part)
-        if not without_memory:
-            self._bind()
+        slices = [
+            local_value(self.plan, plan, values[param.name])
+            for param, plan in zip(self.params, self.plan.params, strict=True)
+        ]
+        if any(values[param.name].is_meta for param in self.params):
+            for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
+                param.set_sharded(wrap_local(plan, local.clone()))
+            return
+        views = self._allocate().local_views
+        for param, local in zip(self.params, slices, strict=True):
+            views[param.name].copy_(local)
+        self._bind()
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
 
-        Communicates only where a parameter was assigned that lies in another way over the ranks (the collective
-        that `ragged_shard.redistribute` uses for it).
+        Communicates only where a parameter was assigned that lies otherwise over the ranks (the collective that
+        `ragged_shard.redistribute` uses for it).
 
         Raises:
             ValueError: an assigned parameter of another shape or kind, or dtypes that differ within the group.
         """
-        with torch.no_grad():
-            moved = [param for param in self.params if self._was_moved(param)]
+        moved = self._moved()
         if not moved:
             return
         for param in moved:
             self._accept_assigned(param)
         if any(param.sharded.is_meta for param in self.params):
             return
-        found = {param.sharded.dtype for param in self.params}
+        found = {param.sharded.dtype: param.name for param in self.params}
         if len(found) > 1:
-            names = {str(p.sharded.dtype): p.name for p in self.params}
+            names = {str(dtype): name for dtype, name in found.items()}
             raise ValueError(
                 f"{self.name}: parameters that were sharded together now have different dtypes {names}; "
                 "convert all of them, or shard the module again"
             )
+        locals_ = ragged_shard.local_tensors([param.sharded for param in self.params])
+        if self.buffer is None or self.buffer.dtype not in found:
+            self._replan(next(iter(found)))
+            moved = self.params
+        assert self.buffer is not None
         with torch.no_grad():
-            parts = {param.name: param.sharded.to_local() for param in self.params}  # type: ignore[attr-defined]
-            if self.buffer is None or self.buffer.dtype not in found:
-                self.dtypes = dtypes_for(found.pop(), self._mp_policy)
-                self._allocate()
-                moved = self.params
-            assert self.buffer is not None
             for param in moved:
-                self.buffer.local_views[param.name].copy_(parts[param.name])
+                self.buffer.local_views[param.name].copy_(locals_[param.index])
         self._bind()
 
-    def _was_moved(self, param: ManagedParam) -> bool:
-        if param.registered() is not param.sharded and param.registered() is not param.unsharded:
-            return True
-        return param.sharded.to_local() is not self._locals.get(param.name)  # type: ignore[attr-defined]
+    def _moved(self) -> "list[ManagedParam[Group]]":
+        """The parameters whose object, or whose memory, is not what this group has given them."""
+        moved = []
+        locals_ = ragged_shard.local_tensors([param.sharded for param in self.params])
+        for param, local in zip(self.params, locals_, strict=True):
+            slots, attribute = param.slots[0]
+            held = slots.get(attribute)
+            ours = held is param.sharded or held is param.unsharded
+            if self.buffer is None or not ours or local is not param.local:
+                moved.append(param)
+        return moved
 
-    def _accept_assigned(self, param: ManagedParam) -> None:
+    def _accept_assigned(self, param: "ManagedParam[Group]") -> None:
         """Take a parameter object that was put into the module in place of ours."""
         assigned = param.registered()
         if assigned is param.sharded or assigned is param.unsharded:
@@ -197,130 +148,89 @@ class Group:
                 f"{self.name}: parameter {param.name} was replaced by one of shape {tuple(assigned.shape)}; "
                 f"expected {tuple(param.sharded.shape)}"
             )
-        like = param.sharded
         mine = self.as_sharded(param, assigned)
-        param.sharded = assigned if isinstance(assigned, nn.Parameter) else nn.Parameter(assigned)
         if isinstance(assigned, RaggedDTensor):
-            param.sharded.data = mine
+            adopted = assigned if isinstance(assigned, nn.Parameter) else nn.Parameter(assigned)
+            adopted.data = mine
         else:
-            param.sharded = nn.Parameter(mine, requires_grad=like.requires_grad)
-        for place_ in param.places:
-            if place_.module._parameters.get(place_.attribute) is not param.unsharded:
-                place_.module._parameters[place_.attribute] = param.sharded
+            adopted = nn.Parameter(mine, requires_grad=param.sharded.requires_grad)
+        param.adopt_sharded(adopted)
 
-    def as_sharded(self, param: ManagedParam, value: Any) -> RaggedDTensor:
-        """A tensor of the parameter's global shape, laid out like the sharded parameter; memory of its own or shared.
+    def as_sharded(self, param: "ManagedParam[Group]", value: torch.Tensor) -> RaggedDTensor:
+        """A value of the parameter's global shape, laid out like the sharded parameter. See `_plan.as_sharded`."""
+        return as_sharded(self.plan, self.plan_of(param), param.sharded, value)
 
-        A full plain tensor is cut where it is; a distributed one is redistributed where it lies otherwise.
-        """
-        like: Any = param.sharded
-        with torch.no_grad():
-            if isinstance(value, RaggedDTensor):
-                ragged: RaggedDTensor = value.detach()
-                same = ragged.device_mesh == like.device_mesh and ragged.placements == like.placements
-                return ragged if same else ragged.redistribute(placements=like.placements)
-            if isinstance(value, DTensor):
-                moved: RaggedDTensor = ragged_shard.redistribute(value.detach(), placements=like.placements)
-                return moved
-            if param.other is None:
-                return self.ragged(param, self._cut(param, value).to(like.device, copy=True))
-            return ragged_shard.distribute_tensor(
-                value.detach(), like.device_mesh, like.placements, src_data_rank=None
-            )
+    def _replan(self, dtype: torch.dtype) -> None:
+        """Go on in another dtype, with new memory; nothing is in it."""
+        self.plan = self.plan.with_kept_dtype(dtype)
+        options = self.gradients.options
+        self.gradients = Gradients(self.name, self.plan, self.params, self._streams)
+        self.gradients.scale(options)
+        self._allocate()
 
-    def _allocate(self) -> None:
-        """New buffers; nothing in them."""
+    def _allocate(self) -> DBuffer:
         self.buffer = DBuffer(
-            self.layout,
-            self.data.mesh,
-            dtype=self.dtypes.kept,
-            full_dtype=self.dtypes.compute,
-            device=self.data.device,
-            shard_dim=-1,
-            replicate_dim=0 if self.data.hybrid else None,
-            recycler=self.recycler,
+            self.plan.layout,
+            self.plan.data.mesh,
+            full_dtype=self.plan.dtypes.compute,
+            recycler=self._streams.recycler,
             name=self.name,
-            check_ranks=not self.data.simulated,
-            **self.shard_options,
+            check_ranks=not self.plan.data.simulated,
+            **self.plan.buffer_options(),
         )
-        self.gradients.forget()
+        return self.buffer
 
     def _bind(self) -> None:
         """Point both objects of every pair into the buffer."""
         buffer = self.buffer
         assert buffer is not None
-        for param in self.params:
-            param.set_sharded(self.ragged(param, buffer.local_views[param.name]))
-            with torch.no_grad():
-                self._locals[param.name] = param.sharded.to_local()  # type: ignore[attr-defined]
-            view = buffer.empty_views[param.name]
-            if param.unsharded is None or param.unsharded_view is not view:
-                param.set_unsharded(view, self._on_grad)
+        local_views, views = buffer.local_views, buffer.empty_views
+        for param, plan in zip(self.params, self.plan.params, strict=True):
+            param.set_sharded(wrap_local(plan, local_views[param.name]))
+            param.set_unsharded(views[param.name], self._on_grad)
         self._users_at_rest = buffer.count_users()
 
-    def ragged(self, param: ManagedParam, local: torch.Tensor) -> RaggedDTensor:
-        """A distributed tensor like the sharded parameter around a local part; shares its memory."""
-        mesh, placements = self._placed(param)
-        shape = param.shape if param.other is None else param.other.shape
-        return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
+    # -- which object the module holds ------------------------------------------------------------------------------
 
-    def _placed(self, param: ManagedParam) -> tuple[Any, Any]:
-        ragged = RaggedShard(self.layout.local_dims(param.name), self.layout.local_units(param.name))
-        return place(self.data, ragged, param.other)
+    def register_sharded(self) -> None:
+        """Put the sharded parameters into their modules."""
+        for param in self.params:
+            sharded = param.sharded
+            for slots, attribute in param.slots:
+                slots[attribute] = sharded
 
-    def _cut(self, param: ManagedParam, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a value, in the shape of the local tensor; shares memory where it can."""
-        value = value.detach()
-        if isinstance(value, RaggedDTensor):
-            mesh, placements = self._placed(param)
-            assert mesh == value.device_mesh
-            with torch.no_grad():
-                part: torch.Tensor = value.redistribute(placements=placements).to_local()
-            return part
-        start, stop = self.layout.local_range(param.name, self.data.shard_rank)
-        suffix = param.shape[len(self.layout.local_dims(param.name)) :]
-        return value.reshape(-1)[start:stop].view((stop - start) // math.prod(suffix), *suffix)
+    def register_unsharded(self) -> None:
+        """Put the unsharded parameters into their modules."""
+        for param in self.params:
+            unsharded: Any = param.unsharded
+            if unsharded.requires_grad is not param.sharded.requires_grad:
+                param.follow_requires_grad()
+            for slots, attribute in param.slots:
+                slots[attribute] = unsharded
 
-    def scaling(self, options: ReduceOptions) -> Scaling:
-        """How this group's gradients are scaled around their reduction."""
-        shards = self.data.shard_size
-        return scaling(options, self.dtypes.reduce, shards, self.data.data_parallel_size // shards)
-
-    @property
-    def large(self) -> bool:
-        """Whether it is worth a reduction of its own."""
-        return self.layout.numel >= _PART
-
-    # -- early release ----------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Free the gathered parameters, and register the sharded ones."""
+        assert self.buffer is not None
+        self.buffer.release()
+        self.register_sharded()
 
     def held_by_autograd(self) -> bool:
         """Whether a tensor on the gathered memory is saved for a backward to come.
 
-        Once all gradients are there, every use that has one is over; one that has none, of a detached parameter, is
+        Once all gradients are there, every use that has one is done; one that has none, of a detached parameter, is
         not, and shows here.
         """
         assert self.buffer is not None
         return self.buffer.count_users() > self._users_at_rest
 
-    def release(self) -> None:
-        """Free the gathered parameters of this group, and show the sharded ones."""
-        assert self.buffer is not None
-        self.buffer.release()
-        for param in self.params:
-            param.register_sharded()
-
     # -- staleness --------------------------------------------------------------------------------------------------
 
     def remember_gather(self) -> None:
         """Note what the gathered memory holds."""
-        self._gathered_versions = self._versions()
+        assert self.buffer is not None
+        self._gathered_versions = compat.versions(self.buffer.shard)
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
-        return self._versions() != self._gathered_versions
-
-    def _versions(self) -> tuple[int, ...]:
         assert self.buffer is not None
-        return tuple(
-            compat.version_of(shard) for shard in self.buffer.shard
-        )  # local tensors share its counter
+        return compat.versions(self.buffer.shard) != self._gathered_versions

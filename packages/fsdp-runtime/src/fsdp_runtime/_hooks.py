@@ -1,12 +1,14 @@
-"""Hooks on modules and on the autograd graph. They decide nothing: they call the unit and its context.
+"""Hooks on modules and on the autograd graph. They tell the pass and the backward what happens; those decide.
 
 module's forward pre-hook ---- gather, cast inputs, mark inputs (post-backward)
 module's forward hook -------- free, mark outputs (pre-backward), cast outputs
 output's gradient hook ------- pre-backward: gather again
+parameter's gradient hook ---- the gradient goes into its buffer
 inputs' gradients are there -- post-backward: free, reduce
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,85 +16,93 @@ from torch import nn
 
 from . import _torch_compat as compat
 from ._labels import label
+from ._model import Member
 from ._tree import cast_to, map_tensors, tensors_in
-from ._unit import Unit
+from ._unit import Param
 
 
-def attach(unit: Unit) -> None:
+def attach(member: Member) -> None:
     """Hook a unit into its modules."""
-    for module in unit.modules:
-        module.register_forward_pre_hook(_pre_forward(unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_post_forward(unit), always_call=True)
+    for module in member.unit.modules:
+        module.register_forward_pre_hook(_pre_forward(member), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_post_forward(member), always_call=True)
 
 
-def _pre_forward(unit: Unit) -> Any:
+def _pre_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with label("pre_forward", unit.name):
-            return before_forward(unit, module, args, kwargs)
+        with label("pre_forward", member.unit.name):
+            return before_forward(member, module, args, kwargs)
 
-    return torch.compiler.disable(hook)
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+    return disabled
 
 
-def _post_forward(unit: Unit) -> Any:
+def _post_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        with label("post_forward", unit.name):
-            return after_forward(unit, module, output)
+        with label("post_forward", member.unit.name):
+            return after_forward(member, module, output)
 
-    return torch.compiler.disable(hook)
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+    return disabled
 
 
-def before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """What runs ahead of a forward: the arguments to call it with."""
-    context = unit.context
-    recomputed = compat.in_backward()
-    if not recomputed and (context.root is None or (context.root is unit and module not in unit.running)):
-        context.begin_forward(unit)
-        args, kwargs = _to_device(unit, args), _to_device(unit, kwargs)
-    unit.running.append(module)
-    if not unit.waiting_for:
-        unit.waiting_for.update(unit.modules)
-    context.enter_forward(unit)
-    args, kwargs = _cast_inputs(unit, args), _cast_inputs(unit, kwargs)
-    if torch.is_grad_enabled() and not (recomputed and unit.entered_backward):
-        args, kwargs = _mark_inputs(unit, (args, kwargs))
+    unit, passes = member.unit, member.passes
+    if passes.is_begun_by(unit, module):
+        member.join()
+        passes.begin_forward(unit)
+        args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
+    passes.enter_forward(unit, module)
+    policy = unit.mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        with label("cast_forward_inputs"):
+            args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
+    if torch.is_grad_enabled() and not passes.recomputes(unit):
+        args, kwargs = _mark_inputs(member, (args, kwargs))
     return args, kwargs
 
 
-def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
-    context = unit.context
-    if module in unit.running:
-        unit.running.remove(module)
-    unit.waiting_for.discard(module)
-    if not (compat.in_backward() and unit.entered_backward):
-        if torch.is_grad_enabled():
-            _mark_outputs(unit, output)
-        if not unit.waiting_for or context.root is unit:
-            unit.waiting_for.clear()
-            context.leave_forward(unit)
+    unit, passes = member.unit, member.passes
+    if torch.is_grad_enabled() and not passes.recomputes(unit):
+        _mark_outputs(member, output)
+    passes.leave_forward(unit, module)
+    dtype = unit.mp_policy.output_dtype
+    if dtype is None:
+        return output
     with label("cast_forward_outputs"):
-        return map_tensors(cast_to(unit.mp_policy.output_dtype), output)
+        return map_tensors(cast_to(dtype), output)
 
 
-def _to_device(unit: Unit, tree: Any) -> Any:
-    device = unit.data.device
-    return map_tensors(lambda t: t if t.device == device or t.is_meta else t.to(device), tree)
+def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t if t.device == device or t.is_meta else t.to(device)
 
 
-def _cast_inputs(unit: Unit, tree: Any) -> Any:
-    if not unit.mp_policy.cast_forward_inputs or unit.mp_policy.param_dtype is None:
-        return tree
-    with label("cast_forward_inputs"):
-        return map_tensors(cast_to(unit.mp_policy.param_dtype), tree)
+def gradient_hook(member: Callable[[], Member | None]) -> Callable[[Param], None]:
+    """What a parameter calls when its gradient is there.
+
+    Args:
+        member: the parameter's, or None when it is gone: autograd holds the hook where the garbage collector does not
+            see a cycle.
+    """
+
+    def hook(param: Param) -> None:
+        alive = member()
+        if alive is not None:
+            passes = alive.passes
+            if not passes.in_backward:  # a graph that does not go through a unit's output, of gradients say
+                passes.begin_backward()
+            passes.backward.accept(alive.unit, param)
+
+    return hook
 
 
-def _mark_outputs(unit: Unit, output: Any) -> None:
+def _mark_outputs(member: Member, output: Any) -> None:
     """Have the unit gathered when the gradient of any output arrives."""
-
-    def before_backward(grad: torch.Tensor) -> None:
-        unit.context.enter_backward(unit)
-
-    hook = torch.compiler.disable(before_backward)
+    hook: Callable[[torch.Tensor], None] | None = None
+    unit = member.unit
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
             continue
@@ -102,29 +112,31 @@ def _mark_outputs(unit: Unit, output: Any) -> None:
                 "would drop the hook that gathers parameters for backward. Use out = out + x, or return out.clone()",
                 stacklevel=2,
             )
+        if hook is None:
+            hook = torch.compiler.disable(lambda grad: member.passes.enter_backward(unit))
         tensor.register_hook(hook)
 
 
-def _mark_inputs(unit: Unit, tree: Any) -> Any:
+def _mark_inputs(member: Member, tree: Any) -> Any:
     """Have the unit freed and its gradients reduced when those of all inputs are there."""
     marked = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if not marked:
         return tree
-    passed = iter(_PostBackward.apply(unit, *marked))
+    passed = iter(_PostBackward.apply(member, *marked))
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
 class _PostBackward(torch.autograd.Function):
-    """Identity; in backward it tells the unit that its inputs' gradients are there."""
+    """Identity; in backward it says that the inputs' gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, member: Member, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.member = member
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        unit: Unit = ctx.unit
-        with label("post_backward", unit.name):
-            unit.post_backward()
+        member: Member = ctx.member
+        with label("post_backward", member.unit.name):
+            member.passes.leave_backward(member.unit)
         return (None, *grads)

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ragged_shard import RaggedShard, StridedRaggedShard
 
 from . import _torch_compat as compat
 
-_NEIGHBOURS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
+_NEIGHBORS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,44 +31,44 @@ class DataMesh:
     spmd: DeviceMesh | None = None
     dp_names: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def hybrid(self) -> bool:
-        """Whether shards are also copied over a second dimension (HSDP)."""
+        """Whether shards are also copied over a second axis (HSDP)."""
         return self.mesh.ndim == 2
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """Ranks that a parameter is cut over."""
-        return self.mesh.size(-1 % self.mesh.ndim)
+        return self.mesh.size(self.mesh.ndim - 1)
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         """This rank among them."""
-        return self.mesh.get_local_rank(-1 % self.mesh.ndim)
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that see different data."""
-        return self.mesh.size()
+    @cached_property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.mesh.size() // self.shard_size
 
-    @property
+    @cached_property
     def simulated(self) -> bool:
         """Whether no data move (torch's fake process group)."""
-        return compat.is_simulated(self.mesh.get_group(-1 % self.mesh.ndim))
+        return compat.is_simulated(self.mesh.get_group(self.mesh.ndim - 1))
 
-    def neighbours(self, count: int) -> dist.ProcessGroup | None:
-        """A group of `count` consecutive ranks of the shard dimension, or None where that is one rank or all.
+    def neighbors(self, count: int) -> dist.ProcessGroup | None:
+        """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
 
         Every rank of the mesh must ask. Makes process groups the first time it is asked for a count.
         """
         if count in (1, self.shard_size):
             return None
-        known = _NEIGHBOURS.setdefault(self.mesh, {})
+        known = _NEIGHBORS.setdefault(self.mesh, {})
         if count not in known:
             known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
         return known[count].get_group(1)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where this rank computes."""
         if self.mesh.device_type == "cpu":

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from . import _hooks
-from ._registry import unit_of
+from ._model import Member, member_of
 from ._scaling import AllReduceHook
 from ._unit import Unit
 
@@ -90,36 +91,36 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the root.
         """
-        unit = _unit(self)
-        if not unit.root:
+        member = _member(self)
+        if not member.unit.root:
             raise RuntimeError(
-                f"{unit.name}: reset_iter_state must be called on the root module, the outermost that "
+                f"{member.unit.name}: reset_iter_state must be called on the root module, the outermost that "
                 "fully_shard was called on"
             )
-        unit.context.reset()
+        member.passes.reset()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends the step: then it waits for all reductions and shows the gradients."""
-        _unit(self).context.is_last_backward = is_last_backward
+        _member(self).passes.backward.is_last = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype."""
         for unit in _units(self, recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
-            unit.reduce_options.all_reduce = requires_gradient_sync
+            reduction = replace(unit.options.reduction, all_reduce=requires_gradient_sync)
+            unit.configure(requires_gradient_sync=requires_gradient_sync, reduction=reduction)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces across replicas (HSDP); else each keeps a partial sum, to be added to."""
         for unit in _units(self, recurse):
-            unit.reduce_options.all_reduce = requires_all_reduce
+            _change_reduction(unit, all_reduce=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by this instead of the number of ranks. Raises ValueError for 0 or less."""
         if not factor > 0:
             raise ValueError(f"gradient divide factor {factor}: expected a positive number")
-        _unit(self).reduce_options.divide_factor = float(factor)
+        _change_reduction(_unit(self), divide_factor=float(factor))
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -128,7 +129,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Send sums only, dividing afterwards: some of NCCL's fast paths know nothing else."""
-        _unit(self).reduce_options.force_sum = enable
+        _change_reduction(_unit(self), force_sum=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -139,7 +140,7 @@ class FSDPModule:
         reduced.
         """
         for unit in _units(self, recurse):
-            unit.reduce_unused = reduce_scatter_unused_params
+            unit.configure(reduce_unused=reduce_scatter_unused_params)
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
         """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
@@ -152,8 +153,7 @@ class FSDPModule:
         unit = _unit(self)
         if stream is not None and unit.data.hybrid:
             raise ValueError("set_all_reduce_hook: stream cannot be set with HSDP, whose own stream is used")
-        unit.reduce_options.hook = hook
-        unit.reduce_options.hook_stream = stream
+        _change_reduction(unit, hook=hook, hook_stream=stream)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gathered gradient buffers may be on their way at once. 1 by default: least memory.
@@ -167,7 +167,7 @@ class FSDPModule:
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        _unit(self).context.max_reductions = max_input_buffers
+        _member(self).passes.backward.max_reductions = max_input_buffers
 
     # -- when to gather and free ------------------------------------------------------------------------------------
 
@@ -176,24 +176,24 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.configure(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward; else the next forward need not gather them."""
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.configure(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this unit's parameters; an embedding's, for one, it does not."""
-        _unit(self).unshard_in_backward = unshard_in_backward
+        _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
         """Which units to gather ahead in forward when this one runs, instead of those that came next last time."""
-        _unit(self).forward_prefetch = _listed(modules)
+        _unit(self).configure(forward_prefetch=_listed(modules))
 
     def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
         """Which units to gather ahead in backward when this one runs, instead of the expected ones."""
-        _unit(self).backward_prefetch = _listed(modules)
+        _unit(self).configure(backward_prefetch=_listed(modules))
 
     def set_prefetch_depth(self, depth: int) -> None:
         """How many units to gather ahead, for the whole model; 1 by default. Each takes one more gathered buffer.
@@ -203,11 +203,11 @@ class FSDPModule:
         """
         if depth < 0:
             raise ValueError(f"prefetch depth {depth}: expected 0 or more units")
-        _unit(self).context.prefetch_depth = depth
+        _member(self).passes.prefetch_depth = depth
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
-        _unit(self).context.post_optim_event = event
+        _member(self).passes.gather_after(event)
 
     # -- what has no meaning here -----------------------------------------------------------------------------------
 
@@ -251,8 +251,7 @@ class FSDPModule:
         unit = _unit(self)
         unit.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in unit.groups:
-            group.adopt()
+        unit.adopt()
         return result
 
 
@@ -270,46 +269,52 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self)
+        member = _member(self)
         before, after = (torch.compiler.disable(f) for f in (_hooks.before_forward, _hooks.after_forward))
-        args, kwargs = before(unit, self, args, kwargs)
+        args, kwargs = before(member, self, args, kwargs)
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            after(unit, self, None)
+            after(member, self, None)
             raise
-        return after(unit, self, output)
+        return after(member, self, output)
 
     setattr(module, method_name, method.__get__(module, type(module)))  # type: ignore[attr-defined]
 
 
 def share_comm_ctx(modules: "list[FSDPModule]") -> None:
-    """Let several roots (pipeline stages in one process) use the same streams.
+    """Let several roots (pipeline stages in one process) use the same streams; here all units of a device do anyway.
 
     Raises:
-        ValueError: one is no `FSDPModule`.
+        ValueError: one is not an `FSDPModule`.
     """
-    units = _listed(modules)
-    for unit in units[1:]:
-        unit.context.share_streams(units[0].context)
+    _listed(modules)
+
+
+def _member(module: Any) -> Member:
+    member = member_of(module)
+    assert member is not None
+    return member
 
 
 def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
+    return _member(module).unit
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    found = dict.fromkeys(unit_of(sub) for sub in (module.modules() if recurse else [module]))
-    return [unit for unit in found if unit is not None]
+    found = dict.fromkeys(member_of(sub) for sub in (module.modules() if recurse else [module]))
+    return [member.unit for member in found if member is not None]
 
 
-def _listed(modules: Iterable[Any]) -> list[Unit]:
+def _change_reduction(unit: Unit, **changes: Any) -> None:
+    unit.configure(reduction=replace(unit.options.reduction, **changes))
+
+
+def _listed(modules: Iterable[Any]) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [_unit(module) for module in modules]
+    return tuple(_unit(module) for module in modules)
 
 
 def _refuse(method: str, why: str) -> NoReturn:

@@ -1,14 +1,14 @@
 """One parameter: the fixed pair of objects that a module holds in turn.
 
           registered in the module                    memory
-sharded   at rest, and whenever the optimizer looks   this rank's part, in the shard of the group's buffer
-unsharded from unshard to reshard                     a view of the gathered buffer
+sharded   at rest, and whenever the optimizer looks   this rank's slice, in the shard of the group's buffer
+unsharded from unshard to reshard                     a view of the gathered memory
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from ragged_shard import RaggedDTensor
 from . import _torch_compat as compat
 from ._mesh import OtherParallelism
 
-GradHook = Callable[["ManagedParam", torch.Tensor], None]
+G = TypeVar("G")  # the group; this file knows nothing of it
+GradHook = Callable[["ManagedParam[Any]"], None]
 
 
 @dataclass(frozen=True)
@@ -30,46 +31,49 @@ class Place:
     attribute: str
 
 
-def _call_weakly(managed: "ManagedParam", hook: GradHook) -> Callable[[torch.Tensor], None]:
-    """The hook without references: autograd holds it where the garbage collector does not see a cycle."""
-    param, method = weakref.ref(managed), weakref.WeakMethod(hook)
-
-    def call(tensor: torch.Tensor) -> None:
-        alive, act = param(), method()
-        if alive is not None and act is not None:
-            act(alive, tensor)
-
-    return call
-
-
-class ManagedParam:
+class ManagedParam(Generic[G]):
     """One parameter of a unit, however many modules share it.
 
     Attributes:
         name: in the unit; unique there.
         places: where it is registered.
+        slots: the same, as the dictionaries that hold it and its key there.
         shape: of the plain tensor that this rank computes with.
         dtype: of the sharded parameter.
         other: how another parallelism had cut it, or None.
+        group, index: the group that it belongs to, and its number there; set by `join_group`.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
+        local: the sharded parameter's local tensor, as it was made.
     """
 
+    group: G
+    index: int
+    sharded: nn.Parameter
+    local: torch.Tensor
+
     def __init__(
-        self, name: str, places: list[Place], original: torch.Tensor, plain: torch.Tensor, other: Any
+        self,
+        name: str,
+        places: list[Place],
+        original: torch.Tensor,
+        shape: tuple[int, ...],
+        other: OtherParallelism | None,
+        example: torch.Tensor,
     ) -> None:
         self.name = name
         self.places = places
-        self.shape = tuple(plain.shape)
+        self.slots = [(place.module._parameters, place.attribute) for place in places]
+        self.shape = shape
         self.dtype = original.dtype
-        self.other: OtherParallelism | None = other
+        self.other = other
         self.requires_grad = original.requires_grad
-        self.sharded: nn.Parameter
         self.unsharded: nn.Parameter | None = None
+        self._view: torch.Tensor | None = None
         self._user_attributes = dict(original.__dict__)
-        self.unsharded_view: torch.Tensor | None = None
         self._hook: GradHook | None = None
-        self._example: torch.Tensor | None = plain
+        self._example: torch.Tensor | None = example
 
+    @property
     def example(self) -> torch.Tensor:
         """What a block policy is shown: the parameter as it was given, later the sharded one."""
         if self._example is not None:
@@ -78,21 +82,39 @@ class ManagedParam:
             return self.sharded
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def join_group(self, group: G, index: int) -> None:
+        """Belong to a group, as its parameter of this number."""
+        self.group, self.index = group, index
+
     # -- the pair ---------------------------------------------------------------------------------------------------
 
     def set_sharded(self, tensor: RaggedDTensor) -> None:
         """Make the sharded parameter, once; later calls give the same object other memory."""
         self._example = None  # its memory can go
-        if not hasattr(self, "sharded"):
+        if hasattr(self, "sharded"):
+            self.sharded.data = tensor
+        else:
             self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self._user_attributes)
-        else:
-            self.sharded.data = tensor
         self.dtype = tensor.dtype
+        with torch.no_grad():
+            self.local = self.sharded.to_local()  # type: ignore[attr-defined]
+
+    def adopt_sharded(self, param: nn.Parameter) -> None:
+        """Take over another object, which a user has registered, as the sharded parameter."""
+        self.sharded = param
+        for slots, attribute in self.slots:
+            if slots.get(attribute) is not self.unsharded:
+                slots[attribute] = param
 
     def set_unsharded(self, view: torch.Tensor, hook: GradHook) -> None:
-        """Make the unsharded parameter on a view of the gathered buffer; `hook` gets it when its gradient is there."""
-        self.unsharded_view = data = view
+        """Make the unsharded parameter on a view of the gathered memory; `hook` is called when its gradient is there.
+
+        Nothing where it is on this view already.
+        """
+        if self._view is view:
+            return
+        self._view = data = view
         if self.other is not None:
             other = self.other
             data = DTensor.from_local(
@@ -101,41 +123,41 @@ class ManagedParam:
         self.unsharded = nn.Parameter(data, requires_grad=False)
         self.unsharded.__dict__.update(self._user_attributes)
         self._hook = hook
-        self._follow_requires_grad(self.unsharded)
+        self.follow_requires_grad()
 
-    def _follow_requires_grad(self, unsharded: nn.Parameter) -> None:
-        unsharded.requires_grad_(self.sharded.requires_grad)
-        if self._hook is not None and unsharded.requires_grad:
-            unsharded.register_post_accumulate_grad_hook(_call_weakly(self, self._hook))
-            self._hook = None
-
-    def register_sharded(self) -> None:
-        """Put the sharded parameter into the module."""
-        for place in self.places:
-            place.module._parameters[place.attribute] = self.sharded
-
-    def register_unsharded(self) -> None:
-        """Put the unsharded parameter into the module."""
+    def follow_requires_grad(self) -> None:
+        """Let the unsharded parameter require a gradient where the sharded one does."""
         unsharded = self.unsharded
         assert unsharded is not None
-        if unsharded.requires_grad is not self.sharded.requires_grad:
-            self._follow_requires_grad(unsharded)
-        for place in self.places:
-            place.module._parameters[place.attribute] = unsharded
+        unsharded.requires_grad_(self.sharded.requires_grad)
+        if self._hook is not None and unsharded.requires_grad:
+            unsharded.register_post_accumulate_grad_hook(_called_weakly(self, self._hook))
+            self._hook = None
 
     def registered(self) -> torch.Tensor | None:
         """What the module holds now; None where it was taken out."""
-        place = self.places[0]
-        return place.module._parameters.get(place.attribute)
+        slots, attribute = self.slots[0]
+        return slots.get(attribute)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def take_grad(self) -> torch.Tensor | None:
         """The gradient that autograd left on the unsharded parameter, plain and dense; it is gone from there."""
-        assert self.unsharded is not None
-        grad, self.unsharded.grad = self.unsharded.grad, None
-        if grad is None:
-            return None
-        if self.other is not None:
+        unsharded = self.unsharded
+        assert unsharded is not None
+        grad, unsharded.grad = unsharded.grad, None
+        if grad is not None and self.other is not None:
             grad = compat.local_of_dtensor_grad(grad, self.other.placements)
-        return grad.to_dense() if grad.is_sparse else grad
+        return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def _called_weakly(param: ManagedParam[Any], hook: GradHook) -> Callable[[torch.Tensor], None]:
+    """The hook without references: autograd holds it where the garbage collector does not see a cycle."""
+    known = weakref.ref(param)
+
+    def call(tensor: torch.Tensor) -> None:
+        alive = known()
+        if alive is not None:
+            hook(alive)
+
+    return call

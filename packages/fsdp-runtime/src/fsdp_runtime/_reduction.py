@@ -1,122 +1,128 @@
 """Gradient reductions under way.
 
-launched    reduce-scatter inside the shard dimension
-advance()   it has landed: gathered gradient memory is freed; the all-reduce over replicas starts (HSDP)
-finish()    that has landed too: `.grad` is set
+LAUNCHED     a reduce-scatter over the shard axis is under way; it uses the gathered gradient memory
+FREED        it has completed, and that memory is free
+REPLICATED   the all-reduce over replicas (HSDP) was started
+(published)  that has completed too, and `.grad` is set
+
+Whether a reduction is LAUNCHED or FREED may depend on timing, and differ between ranks. All-reduces start in the
+order of the reductions and at points that the program fixes, the same on all ranks.
 """
 
-from typing import TYPE_CHECKING, Any
+import enum
+from typing import Any
 
-import dbuffer
 from dbuffer import Handle
 
 from ._group import Group
 from ._labels import label
-from ._param import ManagedParam
-from ._scaling import AllReduceHook, ReduceOptions
+from ._scaling import AllReduceHook
+from ._streams import Streams
+from ._unit import Param, Unit
 
-if TYPE_CHECKING:
-    from ._context import Context
+
+class ReductionState(enum.Enum):
+    """See above."""
+
+    LAUNCHED = enum.auto()
+    FREED = enum.auto()
+    REPLICATED = enum.auto()
 
 
 class Reduction:
-    """The gradients of one unit on their way. Made by `launch`."""
+    """The gradients of some groups of one unit, on their way from the moment this is made.
 
-    def __init__(
-        self, context: "Context", unit: str, groups: list[Group], options: ReduceOptions, unused: bool
-    ) -> None:
-        self._context = context
-        self._unit = unit
-        self._groups = groups
-        self._options = options
-        self._unused = unused
-        self._handles: list[Handle] = []
-        self._used: list[list[ManagedParam]] = []
+    Attributes:
+        groups: those that are reduced.
+        state: see `ReductionState`.
+    """
+
+    def __init__(self, unit: Unit, groups: list[Group], streams: Streams) -> None:
+        self.groups = groups
+        self.state = ReductionState.LAUNCHED
+        self._unit_name = unit.name
+        self._options = unit.options.reduction
+        self._unused = unit.options.reduce_unused
+        self._streams = streams
+        self._hybrid = any(group.plan.data.hybrid for group in groups)
+        self._offloaded = any(group.plan.offload is not None for group in groups)
         self._event: Any = None
-
-    def holds(self, group: Group) -> bool:
-        """Whether this reduces the group's gradients."""
-        return group in self._groups
-
-    def shares(self, other: "Reduction") -> bool:
-        """Whether both reduce gradients of one group."""
-        return any(other.holds(group) for group in self._groups)
+        partial = [group.gradients.partial for group in groups]
+        self._scalings = [group.gradients.scaling for group in groups]
+        self._used: list[list[Param]] = [group.gradients.close() for group in groups]
+        with label("post_backward_reduce", unit.name):
+            stream = streams.reduce
+            self._handles: list[Handle] = [
+                call.start(accumulate=add, stream=stream) for call, add in unit.reductions_of(groups, partial)
+            ]
 
     @property
-    def landed(self) -> bool:
-        """Whether the reduce-scatter is over."""
+    def completed(self) -> bool:
+        """Whether the reduce-scatter has completed. Does not block."""
         return all(handle.completed for handle in self._handles)
 
-    def launch(self) -> None:
-        """Start the reduce-scatter: one call for the unit (one for each mesh, and apart what is added to)."""
-        context = self._context
-        calls: dict[tuple[Any, ...], list[Group]] = {}
-        for group in self._groups:
-            self._used.append(group.gradients.close())
-            add = group.gradients.take_up()
-            calls.setdefault((group.data.mesh, add, group.scaling(self._options)), []).append(group)
-        with label("post_backward_reduce", self._unit):
-            for (_, add, how), groups in calls.items():
-                buffers = [group.gradients.filled for group in groups]
-                self._handles.append(
-                    dbuffer.reduce_scatter(
-                        buffers, op=how.op, divide=how.divide, accumulate=add, stream=context.reduce_stream
-                    )
-                )
-
-    def advance(self) -> None:
-        """Wait for the reduce-scatter, on its own stream, and start what follows. Once, before `finish`."""
-        context, hook = self._context, self._options.hook
+    def free(self) -> None:
+        """Wait for the reduce-scatter on its own stream, and free the gathered gradient memory. Once."""
+        if self.state is not ReductionState.LAUNCHED:
+            return
+        layer = self._streams.layer
         handles, self._handles = self._handles, []
-        with context.layer.on(context.reduce_stream, after=()):
+        with layer.on(self._streams.reduce, ()):
             for handle in handles:
                 handle.wait()
-            for group in self._groups:
-                across = group.data.hybrid and self._options.all_reduce
-                group.gradients.reduced(everywhere=across or not group.data.hybrid)
-            if hook is not None and not any(group.data.hybrid for group in self._groups):
-                self._call_hook(hook)
-            self._start_all_reduce()
-            self._event = context.layer.record()
+            for group in self.groups:
+                group.gradients.release(partial=group.plan.data.hybrid and not self._options.all_reduce)
+            if self._options.hook is not None and not self._hybrid:
+                self._call_hook(self._options.hook)
+            self._event = layer.record()
+        self.state = ReductionState.FREED
 
-    def _start_all_reduce(self) -> None:
-        if not self._options.all_reduce:
+    def replicate(self) -> None:
+        """Start the all-reduce over replicas, if there are any. Once, after `free`."""
+        if self.state is ReductionState.REPLICATED:
             return
-        for group in self._groups:
-            if group.data.hybrid:
-                how = group.scaling(self._options)
-                with label("post_backward_all_reduce", self._unit):
+        self.free()
+        self.state = ReductionState.REPLICATED
+        if not self._hybrid or not self._options.all_reduce:
+            return
+        layer = self._streams.layer
+        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self._unit_name):
+            for group, how in zip(self.groups, self._scalings, strict=True):
+                if group.plan.data.hybrid:
                     self._handles.append(
-                        group.gradients.filled.all_reduce(op=how.replica_op, divide=how.replica_divide)
+                        group.gradients.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
                     )
+            self._event = layer.record()
 
     def _call_hook(self, hook: AllReduceHook) -> None:
-        context, stream = self._context, self._options.hook_stream
-        with context.layer.on(stream):
-            for group in self._groups:
-                for shard in group.gradients.shards:
+        layer = self._streams.layer
+        with layer.on(self._options.hook_stream):
+            for group in self.groups:
+                for shard in group.gradients.buffer.shard:
                     hook(shard)
-            done = context.layer.record()
-        context.layer.wait(done)
+            done = layer.record()
+        layer.wait(done)
 
-    def finish(self) -> None:
+    def publish(self) -> None:
         """Wait for all of it and show the gradients."""
-        context, hook = self._context, self._options.hook
-        with context.layer.on(context.reduce_stream, after=()):
-            for handle in self._handles:
-                handle.wait()
-            if hook is not None and self._options.all_reduce and any(g.data.hybrid for g in self._groups):
-                self._call_hook(hook)
-            self._event = context.layer.record()
-        context.layer.wait(self._event)
-        if any(group.offloaded for group in self._groups):
+        self.replicate()
+        layer = self._streams.layer
+        if self._handles:
+            with layer.on(self._streams.reduce, ()):
+                for handle in self._handles:
+                    handle.wait()
+                if self._options.hook is not None:
+                    self._call_hook(self._options.hook)
+                self._event = layer.record()
+        layer.wait(self._event)
+        if self._offloaded:
             self._event.synchronize()  # the optimizer on the CPU reads what a copy from the device wrote
-        for group, used in zip(self._groups, self._used, strict=True):
+        for group, used in zip(self.groups, self._used, strict=True):
             if not group.gradients.partial:
-                group.gradients.publish(group.gradients.with_unused(used, self._unused))
+                group.gradients.publish(group.gradients.add_unused(used, self._unused))
 
     def abandon(self) -> None:
-        """Wait without minding the outcome: a failed iteration is being cleared away."""
+        """Wait whatever the outcome: a failed iteration is being cleared away."""
         for handle in self._handles:
             try:
                 handle.wait()

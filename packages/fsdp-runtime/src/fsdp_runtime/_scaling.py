@@ -10,16 +10,16 @@ Op = Literal["avg", "sum"]
 AllReduceHook = Callable[[torch.Tensor], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReduceOptions:
-    """What the user asked of a unit's reductions.
+    """What the user asked of a unit's reductions. A reduction keeps those that it was launched with.
 
     Attributes:
-        divide_factor: sums are divided by this; None: the number of data-parallel ranks.
+        divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
         force_sum: send sums only, and divide afterwards.
         all_reduce: also across replicas; False leaves a partial sum.
         hook: called with each reduced flat shard.
-        hook_stream: where (None: the reduction's stream).
+        hook_stream: where. Defaults to the reduction's stream.
     """
 
     divide_factor: float | None = None

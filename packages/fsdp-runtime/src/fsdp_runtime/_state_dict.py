@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._group import Group
-from ._param import ManagedParam
-from ._unit import Unit
+from ._unit import Param, Unit
 
 
 def attach(unit: Unit) -> None:
@@ -36,13 +34,13 @@ def _before_load(unit: Unit) -> Any:
     ) -> None:
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
-        for group, param, attribute in _held_by(unit, module):
+        for param, attribute in _held_by(unit, module):
             value = state_dict.get(prefix + attribute)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
                 continue  # load_state_dict reports it with its own words
             if value.is_meta or (param.sharded.is_meta and not assign):
                 continue
-            loaded: torch.Tensor = group.as_sharded(param, value)
+            loaded: torch.Tensor = param.group.as_sharded(param, value)
             if assign and isinstance(value, nn.Parameter):
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
             state_dict[prefix + attribute] = loaded
@@ -50,11 +48,7 @@ def _before_load(unit: Unit) -> Any:
     return hook
 
 
-def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Group, ManagedParam, str]]:
+def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:
     return [
-        (group, param, place.attribute)
-        for group in unit.groups
-        for param in group.params
-        for place in param.places
-        if place.module is module
+        (param, place.attribute) for param in unit.params for place in param.places if place.module is module
     ]

@@ -8,7 +8,7 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 recognises modules whose parameters are swapped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,14 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a run of the autograd engine."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def backward_id() -> int:
-    """A number for the run of the autograd engine that this thread is in; a run inside a run has its own."""
-    return int(torch._C._current_graph_task_id())
+#: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -42,9 +36,9 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], 
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A count of in-place changes to this tensor's memory through it and its views."""
-    return tensor._version
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """For each tensor a count of in-place changes to its memory, through it and its views."""
+    return [tensor._version for tensor in tensors]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -52,9 +46,8 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None and not tensor.is_leaf
 
 
-def profiling() -> bool:
-    """Whether a profile is being taken."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+#: Whether a profile is being taken.
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def zero(tensors: list[torch.Tensor]) -> None:

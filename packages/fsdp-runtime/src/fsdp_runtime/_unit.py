@@ -1,6 +1,9 @@
-"""One `fully_shard` call: its parameters, gathered and reduced together."""
+"""One `fully_shard` call: its parameters, gathered and freed together."""
 
-from dataclasses import replace
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,35 +11,67 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import dbuffer
-from dbuffer import Handle
+from dbuffer import Gather, Handle, ReduceScatter
 
-from . import _torch_compat as compat
-from ._context import Context
-from ._group import Group, parts_of
+from ._group import Group
 from ._labels import label
 from ._mesh import DataMesh
-from ._param import ManagedParam
-from ._reduction import Reduction
+from ._param import GradHook, ManagedParam
+from ._plan import children_of, plan_group
 from ._scaling import ReduceOptions
+from ._streams import Streams
 from .block_policies import BlockPolicy
+
+Param = ManagedParam[Group]
+
+
+class UnitState(enum.Enum):
+    """Where the parameters of a unit are.
+
+    SHARDED     each rank holds its slices; modules hold the sharded parameters
+    GATHERING   an all-gather is under way; modules hold the sharded parameters
+    UNSHARDED   modules hold the unsharded parameters, views of gathered memory
+    THINNED     in backward of a unit around others: groups that are done with were freed, the rest is unsharded
+
+        SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
+                                ^                     |  ^
+                                |                release_early
+                             gather                   v  unshard
+                                '----------------- THINNED --reshard--> SHARDED
+    """
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+    THINNED = enum.auto()
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What the user asked of a unit; see the methods of `FSDPModule` that set them."""
+
+    reshard_after_forward: bool | None = None  # None: unless it is a root
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    reduce_unused: bool = False
+    reduction: ReduceOptions = field(default_factory=ReduceOptions)
+    forward_prefetch: "tuple[Unit, ...] | None" = None
+    backward_prefetch: "tuple[Unit, ...] | None" = None
 
 
 class Unit:
     """The state of one unit.
 
-        sharded --gather()--> on its way --unshard()--> unsharded --reshard()--> sharded
-
     Attributes:
         modules: those passed to `fully_shard`.
         name: the first module's name in the root, for errors and profiles.
-        groups: its parameters by dtype, trained or not, and where `split` by large child.
-        context: what it shares with the other units of its model.
-        split: whether other units are inside, so that parameters in different children are used far apart.
+        data, mp_policy: of `fully_shard`.
+        state: where its parameters are.
+        options: what the user asked for; changed by `configure`.
+        groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
+        around_others: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
-        entered_backward: between its pre-backward and its post-backward.
-        running: the modules whose forward is under way.
-        waiting_for: the modules of a list that have not run in this pass.
-        gathered_ahead: gathered because it was expected, and not used yet.
     """
 
     def __init__(
@@ -46,71 +81,90 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         block_policy: BlockPolicy | None,
-        reshard_after_forward: bool | int | None,
+        options: UnitOptions,
+        neighbors: dist.ProcessGroup | None,
+        streams: Streams,
     ) -> None:
         self.modules = modules
         self.name = type(modules[0]).__name__
         self.data = data
         self.mp_policy = mp_policy
-        self.offload_policy = offload_policy
-        self.block_policy = block_policy
-        self.context = Context(data.device)
-        self.context.units.append(self)
+        self.state = UnitState.SHARDED
+        self.options = options
         self.groups: list[Group] = []
-        self.split = False
+        self.around_others = False
         self.root = True
-        self.entered_backward = False
-        self.running: list[nn.Module] = []
-        self.waiting_for: set[nn.Module] = set()
-        self._reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.neighbours: dist.ProcessGroup | None = None  # to gather from again after forward
-        self.unshard_in_backward = True
-        self.requires_gradient_sync = True
-        self.reduce_unused = False
-        self.reduce_options = ReduceOptions()
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.gathered_ahead = False
+        self._offload_policy = offload_policy
+        self._block_policy = block_policy
+        self._neighbors = neighbors  # to gather from again after forward
+        self._streams = streams
+        self._on_grad: GradHook | None = None
         self._handles: list[Handle] = []
-        self._unsharded = False
-        self._released: list[Group] = []  # ahead of the unit, in backward
+        self._freed: list[Group] = []  # where thinned
+        self._shrunk = False  # after forward slices were kept among neighbors
+        self._gathers: dict[tuple[int, ...], list[Gather]] = {}
+        self._reductions: dict[tuple[Any, ...], ReduceScatter] = {}
+        self._entered: list[nn.Module] = []
+        self._waiting_for: set[nn.Module] = set()
 
-    def rename(self, name: str) -> None:
-        """Call the unit by its name in the root."""
-        for group in self.groups:
-            group.rename(group.name.replace(self.name, name, 1))
-        self.name = name
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    def become_inner(self, name: str | None) -> None:
+        """Be inside a root from now on, under this name there."""
+        self.root = False
+        if name is not None and name != self.name:
+            self.name = name
+            for group in self.groups:
+                group.rename(name)
+            self._forget_calls()
+
+    def configure(self, **changes: Any) -> None:
+        """Change options; a reduction under way keeps those that it was launched with."""
+        if changes.get("reshard_after_forward") is not None:
+            self._neighbors = None
+        self.options = replace(self.options, **changes)
+        if "reduction" in changes:
+            for group in self.groups:
+                group.gradients.scale(self.options.reduction)
+            self._reductions.clear()
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """As set; not set: True, but False for a root."""
+        chosen = self.options.reshard_after_forward
+        return (not self.root) if chosen is None else chosen
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     @property
-    def params(self) -> list[ManagedParam]:
+    def params(self) -> list[Param]:
         """All of them, group by group."""
         return [param for group in self.groups for param in group.params]
 
-    def take(self, params: list[ManagedParam], values: dict[str, torch.Tensor]) -> None:
+    def listen(self, on_grad: GradHook) -> None:
+        """Have this called for each parameter whose gradient is there."""
+        self._on_grad = on_grad
+
+    def shard(self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool) -> None:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
+        assert self._on_grad is not None
+        self.around_others = around_others
         self.groups = []
-        kinds: dict[tuple[torch.dtype, bool, int], list[ManagedParam]] = {}
-        parts = parts_of(params) if self.split else {}
+        self._forget_calls()
+        kinds: dict[tuple[torch.dtype, bool, int], list[Param]] = {}
+        children = children_of(params) if around_others else {}
         for param in params:
-            kinds.setdefault((param.dtype, param.requires_grad, parts.get(param.name, 0)), []).append(param)
-        for members in kinds.values():
-            group = Group(
-                self.name if len(kinds) == 1 else f"{self.name} ({members[0].name} ...)",
-                members,
-                self.data,
-                self.mp_policy,
-                self.offload_policy,
-                self.block_policy,
-                self.context.recycler,
-                self.accept_grad,
+            kinds.setdefault((param.dtype, param.requires_grad, children.get(param.name, 0)), []).append(
+                param
             )
-            group.load({param.name: values[param.name] for param in members})
+        for members in kinds.values():
+            plan = plan_group(members, self.data, self.mp_policy, self._offload_policy, self._block_policy)
+            suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
+            group = Group(self.name, suffix, plan, members, self._streams, self._on_grad)
+            group.gradients.scale(self.options.reduction)
+            group.load(values)
+            group.register_sharded()
             self.groups.append(group)
-        for param in params:
-            param.register_sharded()
 
     def prepare(self) -> None:
         """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
@@ -118,178 +172,183 @@ class Unit:
         Raises:
             RuntimeError: parameters without memory, by name.
         """
-        for group in self.groups:
-            group.adopt()
+        self.adopt()
         missing = [param.name for group in self.groups if group.buffer is None for param in group.params]
         if missing:
             raise RuntimeError(
                 f"{self.name}: parameters {missing} are still on the meta device; call module.to_empty(device=...) "
                 "and initialise them (reset_parameters), or load a state dict with assign=True, before the forward"
             )
-        if any(group.changed_since_gather() for group in self.groups):
+        if not self.at_rest and any(group.changed_since_gather() for group in self.groups):
             self.reshard()
+
+    def adopt(self) -> None:
+        """Take in parameters that were moved or assigned."""
+        for group in self.groups:
+            before = group.buffer
+            group.adopt()
+            if group.buffer is not before:
+                self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._gathers.clear()
+        self._reductions.clear()
 
     # -- sharded <-> unsharded --------------------------------------------------------------------------------------
 
     @property
-    def unsharded(self) -> bool:
-        """Whether the module holds the full parameters."""
-        return self._unsharded
+    def at_rest(self) -> bool:
+        """Whether it holds its shards and nothing more."""
+        return self.state is UnitState.SHARDED and not self._shrunk
 
     @property
     def gathered(self) -> bool:
-        """Whether the full parameters are there or on their way."""
-        return bool(self._handles) or (self._unsharded and not self._released)
+        """Whether all parameters are gathered or on their way."""
+        return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
 
-    @property
-    def reshard_after_forward(self) -> bool | int:
-        """As set; not set: True, but False for a root."""
-        chosen = self._reshard_after_forward
-        return (not self.root) if chosen is None else chosen
+    def gather(self, after: Sequence[Any] | None = None) -> None:
+        """Start gathering the parameters: one coalesced all-gather. Nothing where they are there or on their way.
 
-    @reshard_after_forward.setter
-    def reshard_after_forward(self, value: bool) -> None:
-        self._reshard_after_forward, self.neighbours = value, None
-
-    def gather(self) -> None:
-        """Start gathering the parameters: one coalesced all-gather. Nothing where they are there or on their way."""
-        if self.gathered:
+        Args:
+            after: events that must have completed first. None: all that the current stream holds.
+        """
+        if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
-        context = self.context
+        absent = self._freed if self.state is UnitState.THINNED else self.groups
         with label("all_gather", self.name):
-            for group in self._absent():
+            for group in absent:
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
-            for buffers in self._buffers_by_mesh():
-                self._handles.append(
-                    dbuffer.all_gather(buffers, stream=context.gather_stream, after=context.gather_after())
-                )
+            stream = self._streams.gather
+            self.state = UnitState.GATHERING
+            self._handles = [call.start(stream, after) for call in self._gathers_of(absent)]
 
-    def _absent(self) -> list[Group]:
-        return self._released if self._unsharded else self.groups
+    def _gathers_of(self, groups: list[Group]) -> list[Gather]:
+        """The calls that gather these groups: one for each mesh."""
+        key = tuple(map(id, groups))
+        if key not in self._gathers:
+            by_mesh: dict[int, list[dbuffer.DBuffer]] = {}
+            for group in groups:
+                assert group.buffer is not None
+                by_mesh.setdefault(id(group.plan.data.mesh), []).append(group.buffer)
+            self._gathers[key] = [dbuffer.prepare_gather(buffers) for buffers in by_mesh.values()]
+        return self._gathers[key]
 
-    def _buffers_by_mesh(self) -> list[list[dbuffer.DBuffer]]:
-        found: dict[int, list[dbuffer.DBuffer]] = {}
-        for group in self._absent():
-            assert group.buffer is not None
-            found.setdefault(id(group.data.mesh), []).append(group.buffer)
-        return list(found.values())
-
-    def unshard(self) -> None:
+    def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
-        if self._unsharded and not self._released:
+        if self.state is UnitState.UNSHARDED:
             return
-        self.gather()
+        self.gather(after)
         with label("wait_for_all_gather", self.name):
-            handles, self._handles = self._handles, []
-            for handle in handles:
+            for handle in self._handles:
                 handle.wait()
-        self._unsharded, self.gathered_ahead = True, False
-        self._released.clear()
+        self._handles = []
+        self._freed = []
+        self.state = UnitState.UNSHARDED
         for group in self.groups:
-            for param in group.params:
-                param.register_unsharded()
+            group.register_unsharded()
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and free the gathered memory."""
         self._leave(None)
-        for group in self.groups:
-            if group.buffer is not None:
+        if self._shrunk:
+            self._shrunk = False
+            for group in self.groups:
+                assert group.buffer is not None
                 group.buffer.forget_neighbors()
 
     def reshard_for_backward(self) -> None:
-        """The same after forward: where neighbours were asked for, keep this rank's share among them."""
-        self._leave(self.neighbours)
+        """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
+        self._leave(self._neighbors)
 
-    def _leave(self, neighbours: dist.ProcessGroup | None) -> None:
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
-        if not (self._unsharded or handles):
+    def _leave(self, neighbors: dist.ProcessGroup | None) -> None:
+        if self.state is UnitState.SHARDED:
             return
-        self._unsharded = self.gathered_ahead = False
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        self.state = UnitState.SHARDED
+        freed, self._freed = self._freed, []
         for group in self.groups:
             assert group.buffer is not None
-            if neighbours is not None and group not in self._released:
-                group.buffer.shrink(neighbours)
+            if neighbors is not None and group not in freed:
+                group.buffer.shrink(neighbors)
+                self._shrunk = True
             group.release()
-        self._released.clear()
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def accept_grad(self, param: ManagedParam, _: torch.Tensor) -> None:
-        """A gradient has been accumulated: bring it into the buffer and free it."""
-        with torch.no_grad(), label("post_backward_accumulate", self.name):
-            grad = param.take_grad()
-            if grad is None:
-                return
-            group, context = self._group_of(param), self.context
-            if not context.in_backward:  # a graph that does not go through a unit's output, of gradients say
-                context.begin_backward()
-            # Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come.
-            last = (
-                self.split
-                and compat.backward_id() == context.backward_id
-                and group.gradients.awaits_only(param)
-            )
-            if last:
-                self._release_early(group)
-            if not group.gradients.has_memory:
-                context.reap()
-            context.land(group)
-            group.gradients.write(param, grad, group.scaling(self.reduce_options).before)
-            del grad
-            # Ranks that use different parameters must not reduce at different times.
-            if last and group.large and self.requires_gradient_sync and not self.reduce_unused:
-                self._reduce([group for group in self.groups if group.gradients.complete])
-
-    def _release_early(self, group: Group) -> None:
+    def release_early(self, group: Group) -> None:
         """Free a group that backward is done with, where the unit's own ends much later: around others."""
-        here = self.reshard_after_backward and self._unsharded and group not in self._released
-        if here and not group.held_by_autograd():
+        present = self.state is UnitState.UNSHARDED or self.state is UnitState.THINNED
+        if present and group not in self._freed and not group.held_by_autograd():
             group.release()
-            self._released.append(group)
+            self._freed.append(group)
+            self.state = UnitState.THINNED
 
-    def _group_of(self, param: ManagedParam) -> Group:
-        for group in self.groups:
-            if param in group.params:
-                return group
-        raise AssertionError(f"{param.name} is in no group of {self.name}")
+    # -- reductions -------------------------------------------------------------------------------------------------
 
-    def post_backward(self) -> None:
-        """The unit's backward is over: free the parameters, start reducing the gradients."""
-        self.entered_backward = False
-        if self.reshard_after_backward:
-            with label("post_backward_reshard", self.name):
-                self.reshard()
-                self.context.trim_when_last()
-        if not self.requires_gradient_sync:
-            return
-        ready = [
+    def groups_to_reduce(self) -> list[Group]:
+        """Those whose gradients wait, and where unused parameters count, all that are trained."""
+        unused = self.options.reduce_unused
+        return [
             group
             for group in self.groups
-            if group.gradients.pending
-            or (self.reduce_unused and any(param.sharded.requires_grad for param in group.params))
+            if group.gradients.written or (unused and any(p.sharded.requires_grad for p in group.params))
         ]
-        if ready:
-            self._reduce(ready)
 
-    def _reduce(self, groups: list[Group]) -> None:
-        context = self.context
-        options = replace(self.reduce_options)  # as they are now, whatever is set before it has landed
-        context.reduce(Reduction(context, self.name, groups, options, self.reduce_unused))
+    def reductions_of(self, groups: list[Group], accumulate: list[bool]) -> list[tuple[ReduceScatter, bool]]:
+        """The calls that reduce these groups, and whether each adds to the shard: one a mesh and way of scaling."""
+        found: dict[tuple[Any, ...], list[Group]] = {}
+        for group, add in zip(groups, accumulate, strict=True):
+            found.setdefault((id(group.plan.data.mesh), group.gradients.scaling, add), []).append(group)
+        calls = []
+        for (mesh, how, add), members in found.items():
+            key = (mesh, *map(id, members))
+            if key not in self._reductions:
+                buffers = [group.gradients.buffer for group in members]
+                self._reductions[key] = dbuffer.prepare_reduction(buffers, op=how.op, divide=how.divide)
+            calls.append((self._reductions[key], add))
+        return calls
+
+    # -- modules of a list ------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module) -> None:
+        """One of its modules begins its forward."""
+        self._entered.append(module)
+        if not self._waiting_for:
+            self._waiting_for.update(self.modules)
+
+    def leave_module(self, module: nn.Module) -> None:
+        """One of its modules has ended its forward, perhaps with an exception."""
+        if module in self._entered:
+            self._entered.remove(module)
+        self._waiting_for.discard(module)
+
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether a forward of this module is under way."""
+        return module in self._entered
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its modules have run in this pass."""
+        return not self._waiting_for
+
+    def end_pass(self) -> None:
+        """Wait for no further module."""
+        self._waiting_for.clear()
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""
-        self.entered_backward = False
-        self.waiting_for.clear()
-        self.running.clear()
+        self._waiting_for.clear()
+        self._entered.clear()
         for handle in self._handles:
             try:
                 handle.wait()
             except RuntimeError:  # what is being recovered from
                 continue
+        self._handles = []
         self.reshard()
         for param in self.params:
             if param.unsharded is not None:

@@ -1,6 +1,7 @@
 """`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,18 +17,12 @@ from ragged_shard import RaggedDTensor
 from . import _hooks, _optimizers, _state_dict
 from . import _torch_compat as compat
 from ._mesh import DataMesh, data_mesh, take_apart
+from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
 from ._module import mix_in
 from ._param import ManagedParam, Place
-from ._registry import (
-    join,
-    original_name,
-    owner_of,
-    register,
-    remember_original,
-    unit_of,
-    units_around,
-)
-from ._unit import Unit
+from ._pass import Pass
+from ._streams import streams_of
+from ._unit import Param, Unit, UnitOptions
 from .block_policies import BlockPolicy
 
 _log = logging.getLogger(__name__)
@@ -80,31 +75,33 @@ def fully_shard(
     modules = _checked_modules(module)
     _check_policies(mp_policy, offload_policy, block_policy)
     data = data_mesh(mesh, dp_mesh_dims)
-    reshard_after_forward = _checked_reshard(reshard_after_forward, data)
-    for around in units_around(modules):
-        around.reshard()  # its unsharded parameters would be taken for plain ones
-    found = _find_params(modules, _checked_ignored(ignored_params, modules), data)
+    keep, count = _checked_reshard(reshard_after_forward, data)
+    for around in members_around(modules):
+        around.unit.reshard()  # its unsharded parameters would be taken for plain ones
+    found = _find_params(modules, _checked_ignored(ignored_params), data)
     _check_placements(found, shard_placement_fn)
-    unit = Unit(modules, data, mp_policy, offload_policy, block_policy, reshard_after_forward)
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        unit.neighbours = data.neighbours(reshard_after_forward)
-    unit.split = any(unit_of(inner) for one in modules for inner in one.modules())
-    unit.take([one.param for one in found], {one.param.name: one.value for one in found})
+    neighbors = None if count is None else data.neighbors(count)
+    options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
+    unit = Unit(modules, data, mp_policy, offload_policy, block_policy, options, neighbors, streams)
+    member = Member(unit, Pass(streams))
+    unit.listen(_hooks.gradient_hook(weakref.ref(member)))
+    around_others = any(member_of(inner) for one in modules for inner in one.modules())
+    values = {one.param.name: one.value for one in found}
+    unit.shard([one.param for one in found], values, around_others=around_others)
     outer = _release_from_outer(found)
     for one in found:
         remember_original(one.original, one.param.name)
     for inner in _managed_modules(modules):
         _move_buffers(inner, data.device)
         compat.mark_for_dynamo(inner)
-    register(unit)
-    _hooks.attach(unit)
+    register(member)
+    _hooks.attach(member)
     _state_dict.attach(unit)
     _optimizers.watch()
     for one_module in modules:
         mix_in(one_module)
-    join(unit)
-    for other in outer:
-        join(other)
+    for joining in (member, *outer):
+        joining.join()
     return module
 
 
@@ -120,7 +117,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {one}. "
                 "Call it on each of the modules inside"
             )
-        if unit_of(one) is not None:
+        if member_of(one) is not None:
             raise ValueError(f"fully_shard was already called on this {type(one).__name__}")
     inside = {id(sub) for one in given for sub in one.modules() if sub is not one}
     return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
@@ -140,9 +137,7 @@ def _check_policies(precision: Any, offload: Any, blocks: Any) -> None:
         )
 
 
-def _checked_ignored(
-    ignored: Iterable[nn.Parameter] | None, modules: tuple[nn.Module, ...]
-) -> set[nn.Parameter]:
+def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     found = set(ignored or ())
     for param in found:
         if not isinstance(param, torch.Tensor):
@@ -150,9 +145,10 @@ def _checked_ignored(
     return found
 
 
-def _checked_reshard(value: Any, data: DataMesh) -> bool | int | None:
+def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | None]:
+    """Whether to free parameters after forward, and among how many neighbors to keep them then."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, None
     if not isinstance(value, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
@@ -166,18 +162,18 @@ def _checked_reshard(value: Any, data: DataMesh) -> bool | int | None:
         _log.warning(
             "reshard_after_forward=1 means groups of one rank, which keep all parameters, like False"
         )
-        return False
-    return True if value == data.shard_size else value
+        return False, None
+    return True, None if value == data.shard_size else value
 
 
 @dataclass
 class _Found:
     """A parameter to take: where it is, what it was and its full value on this rank."""
 
-    param: ManagedParam
+    param: Param
     original: torch.Tensor
     value: torch.Tensor
-    outer: Unit | None
+    outer: Member | None
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
@@ -189,7 +185,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
             return
         found[module] = None
         for child in module.children():
-            if unit_of(child) is None:
+            if member_of(child) is None:
                 walk(child)
 
     for module in modules:
@@ -235,7 +231,8 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
             "tensor subclass; shard the plain parameter, or pass it in ignored_params"
         )
     plain, other = take_apart(name, param, data)
-    return _Found(ManagedParam(name, places, param, plain, other), param, plain, None)
+    taken: Param = ManagedParam(name, places, param, tuple(plain.shape), other, plain)
+    return _Found(taken, param, plain, None)
 
 
 def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -> _Found:
@@ -248,22 +245,20 @@ def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: 
     inside = {(place.module, place.attribute) for place in places}
     if any((place.module, place.attribute) not in inside for place in managed.places):
         raise ValueError(
-            f"{name} is shared with a module outside ({managed.name!r} in {outer.name}): tied parameters must be "
+            f"{name} is shared with a module outside ({managed.name!r} in {outer.unit.name}): tied parameters must be "
             "in one unit"
         )
-    taken = ManagedParam(name, places, managed.sharded, managed.example(), managed.other)
-    taken.shape = managed.shape
+    taken: Param = ManagedParam(name, places, managed.sharded, managed.shape, managed.other, managed.example)
     return _Found(taken, managed.sharded, managed.sharded, outer)
 
 
-def _release_from_outer(found: list[_Found]) -> list[Unit]:
-    """Take parameters away from the outer units that hold them; these lay out anew what they keep."""
+def _release_from_outer(found: list[_Found]) -> list[Member]:
+    """Take parameters away from the outer units that hold them; these lay out again what they keep."""
     outers = list(dict.fromkeys(one.outer for one in found if one.outer is not None))
+    gone = {id(one.original) for one in found}
     for outer in outers:
-        gone = {id(one.original) for one in found}
-        kept = [param for param in outer.params if id(param.sharded) not in gone]
-        outer.split = True
-        outer.take(kept, {param.name: param.sharded for param in kept})
+        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+        outer.unit.shard(kept, {param.name: param.sharded for param in kept}, around_others=True)
     return outers
 
 

@@ -103,6 +103,14 @@ class RaggedDTensor(BASE_CLASS):
         result: torch.Tensor = ToLocal.apply(self, layout)
         return result
 
+    def with_local(self, local: torch.Tensor) -> "RaggedDTensor":
+        """A tensor laid out like this one around another local tensor, outside autograd. Communicates nothing.
+
+        Args:
+            local: of this tensor's local shape, contiguous; any dtype. Not checked: for callers who make many.
+        """
+        return RaggedDTensor._wrap(local, self._layout)
+
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -308,3 +316,8 @@ def _agree(
         if found is not None and problem is None:
             problem = ValueError(f"from_local on {mesh}: {found}")
     return problem
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local tensors of many ragged tensors, the very objects, outside autograd. Communicates nothing."""
+    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]

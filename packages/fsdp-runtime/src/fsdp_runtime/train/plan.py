@@ -9,9 +9,8 @@ replays a step of theirs. The peak is
 """
 
 import dataclasses
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import reduction_scratch_bytes
+from fsdp_runtime import unit_memory
 
 from .config import RunConfig, pick_device
 from .corpus import read_data
@@ -114,7 +113,13 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
                 f"plan cannot build {config.optimizer} on the meta device: use another"
             ) from error
         step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
-        units = tuple(_unit_plan(module, optimizer, world_size) for module in [model, *layer_modules])
+        of_layers = [list(layer.parameters()) for layer in layer_modules]
+        inner = {id(param) for params in of_layers for param in params}
+        of_root = [param for param in model.parameters() if id(param) not in inner]
+        units = tuple(
+            _unit_plan(module, params, optimizer)
+            for module, params in zip([model, *layer_modules], [of_root, *of_layers], strict=True)
+        )
 
     def build() -> nn.Module:
         before = torch.get_default_dtype()
@@ -141,35 +146,16 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     )
 
 
-def _unit_plan(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> UnitPlan:
-    from fsdp_runtime._registry import unit_of
-
-    unit = unit_of(module)
-    assert unit is not None
-    shards = tuple(segment.shard_size for group in unit.groups for segment in group.layout.segments)
-    total = world_size * sum(shards)
-    elements = sum(math.prod(param.shape) for param in unit.params)
-    weights = gradients = state = 0
-    gathered: list[int] = []
-    reducing: list[int] = []
-    for group in unit.groups:
-        sizes = [segment.shard_size for segment in group.layout.segments]
-        weights += sum(sizes) * group.dtypes.kept.itemsize
-        gradients += sum(sizes) * group.dtypes.kept.itemsize
-        aliased = world_size == 1 and group.dtypes.kept == group.dtypes.compute
-        if not aliased:
-            gathered += [world_size * size * group.dtypes.compute.itemsize for size in sizes]
-        reducing += [world_size * size * group.dtypes.reduce.itemsize for size in sizes]
-    for param in unit.params:
-        state += sum(_local_bytes(value) for value in optimizer.state[param.sharded].values())
+def _unit_plan(
+    module: nn.Module, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> UnitPlan:
+    memory = unit_memory(module)
+    state = sum(_local_bytes(value) for param in params for value in optimizer.state[param].values())
     buffers = Buffers(
-        tuple(gathered),
-        tuple(reducing),
-        gradients,
-        keeps=unit.reshard_after_forward is False,
-        received=reduction_scratch_bytes(sum(reducing), world_size) if unit.data.device.type == "cpu" else 0,
+        memory.gathered, memory.reducing, memory.gradients, memory.kept_after_forward, memory.scratch
     )
-    return UnitPlan(unit.name, elements, shards, (total - elements) / total, weights, state, buffers)
+    share = memory.padding / (memory.padding + memory.parameters)
+    return UnitPlan(memory.name, memory.parameters, memory.shards, share, memory.weights, state, buffers)
 
 
 def _local_bytes(value: Any) -> int:

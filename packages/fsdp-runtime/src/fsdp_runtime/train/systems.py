@@ -257,12 +257,11 @@ def not_installed(system: str) -> str | None:
 
 def pool_bytes(model: nn.Module) -> int:
     """Bytes of gathered buffers of a model that fsdp_runtime has sharded, lent and kept; 0 of others."""
-    from fsdp_runtime._registry import unit_of
+    from fsdp_runtime import FSDPModule, gathered_memory
 
-    unit = unit_of(model)
-    if unit is None:
+    if not isinstance(model, FSDPModule):
         return 0
-    stats = unit.context.recycler.stats
+    stats = gathered_memory(model)
     return stats.lent_bytes + stats.parked_bytes
 
 

@@ -1,0 +1,96 @@
+"""What units hold in memory: for plans on paper and for meters."""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from dbuffer import RecyclerStats, reduction_scratch_bytes
+
+from ._model import Member, member_of
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit's memory on this rank, in bytes unless it says elements.
+
+    Attributes:
+        name: the unit's, in the root.
+        parameters: elements of its parameters, on all ranks together.
+        shards: elements of this rank's slices, one a segment.
+        padding: elements of all ranks' shards that hold no parameter.
+        weights: of the shards.
+        gradients: of the gradients' shards, from the reduction until `.grad` is dropped.
+        gathered: of each gathered buffer, while the parameters are unsharded.
+        reducing: of each gathered gradient buffer, while backward fills it and until the reduction has completed.
+        scratch: what a reduction under way holds in addition.
+        kept_after_forward: whether the gathered buffers stay until backward.
+    """
+
+    name: str
+    parameters: int
+    shards: tuple[int, ...]
+    padding: int
+    weights: int
+    gradients: int
+    gathered: tuple[int, ...]
+    reducing: tuple[int, ...]
+    scratch: int
+    kept_after_forward: bool
+
+
+def unit_memory(module: nn.Module) -> UnitMemory:
+    """What the unit that `fully_shard` made of a module holds, and takes while it runs. Communicates nothing.
+
+    Parameters may be on meta or fake: nothing is measured, all follows from the plan.
+
+    Raises:
+        ValueError: `fully_shard` was not called on this module.
+    """
+    unit = _member(module).unit
+    shards: list[int] = []
+    gathered: list[int] = []
+    reducing: list[int] = []
+    weights = 0
+    for group in unit.groups:
+        plan = group.plan
+        ranks, dtypes = plan.data.shard_size, plan.dtypes
+        sizes = [segment.shard_size for segment in plan.layout.segments]
+        shards += sizes
+        weights += sum(sizes) * dtypes.kept.itemsize
+        if ranks > 1 or dtypes.kept != dtypes.compute:  # else shard and gathered memory are the same
+            gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
+        reducing += [ranks * size * dtypes.reduce.itemsize for size in sizes]
+    ranks = unit.data.shard_size
+    elements = sum(math.prod(param.shape) for param in unit.params)
+    on_cpu = unit.data.device.type == "cpu"
+    return UnitMemory(
+        name=unit.name,
+        parameters=elements,
+        shards=tuple(shards),
+        padding=ranks * sum(shards) - elements,
+        weights=weights,
+        gradients=weights,
+        gathered=tuple(gathered),
+        reducing=tuple(reducing),
+        scratch=reduction_scratch_bytes(sum(reducing), ranks) if on_cpu else 0,
+        kept_after_forward=not unit.reshard_after_forward,
+    )
+
+
+def gathered_memory(module: nn.Module) -> RecyclerStats:
+    """What gathered buffers hold now, and held at most, on the device of a sharded module; of all its models together.
+
+    Raises:
+        ValueError: `fully_shard` was not called on this module.
+    """
+    return _member(module).passes.streams.recycler.stats
+
+
+def _member(module: nn.Module) -> Member:
+    member = member_of(module)
+    if member is None:
+        raise ValueError(
+            f"{type(module).__name__} is not a unit; ask for a module that fully_shard was called on"
+        )
+    return member

@@ -1,0 +1,219 @@
+"""One pass after the other through the units of a model: what is gathered when, and when a pass begins and ends.
+
+forward    root enters: begin_forward ... enter_forward(unit), leave_forward(unit) ... root leaves: end_forward
+backward   first output's gradient: enter_backward(unit) ... leave_backward(unit) ... engine is done: end_backward
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _torch_compat as compat
+from ._backward import Backward
+from ._labels import label
+from ._schedule import Schedule
+from ._streams import Streams
+from ._unit import Unit, UnitState
+
+_MAX_PASSES = 64  # forwards before one backward whose order is remembered
+_AT_ONCE: tuple[Any, ...] = ()  # wait for no event
+_USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
+
+
+class Pass:
+    """The order of the units of one model. Shared by a root and all units inside it.
+
+    Attributes:
+        units: all of them.
+        backward: their gradients.
+        streams: where they communicate, and what their gathered memory comes from.
+        prefetch_depth: how many units are gathered ahead.
+        in_backward: whether a run of the autograd engine has reached the model.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.units: list[Unit] = []
+        self.backward = Backward(streams)
+        self.prefetch_depth = 1
+        self.in_backward = False
+        self.streams = streams
+        self._post_optim_event: Any = None
+        self._root: Unit | None = None  # of the forward under way
+        self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
+        self._order: Schedule[Unit] = Schedule()  # of the forward under way
+        self._backward: Schedule[Unit] = Schedule()
+        self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
+        self._in_backward_of: set[Unit] = set()  # entered, and not left
+        self._left_backward: set[Unit] = set()
+        self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
+        self._last_backward: list[Unit] = []
+
+    def gather_after(self, event: Any) -> None:
+        """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
+        self._post_optim_event = event
+
+    def _gathers_follow(self, event: Any = None) -> None:
+        layer = self.streams.layer
+        layer.wait(layer.record() if event is None else event, self.streams.gather)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def is_begun_by(self, unit: Unit, module: nn.Module) -> bool:
+        """Whether this forward is that of a root, which begins a pass."""
+        outermost = self._root is None or (self._root is unit and not unit.is_inside(module))
+        return outermost and compat.backward_id() == -1
+
+    def begin_forward(self, root: Unit) -> None:
+        """The outermost unit's forward begins."""
+        if self.in_backward or self._root is not None:
+            self.reset()  # the pass before was cut off by an exception
+        with label("root_pre_forward"):
+            for unit in self.units:
+                unit.prepare()
+            event, self._post_optim_event = self._post_optim_event, None
+            self._gathers_follow(event)
+            self._root = root
+            self._order = self._forward.setdefault(root, Schedule())
+            self._order.begin()
+
+    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Unshard a unit, and gather ahead what is expected next."""
+        unit.enter_module(module)
+        self._ahead.discard(unit)
+        if self._root is None:  # recomputed in backward
+            unit.unshard(_AT_ONCE if self.in_backward else None)
+            return
+        unit.unshard(_AT_ONCE)
+        self._order.enter(unit)
+        explicit = unit.options.forward_prefetch
+        self._prefetch("forward", unit, self._order.upcoming() if explicit is None else explicit, explicit)
+
+    def _prefetch(
+        self, what: str, unit: Unit, expected: Iterable[Unit], explicit: tuple[Unit, ...] | None
+    ) -> None:
+        ahead = 0
+        for other in expected:
+            if explicit is None and ahead == self.prefetch_depth:
+                return
+            skipped = what == "backward" and not other.options.unshard_in_backward
+            if other is unit or other.state in _USABLE or skipped:
+                continue
+            ahead += 1
+            if other.state is not UnitState.GATHERING:
+                with label(f"{what}_prefetch for {other.name}"):
+                    other.gather(_AT_ONCE)
+                    self._ahead.add(other)
+
+    def leave_forward(self, unit: Unit, module: nn.Module) -> None:
+        """A forward has ended."""
+        unit.leave_module(module)
+        if self.recomputes(unit) or not (unit.complete or self._root is unit):
+            return
+        unit.end_pass()
+        if unit.reshard_after_forward:
+            unit.reshard_for_backward()
+        if self._root is not None and torch.is_grad_enabled():
+            self._left.append(unit)
+            del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
+        if self._root is unit:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
+        for unit in self.units:
+            if unit in self._ahead:
+                unit.reshard()
+        self._ahead.clear()
+        self._order.end()
+        self._root = None
+        self.streams.recycler.trim()  # the loss has the memory to itself
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether a forward of this unit, now, is a recomputation inside its own backward."""
+        return unit in self._in_backward_of and compat.backward_id() != -1
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A gradient has reached a unit's output."""
+        if not self.in_backward:
+            self.begin_backward()
+        if unit not in self._in_backward_of:
+            self.backward.free_completed()
+            self._in_backward_of.add(unit)
+            self._backward.enter(unit)
+        elif unit.state in _USABLE:
+            return
+        with label("pre_backward", unit.name):
+            if unit.options.unshard_in_backward:
+                unit.unshard(_AT_ONCE)
+                self._ahead.discard(unit)
+            explicit = unit.options.backward_prefetch
+            expected = self._backward.upcoming() if explicit is None else explicit
+            self._prefetch("backward", unit, expected, explicit)
+
+    def begin_backward(self) -> None:
+        """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
+        self.in_backward = True
+        self.backward.begin()
+        compat.at_end_of_backward(self._end_backward)
+        expected = self._left[::-1]
+        if sorted(map(id, expected)) == sorted(map(id, self._last_backward)):
+            expected = self._last_backward  # the order that really came last time
+        self._backward.begin(expected)
+        self._gathers_follow()
+
+    def leave_backward(self, unit: Unit) -> None:
+        """A unit's backward has ended: free the parameters, start reducing the gradients."""
+        self._in_backward_of.discard(unit)
+        self._left_backward.add(unit)
+        if unit.options.reshard_after_backward and not unit.at_rest:
+            with label("post_backward_reshard", unit.name):
+                unit.reshard()
+                if not self._backward.upcoming():
+                    self.streams.recycler.trim()  # nothing more is expected to be gathered
+        if unit.options.requires_gradient_sync:
+            self.backward.reduce(unit, unit.groups_to_reduce())
+
+    def _end_backward(self) -> None:
+        with label("root_post_backward_callback"):
+            recycler = self.streams.recycler
+            recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
+            for unit in reversed(self.units):
+                if self._has_work_left(unit):
+                    self.leave_backward(unit)
+            self._left_backward.clear()
+            if self.backward.is_last:
+                self.backward.finish()
+                self._left = []
+                recycler.trim()  # the optimizer has the memory to itself
+            self._last_backward = self._backward.seen
+            self._backward.end()
+            self.in_backward = False
+
+    def _has_work_left(self, unit: Unit) -> bool:
+        """Whether the end of backward must do what a post-backward of this unit has not, or not completely."""
+        options = unit.options
+        return (
+            unit in self._in_backward_of
+            or unit in self.backward.waiting
+            or (options.reduce_unused and unit not in self._left_backward)
+            or (options.reshard_after_backward and not unit.at_rest)
+        )
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
+        self.backward.abandon()
+        self._root = None
+        self.in_backward = False
+        self._left = []
+        self._backward = Schedule()
+        for units in (self._ahead, self._in_backward_of, self._left_backward):
+            units.clear()
+        for unit in self.units:
+            unit.reset()

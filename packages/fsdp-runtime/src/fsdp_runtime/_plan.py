@@ -1,0 +1,186 @@
+"""What is fixed when a group is made: where its parameters lie, in which dtypes, and how each is placed. Frozen.
+
+A step plans, validates and hashes nothing of this again.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Placement
+
+import ragged_shard
+from dbuffer import Geometry
+from layout_planner import Layout, Rows, TensorSpec, plan
+from ragged_shard import RaggedDTensor
+
+from ._dtypes import Dtypes, dtypes_for
+from ._mesh import DataMesh, OtherParallelism, place
+from ._param import ManagedParam
+from .block_policies import BlockPolicy
+
+MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
+_ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """How one parameter is cut.
+
+    Attributes:
+        name: in its unit.
+        shape: of the plain tensor that a rank computes with.
+        global_shape: of the whole parameter, before another parallelism cut it.
+        mesh, placements: of the sharded parameter.
+        cut_by_others: whether another parallelism had cut it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    cut_by_others: bool
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How the parameters of one group lie and travel.
+
+    Attributes:
+        data: the mesh that cuts them.
+        dtypes: in which they are kept, computed with and reduced.
+        precision: the policy that the dtypes follow from.
+        offload: keep shards in CPU memory; None: where the unit computes.
+        layout, geometry: where they lie, and what of that is this rank's.
+        params: one for each, in the order of the module.
+    """
+
+    data: DataMesh
+    dtypes: Dtypes
+    precision: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None
+    layout: Layout
+    geometry: Geometry
+    params: tuple[ParamPlan, ...]
+
+    @property
+    def large(self) -> bool:
+        """Whether the group is worth a reduction of its own."""
+        return self.layout.numel >= MIN_CHILD
+
+    def buffer_options(self) -> dict[str, Any]:
+        """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
+        data = self.data
+        options: dict[str, Any] = {
+            "dtype": self.dtypes.kept,
+            "device": data.device,
+            "replicate_dim": 0 if data.hybrid else None,
+        }
+        if self.offload is not None:
+            options.update(shard_device="cpu", pin_memory=self.offload.pin_memory)
+        return options
+
+    def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":
+        """The plan after the parameters were converted."""
+        return replace(self, dtypes=dtypes_for(dtype, self.precision))
+
+
+def plan_group(
+    params: Sequence[ManagedParam[Any]],
+    data: DataMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    blocks: BlockPolicy | None,
+) -> GroupPlan:
+    """Plan where parameters of one dtype lie.
+
+    Raises:
+        ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
+    """
+    dtypes = dtypes_for(params[0].dtype, precision)
+    layout = plan(
+        [_spec(param, blocks) for param in params],
+        data.shard_size,
+        align=max(8, _ALIGNMENT // dtypes.narrowest),
+    )
+    geometry = Geometry(layout, data.shard_rank)
+    away = offload if isinstance(offload, CPUOffloadPolicy) and data.device.type != "cpu" else None
+    planned = tuple(_plan_param(param, data, geometry) for param in params)
+    return GroupPlan(data, dtypes, precision, away, layout, geometry, planned)
+
+
+def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None) -> TensorSpec:
+    block = None if blocks is None else blocks(param.name, param.example)
+    try:
+        return TensorSpec(param.name, param.shape, Rows(1) if block is None else block)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"block_policy gave {block!r} for parameter {param.name} of shape {param.shape}: {error}"
+        ) from error
+
+
+def _plan_param(param: ManagedParam[Any], data: DataMesh, geometry: Geometry) -> ParamPlan:
+    other: OtherParallelism | None = param.other
+    mesh, placements = place(data, geometry.placement(param.name), other)
+    global_shape = param.shape if other is None else tuple(other.shape)
+    return ParamPlan(param.name, param.shape, global_shape, mesh, placements, other is not None)
+
+
+def children_of(params: Sequence[ManagedParam[Any]]) -> dict[str, int]:
+    """Which parameters of a unit around other units go together: those of each large child; all small ones, 0.
+
+    embed.weight: 1    final_norm.weight: 0    head.weight: 2         (the other units run in between)
+    """
+    sizes: dict[str, int] = {}
+    for param in params:
+        child = param.name.split(".")[0]
+        sizes[child] = sizes.get(child, 0) + math.prod(param.shape)
+    large = [child for child, size in sizes.items() if size >= MIN_CHILD]
+    numbers = {child: number for number, child in enumerate(large, start=1)}
+    return {param.name: numbers.get(param.name.split(".")[0], 0) for param in params}
+
+
+# -- values in a planned layout ----------------------------------------------------------------------------------------
+
+
+def wrap_local(plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
+    """A distributed tensor laid out as planned around a local tensor; shares its memory."""
+    return RaggedDTensor.from_local(local, plan.mesh, plan.placements, shape=plan.global_shape)
+
+
+def local_value(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a value, in the shape of the local tensor; shares memory where it can.
+
+    Args:
+        value: the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh: one that lies
+            otherwise is redistributed (see `ragged_shard.redistribute`).
+    """
+    value = value.detach()
+    if not isinstance(value, RaggedDTensor):
+        return plan.geometry.cut(param.name, value)
+    with torch.no_grad():
+        local: torch.Tensor = value.redistribute(placements=param.placements).to_local()
+    return local
+
+
+def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: torch.Tensor) -> RaggedDTensor:
+    """A tensor of the parameter's global shape, laid out like the sharded parameter; memory of its own or shared.
+
+    A full plain tensor is cut where it is; a distributed one that lies otherwise is redistributed.
+    """
+    with torch.no_grad():
+        value = value.detach()
+        if isinstance(value, RaggedDTensor):
+            same = value.device_mesh == param.mesh and value.placements == param.placements
+            return value if same else value.redistribute(placements=param.placements)
+        if isinstance(value, DTensor):
+            moved: RaggedDTensor = ragged_shard.redistribute(value, placements=param.placements)
+            return moved
+        if not param.cut_by_others:
+            return wrap_local(param, plan.geometry.cut(param.name, value).to(like.device, copy=True))
+        return ragged_shard.distribute_tensor(value, param.mesh, param.placements, src_data_rank=None)
