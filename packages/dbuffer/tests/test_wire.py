@@ -4,7 +4,7 @@ import pytest
 import torch
 from dbuffer_helpers import full_tensors, make
 
-from dbuffer import CastOnWire, Geometry, Transfer
+from dbuffer import CastOnWire, Geometry
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 
@@ -22,25 +22,27 @@ class Quantized:
 
 
 class QuantizedEncoder:
+    decodes = True
+
     def __init__(self, gathered):
         self.gathered = gathered
-        self.transfers = []
+        self.pairs = []
 
     def encode(self, shards):
-        self.transfers = []
+        self.pairs = []
         for shard, gathered in zip(shards, self.gathered.raw, strict=True):
             ranks = gathered.numel() // shard.numel()
             scale = (shard.abs().max() / 127).clamp_min(1e-12).float().expand(4).contiguous()
             codes = (shard / scale[0]).round().to(torch.int8)
-            self.transfers += [
-                Transfer(codes, torch.empty(ranks * codes.numel(), dtype=torch.int8)),
-                Transfer(scale, torch.empty(ranks * 4)),
+            self.pairs += [
+                (torch.empty(ranks * codes.numel(), dtype=torch.int8), codes),
+                (torch.empty(ranks * 4), scale),
             ]
-        return self.transfers
+        return self.pairs
 
     def decode(self):
         for index, gathered in enumerate(self.gathered.raw):
-            codes, scales = (transfer.receive for transfer in self.transfers[2 * index : 2 * index + 2])
+            codes, scales = (receive for receive, _ in self.pairs[2 * index : 2 * index + 2])
             per_rank = codes.view(len(scales) // 4, -1) * scales[::4, None]
             gathered.copy_(per_rank.view(-1))
         return True
@@ -78,9 +80,9 @@ def cast(full_dtype):
     encoder = CastOnWire().encoder(buffer.geometry, memory.gathered, memory.recycler)
     buffer.zero_().materialize()
     memory.gathered.own[0].fill_(1)
-    (transfer,) = encoder.encode(buffer.shard)
-    assert transfer.receive is memory.gathered.raw[0]
-    return transfer.send is buffer.shard[0], transfer.send is memory.gathered.own[0], int(transfer.send.sum())
+    ((receive, send),) = encoder.encode(buffer.shard)
+    assert receive is memory.gathered.raw[0]
+    return send is buffer.shard[0], send is memory.gathered.own[0], int(send.sum())
 
 
 def test_the_cast_sends_shards_themselves_where_dtypes_agree():

@@ -11,7 +11,7 @@ from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
 from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
-from .wire import CastOnWire, Encoder, Transfer, WireForm
+from .wire import CastOnWire, Encoder, WireForm
 
 __version__ = "0.2.0"
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "RecyclerStats",
     "ReduceScatter",
     "TensorSlice",
-    "Transfer",
     "Transport",
     "TransportChoice",
     "WireForm",

@@ -181,8 +181,10 @@ class DBuffer:
         Raises:
             RuntimeError: given away.
         """
-        self.memory.check_shard("shard")
-        return self.memory.shard.flats
+        flats = self.memory.shard.flats
+        if not flats:
+            self.memory.check_shard("shard")
+        return flats
 
     @property
     def full(self) -> tuple[torch.Tensor, ...]:
@@ -222,7 +224,8 @@ class DBuffer:
         Raises:
             RuntimeError: the shard was given away.
         """
-        self.memory.check_shard("local_views")
+        if not self.memory.shard.flats:
+            self.memory.check_shard("local_views")
         return self.memory.shard.views
 
     @property
@@ -264,8 +267,9 @@ class DBuffer:
 
         For gradients, which their users drop when they like. Nothing where shard and full are the same memory.
         """
-        self.memory.check_idle("give_shard")
-        if not self.aliased:
+        if self.memory.in_flight is not None:
+            self.memory.check_idle("give_shard")
+        if not self.memory.aliased:
             self.memory.shard.give()
 
     def new_shard(self) -> None:
@@ -285,7 +289,8 @@ class DBuffer:
         Raises:
             RuntimeError: a collective is under way.
         """
-        self.memory.check_idle("release")
+        if self.memory.in_flight is not None:
+            self.memory.check_idle("release")
         self.memory.gathered.release()
 
     def shrink(self, group: dist.ProcessGroup) -> None:

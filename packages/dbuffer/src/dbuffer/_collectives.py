@@ -9,7 +9,7 @@ own slice        shard (world size 1)                   the local half of the ab
 neighbor slices  gathered                               all-gather among a smaller group, after `shrink`
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Gather:
         self._label = _label(memories)
         self._layer = memories[0].spec.layer
         self._size = memories[0].spec.view.size
+        self._decodes = any(memory.encoder.decodes for memory in memories)
         self._transport: Transport | None = None
 
     def start(self, stream: Any = None, after: Events | None = None) -> Handle:
@@ -44,15 +45,17 @@ class Gather:
             return _gather_neighbors(memories, stream, after)
         handle = Handle("all_gather", memories)
         with layer.on(stream, after):
-            return handle.launch(self._encode_and_send, self._finish(layer.current_stream()))
+            finish = self._decode_after(layer.current_stream()) if self._decodes else None
+            return handle.launch(self._encode_and_send, finish)
 
     def _encode_and_send(self) -> Work | None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for memory in self._memories:
             memory.gathered.materialize()
             if not memory.aliased:
-                memory.check_shard("all_gather")
-                pairs += [(t.receive, t.send) for t in memory.encoder.encode(memory.shard.flats)]
+                if not memory.shard.flats:
+                    memory.check_shard("all_gather")
+                pairs += memory.encoder.encode(memory.shard.flats)
         if self._size == 1:
             for receive, send in pairs:  # one rank, shard and gathered memory apart by request
                 if receive.data_ptr() != send.data_ptr():
@@ -62,7 +65,7 @@ class Gather:
             self._transport = _transport(self._memories)
         return self._transport.all_gather(pairs, self._label)
 
-    def _finish(self, launched_on: Any) -> Any:
+    def _decode_after(self, launched_on: Any) -> Callable[[], None]:
         layer, memories = self._layer, self._memories
 
         def decode() -> None:
@@ -108,16 +111,18 @@ class ReduceScatter:
     def __init__(self, memories: Sequence[BufferMemory], op: Op = "avg", divide: float | None = None) -> None:
         self._memories = _checked(memories, "reduce_scatter")
         _check_reduction(memories, op, divide)
-        self._op, self._divide = op, divide
+        self._op: Op = op
+        self._scale = 1.0 if divide is None else 1.0 / divide
         self._label = _label(memories)
+        self._size = memories[0].spec.view.size
         self._transport: Transport | None = None
 
     def start(self, *, accumulate: bool = False, stream: Any = None, after: Events | None = None) -> Handle:
         """See `dbuffer.reduce_scatter`."""
         for memory in self._memories:
-            if memory.in_flight is not None:
+            if memory.in_flight is not None or not memory.gathered.present:
                 memory.check_idle("reduce_scatter")
-            memory.check_gathered("reduce_scatter")
+                memory.check_gathered("reduce_scatter")
             if accumulate and memory.aliased:
                 raise ValueError(
                     f"{memory.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
@@ -125,28 +130,42 @@ class ReduceScatter:
                 )
         handle = Handle("reduce_scatter", self._memories)
         with self._memories[0].spec.layer.on(stream, after):
-            return handle.launch(lambda: self._send(accumulate), lambda: self._store(accumulate))
+            if accumulate:
+                return handle.launch(self._add_up, self._add)
+            return handle.launch(self._replace, self._store)
 
-    def _send(self, accumulate: bool) -> Work | None:
-        if self._memories[0].spec.view.size == 1:
-            return None
+    def _replace(self) -> Work | None:
+        """Reduce into the shards where dtype and device allow it, else into the gathered memory's own slices."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for memory in self._memories:
-            to = memory.shard.flats if _straight(memory, accumulate) else memory.gathered.own
-            pairs += zip(to, memory.gathered.raw, strict=True)
+            straight = not (memory.spec.casts or memory.spec.offloaded)
+            pairs += zip(
+                memory.shard.flats if straight else memory.gathered.own, memory.gathered.raw, strict=True
+            )
+        return self._send(pairs)
+
+    def _add_up(self) -> Work | None:
+        """Reduce into the gathered memory's own slices: the shards are added to."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for memory in self._memories:
+            pairs += zip(memory.gathered.own, memory.gathered.raw, strict=True)
+        return self._send(pairs)
+
+    def _send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Work | None:
+        if self._size == 1:
+            return None
         if self._transport is None:
             self._transport = _transport(self._memories)
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
-    def _store(self, accumulate: bool) -> None:
+    def _store(self) -> None:
         for memory in self._memories:
-            straight = _straight(memory, accumulate) and (memory.spec.view.size > 1 or memory.aliased)
-            _store(memory, straight, accumulate, 1.0 if self._divide is None else 1.0 / self._divide)
+            straight = not (memory.spec.casts or memory.spec.offloaded) and (self._size > 1 or memory.aliased)
+            _store(memory, straight, False, self._scale)
 
-
-def _straight(memory: BufferMemory, accumulate: bool) -> bool:
-    """Whether a reduction may write the shard itself."""
-    return not (memory.spec.casts or memory.spec.offloaded or accumulate)
+    def _add(self) -> None:
+        for memory in self._memories:
+            _store(memory, False, True, self._scale)
 
 
 def _store(memory: BufferMemory, straight: bool, accumulate: bool, scale: float) -> None:

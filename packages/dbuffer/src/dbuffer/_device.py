@@ -16,7 +16,10 @@ class DeviceLayer:
 
     Attributes:
         device: with its index, where the kind of device has one.
+        asynchronous: whether work is queued on streams, so that events mean something.
     """
+
+    asynchronous = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,6 +55,8 @@ class DeviceLayer:
 
 class CudaLayer(DeviceLayer):
     """Streams and events of one CUDA device."""
+
+    asynchronous = True
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
         """A new stream of this device."""

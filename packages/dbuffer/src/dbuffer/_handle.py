@@ -70,7 +70,8 @@ class Handle:
                 raise RuntimeError(f"{self._title()} could not start: {error}") from error
             raise
         self._finish = finish
-        self._event = self._layer.record()  # all that was queued in addition, on the stream of the launch
+        if self._layer.asynchronous:
+            self._event = self._layer.record()  # all that was queued in addition, on the stream of the launch
         return self
 
     def _title(self) -> str:
@@ -95,7 +96,8 @@ class Handle:
         """
         if self._error is not None:
             raise self._error
-        self._layer.wait(self._event)
+        if self._event is not None:
+            self._layer.wait(self._event)
         if self.state is HandleState.COMPLETED:
             return
         work = self._work
@@ -110,7 +112,8 @@ class Handle:
         try:
             if self._finish is not None:
                 self._finish()
-            self._event = self._layer.record()
+            if self._layer.asynchronous:
+                self._event = self._layer.record()
         except BaseException as error:
             self._fail(f"was interrupted while its result was written: {error!r}", quiet=True)
             raise

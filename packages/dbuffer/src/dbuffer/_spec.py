@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,12 +42,12 @@ class BufferSpec:
     transport: TransportChoice
     alias: bool
 
-    @property
+    @cached_property
     def casts(self) -> bool:
         """Whether shard and gathered memory have different dtypes."""
         return self.full_dtype != self.dtype
 
-    @property
+    @cached_property
     def offloaded(self) -> bool:
         """Whether the shard is in CPU memory while the device computes elsewhere."""
         return self.shard_device != self.layer.device

@@ -23,13 +23,13 @@ _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or d
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-    """Exchange what two storages of one device hold, sizes included; all tensors on them follow."""
-    first: Any = a  # torch's stubs do not have it
-    first._swap_data_ptr_(b)
+#: swap_memory(a, b) exchanges what two storages of one device hold, sizes included; all tensors on them follow.
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
+)  # type: ignore[assignment]  # only called where CAN_SWAP
 
 
-def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Any:
+def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None) -> Any:
     """Start gathering every `(receive, send)` in one call; the work to wait on."""
     if len(pairs) == 1:
         return _gather(*pairs[0], group=group, async_op=True)
@@ -40,7 +40,9 @@ def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.P
 
 
 def reduce_scatter(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
 ) -> Any:
     """Start reducing every `(receive, send)` in one call; the work to wait on."""
     if len(pairs) == 1:
@@ -51,7 +53,7 @@ def reduce_scatter(
     return works
 
 
-def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
+def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Any:
     """Start reducing every tensor in place in one call; the work to wait on."""
     if len(tensors) == 1:
         return dist.all_reduce(tensors[0], op=op, group=group, async_op=True)
@@ -68,8 +70,10 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def is_completed(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed. Torch's simulated ones have at once."""
-    works = getattr(work, "works", [work])
-    return all(type(one).__name__ == "FakeWork" or one.is_completed() for one in works)
+    for one in getattr(work, "works", (work,)):
+        if type(one).__name__ != "FakeWork" and not one.is_completed():
+            return False
+    return True
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -1,10 +1,8 @@
 """Gradients on their way out of backward: into the groups' buffers, and through the reductions that are under way."""
 
-import torch
-
 from . import _torch_compat as compat
 from ._group import Group
-from ._reduction import Reduction
+from ._reduction import Reduction, ReductionState
 from ._streams import Streams
 from ._unit import Param, Unit
 
@@ -27,6 +25,8 @@ class Backward:
         self._streams = streams
         self._run = _NO_RUN
         self._queue: list[Reduction] = []  # in the order of their launches
+        self._flying: list[Reduction] = []  # those that may use gathered memory
+        self._of_group: dict[Group, Reduction] = {}
 
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
@@ -36,15 +36,17 @@ class Backward:
 
     def accept(self, unit: Unit, param: Param) -> None:
         """A gradient has been accumulated: bring it into the buffer and free it."""
-        if torch.is_grad_enabled():  # create_graph: the buffer is no part of the graph
-            with torch.no_grad():
-                return self._accept(unit, param)
-        return self._accept(unit, param)
-
-    def _accept(self, unit: Unit, param: Param) -> None:
-        grad = param.take_grad()
+        unsharded = param.unsharded
+        assert unsharded is not None
+        grad, unsharded.grad = unsharded.grad, None
         if grad is None:
             return
+        if grad.requires_grad:  # create_graph: the buffer is not part of the graph
+            grad = grad.detach()
+        if param.other is not None:
+            grad = compat.local_of_dtensor_grad(grad, param.other.placements)
+        if grad.is_sparse:
+            grad = grad.to_dense()
         group = param.group
         gradients = group.gradients
         last = unit.around_others and self._is_last_of(group, param)
@@ -73,9 +75,9 @@ class Backward:
     def _make_room(self, group: Group) -> None:
         """Have gathered memory for a group's gradients, after what still uses it."""
         self.free_completed()
-        for reduction in self._queue:
-            if group in reduction.groups:
-                reduction.free()
+        using = self._of_group.get(group)
+        if using is not None:
+            using.free()
         group.gradients.accept()
 
     # -- reductions -------------------------------------------------------------------------------------------------
@@ -85,32 +87,44 @@ class Backward:
         if not groups:
             return
         self.waiting.discard(unit)
-        self._publish([one for one in self._queue if any(group in one.groups for group in groups)])
-        for earlier in self._queue[: max(len(self._queue) + 1 - self.max_reductions, 0)]:
-            earlier.replicate()
-        self._queue.append(Reduction(unit, groups, self._streams))
+        for group in groups:
+            earlier = self._of_group.get(group)
+            if earlier is not None:
+                self._publish_up_to(earlier)
+        while len(self._flying) >= self.max_reductions:
+            self._flying.pop(0).replicate()
+        reduction = Reduction(unit, groups, self._streams)
+        self._queue.append(reduction)
+        self._flying.append(reduction)
+        for group in groups:
+            self._of_group[group] = reduction
 
     def free_completed(self) -> None:
         """Free the gathered memory of reductions that have completed, before more is asked for."""
-        for reduction in self._queue:
-            if reduction.completed:
+        for reduction in self._flying:
+            if reduction.state is ReductionState.LAUNCHED and reduction.completed:
                 reduction.free()
 
     def finish(self) -> None:
         """Wait for all reductions and show the gradients."""
-        self._publish(list(self._queue))
+        if self._queue:
+            self._publish_up_to(self._queue[-1])
 
-    def _publish(self, reductions: list[Reduction]) -> None:
-        for reduction in reductions:
-            # All-reduces start in the order of the queue, on every rank.
-            for earlier in self._queue[: self._queue.index(reduction)]:
-                earlier.replicate()
+    def _publish_up_to(self, last: Reduction) -> None:
+        """Publish in the order of the launches, so that all-reduces start in the same order on every rank."""
+        while last in self._queue:
+            reduction = self._queue.pop(0)
             reduction.publish()
-            self._queue.remove(reduction)
+            if reduction in self._flying:
+                self._flying.remove(reduction)
+            for group in reduction.groups:
+                del self._of_group[group]
 
     def abandon(self) -> None:
         """Forget all reductions, whatever becomes of them."""
         queue, self._queue = self._queue, []
+        self._flying = []
+        self._of_group.clear()
         self.waiting.clear()
         for reduction in queue:
             reduction.abandon()

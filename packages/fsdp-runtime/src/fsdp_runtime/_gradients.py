@@ -4,7 +4,6 @@ autograd's gradient --copy, cast--> view of gathered memory --reduce-scatter--> 
 (freed at once)                     (released)                                  (new in each step, ends with `.grad`)
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ._plan import GroupPlan, as_sharded
 from ._scaling import ReduceOptions, Scaling, scaling
 from ._streams import Streams
 
-Params = Sequence[ManagedParam[Any]]
+Params = list[ManagedParam[Any]]
 
 
 class Gradients:
@@ -36,11 +35,12 @@ class Gradients:
         self._plan = plan
         self._params = params
         self._streams = streams
-        self._buffer: DBuffer | None = None
+        self._made: DBuffer | None = None
         self._views: list[torch.Tensor] = []
         self.written: set[int] = set()
         self.accepting = False
         self.partial = False
+        self._kept: list[tuple[int, torch.Tensor]] = []  # of the written, those that are still to be copied
         self.scaling: Scaling
         self.options = ReduceOptions()
         self.scale(self.options)
@@ -48,8 +48,8 @@ class Gradients:
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
         self._name = name
-        if self._buffer is not None:
-            self._buffer.name = f"gradients of {name}"
+        if self._made is not None:
+            self._made.name = f"gradients of {name}"
 
     def scale(self, options: ReduceOptions) -> None:
         """Follow the unit's options from the next reduction on."""
@@ -60,9 +60,9 @@ class Gradients:
     @property
     def buffer(self) -> DBuffer:
         """The memory; made at the first use."""
-        if self._buffer is None:
+        if self._made is None:
             plan = self._plan
-            self._buffer = DBuffer(
+            self._made = DBuffer(
                 plan.layout,
                 plan.data.mesh,
                 full_dtype=plan.dtypes.reduce,
@@ -72,24 +72,32 @@ class Gradients:
                 check_ranks=False,
                 **plan.buffer_options(),
             )
-            self._buffer.give_shard()
-            self._views = list(self._buffer.empty_views.values())
-        return self._buffer
+            self._made.give_shard()
+            self._views = list(self._made.empty_views.values())
+        return self._made
 
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     def accept(self) -> None:
         """Have memory for gradients. No reduction may use it any more."""
-        self.buffer.materialize()
+        if not self.options.copy_late:
+            self.buffer.materialize()
         self.accepting = True
 
     def write(self, index: int, grad: torch.Tensor) -> None:
         """Put one gradient into the memory, or add it to what is there since the last reduction."""
-        view, scale = self._views[index], self.scaling.before
         if index in self.written:
-            view.add_(grad, alpha=scale)
+            self._copy_kept()
+            self._views[index].add_(grad, alpha=self.scaling.before)
             return
         self.written.add(index)
+        if self.options.copy_late:
+            self._kept.append((index, grad))
+        else:
+            self._copy(index, grad)
+
+    def _copy(self, index: int, grad: torch.Tensor) -> None:
+        view, scale = self._views[index], self.scaling.before
         if scale == 1.0:
             view.copy_(grad)
         elif view.dtype == grad.dtype:
@@ -97,29 +105,36 @@ class Gradients:
         else:
             view.copy_(grad).mul_(scale)
 
+    def _copy_kept(self) -> None:
+        """Bring the gradients into the memory that were kept as autograd made them."""
+        self.buffer.materialize()
+        kept, self._kept = self._kept, []
+        for index, grad in kept:
+            self._copy(index, grad)
+
     def close(self) -> list[ManagedParam[Any]]:
         """Zero what no gradient came for, so that all of it may be reduced. Returns the others' parameters.
 
         Afterwards there is a shard for what the reduction brings: a new one, or a partial sum to add to.
         """
-        self.accept()
-        written = self.written
-        if len(written) < len(self._views):
-            compat.zero([view for index, view in enumerate(self._views) if index not in written])
-        used = [param for param in self._params if param.index in written]
-        self.written = set()
+        self._copy_kept()
+        written, self.written = self.written, set()
         self.accepting = False
         if not self.partial:
             self.buffer.new_shard()
-        return used
+        if len(written) == len(self._views):
+            return self._params
+        compat.zero([view for index, view in enumerate(self._views) if index not in written])
+        return [param for param in self._params if param.index in written]
 
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
         self.written = set()
+        self._kept = []
         self.accepting = self.partial = False
-        if self._buffer is not None and self._buffer.materialized:
-            self._buffer.wait()
-            self._buffer.release()
+        if self._made is not None and self._made.materialized:
+            self._made.wait()
+            self._made.release()
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 
@@ -149,7 +164,8 @@ class Gradients:
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
         """
-        views, planned = self.buffer.local_views, self._plan.params
+        buffer, planned = self.buffer, self._plan.params
+        views = buffer.local_views
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for param in params:
@@ -164,7 +180,6 @@ class Gradients:
         if held:
             with torch.no_grad():
                 compat.add(held, added)
-        self.buffer.give_shard()
-        for param in params:
-            for hook in compat.post_accumulate_hooks(param.sharded):
-                hook(param.sharded)
+        buffer.give_shard()
+        for param, hook in compat.post_accumulate_hooks(params):
+            hook(param.sharded)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import ragged_shard
 from dbuffer import DBuffer
 from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
 from ._gradients import Gradients
-from ._param import GradHook, ManagedParam
+from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
 from ._streams import Streams
 
@@ -42,14 +41,14 @@ class Group:
         plan: GroupPlan,
         params: "list[ManagedParam[Group]]",
         streams: Streams,
-        on_grad: GradHook,
+        make_hook: MakeHook,
     ) -> None:
         self.name = unit_name + suffix
         self._suffix = suffix
         self.plan = plan
         self.params = params
         self._streams = streams
-        self._on_grad = on_grad
+        self._make_hook = make_hook
         self.buffer: DBuffer | None = None
         self.gradients = Gradients(self.name, plan, params, streams)
         self._gathered_versions: list[int] = []
@@ -112,7 +111,7 @@ class Group:
                 f"{self.name}: parameters that were sharded together now have different dtypes {names}; "
                 "convert all of them, or shard the module again"
             )
-        locals_ = ragged_shard.local_tensors([param.sharded for param in self.params])
+        locals_ = [local_of(param.sharded) for param in self.params]
         if self.buffer is None or self.buffer.dtype not in found:
             self._replan(next(iter(found)))
             moved = self.params
@@ -122,15 +121,20 @@ class Group:
                 self.buffer.local_views[param.name].copy_(locals_[param.index])
         self._bind()
 
+    def has_moved(self) -> bool:
+        """Whether `adopt` has something to do."""
+        return self.buffer is None or bool(self._moved())
+
     def _moved(self) -> "list[ManagedParam[Group]]":
         """The parameters whose object, or whose memory, is not what this group has given them."""
+        if self.buffer is None:
+            return self.params
         moved = []
-        locals_ = ragged_shard.local_tensors([param.sharded for param in self.params])
-        for param, local in zip(self.params, locals_, strict=True):
+        for param in self.params:
             slots, attribute = param.slots[0]
+            sharded: Any = param.sharded
             held = slots.get(attribute)
-            ours = held is param.sharded or held is param.unsharded
-            if self.buffer is None or not ours or local is not param.local:
+            if (held is not sharded and held is not param.unsharded) or sharded.local is not param.local:
                 moved.append(param)
         return moved
 
@@ -187,7 +191,7 @@ class Group:
         local_views, views = buffer.local_views, buffer.empty_views
         for param, plan in zip(self.params, self.plan.params, strict=True):
             param.set_sharded(wrap_local(plan, local_views[param.name]))
-            param.set_unsharded(views[param.name], self._on_grad)
+            param.set_unsharded(views[param.name], self._make_hook)
         self._users_at_rest = buffer.count_users()
 
     # -- which object the module holds ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ inputs' gradients are there -- post-backward: free, reduce
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,22 +54,25 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
         member.join()
         passes.begin_forward(unit)
         args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
-    passes.enter_forward(unit, module)
+    recomputed = passes.enter_forward(unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
-    if torch.is_grad_enabled() and not passes.recomputes(unit):
-        args, kwargs = _mark_inputs(member, (args, kwargs))
+    if torch.is_grad_enabled() and not recomputed:
+        marked = tensors_in((args, kwargs))
+        marked = [tensor for tensor in marked if tensor.requires_grad]
+        if marked:
+            args, kwargs = _mark_inputs(member, marked, (args, kwargs))
     return args, kwargs
 
 
 def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
     unit, passes = member.unit, member.passes
-    if torch.is_grad_enabled() and not passes.recomputes(unit):
+    recomputed = passes.leave_forward(unit, module)
+    if torch.is_grad_enabled() and not recomputed:
         _mark_outputs(member, output)
-    passes.leave_forward(unit, module)
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
@@ -80,23 +84,29 @@ def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda t: t if t.device == device or t.is_meta else t.to(device)
 
 
-def gradient_hook(member: Callable[[], Member | None]) -> Callable[[Param], None]:
-    """What a parameter calls when its gradient is there.
+def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor], None]]:
+    """A maker of hooks for the unsharded parameters of a unit, which bring gradients into their buffer.
 
-    Args:
-        member: the parameter's, or None when it is gone: autograd holds the hook where the garbage collector does not
-            see a cycle.
+    The hooks hold nothing: autograd keeps them where the garbage collector does not see a cycle.
     """
+    known_member = weakref.ref(member)
 
-    def hook(param: Param) -> None:
-        alive = member()
-        if alive is not None:
-            passes = alive.passes
-            if not passes.in_backward:  # a graph that does not go through a unit's output, of gradients say
-                passes.begin_backward()
-            passes.backward.accept(alive.unit, param)
+    def make(param: Param) -> Callable[[torch.Tensor], None]:
+        known_param = weakref.ref(param)
 
-    return hook
+        def hook(unsharded: torch.Tensor) -> None:
+            member, param = known_member(), known_param()
+            if member is not None and param is not None:
+                passes = member.passes
+                if (
+                    not passes.in_backward
+                ):  # a graph that does not go through a unit's output, of gradients say
+                    passes.begin_backward()
+                passes.backward.accept(member.unit, param)
+
+        return hook
+
+    return make
 
 
 def _mark_outputs(member: Member, output: Any) -> None:
@@ -117,11 +127,8 @@ def _mark_outputs(member: Member, output: Any) -> None:
         tensor.register_hook(hook)
 
 
-def _mark_inputs(member: Member, tree: Any) -> Any:
+def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
     """Have the unit freed and its gradients reduced when those of all inputs are there."""
-    marked = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
-    if not marked:
-        return tree
     passed = iter(_PostBackward.apply(member, *marked))
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 

@@ -5,7 +5,6 @@ sharded   at rest, and whenever the optimizer looks   this rank's slice, in the 
 unsharded from unshard to reshard                     a view of the gathered memory
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -16,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
 
-from . import _torch_compat as compat
 from ._mesh import OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
-GradHook = Callable[["ManagedParam[Any]"], None]
+# Makes what autograd calls with the unsharded parameter when its gradient is there.
+MakeHook = Callable[["ManagedParam[Any]"], Callable[[torch.Tensor], None]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,12 @@ class Place:
 
     module: nn.Module
     attribute: str
+
+
+def local_of(sharded: torch.Tensor) -> torch.Tensor:
+    """A sharded parameter's local tensor, the very object."""
+    assert isinstance(sharded, RaggedDTensor)
+    return sharded.local
 
 
 class ManagedParam(Generic[G]):
@@ -70,7 +75,7 @@ class ManagedParam(Generic[G]):
         self.unsharded: nn.Parameter | None = None
         self._view: torch.Tensor | None = None
         self._user_attributes = dict(original.__dict__)
-        self._hook: GradHook | None = None
+        self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
 
     @property
@@ -97,8 +102,7 @@ class ManagedParam(Generic[G]):
             self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self._user_attributes)
         self.dtype = tensor.dtype
-        with torch.no_grad():
-            self.local = self.sharded.to_local()  # type: ignore[attr-defined]
+        self.local = local_of(self.sharded)
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
         """Take over another object, which a user has registered, as the sharded parameter."""
@@ -107,8 +111,8 @@ class ManagedParam(Generic[G]):
             if slots.get(attribute) is not self.unsharded:
                 slots[attribute] = param
 
-    def set_unsharded(self, view: torch.Tensor, hook: GradHook) -> None:
-        """Make the unsharded parameter on a view of the gathered memory; `hook` is called when its gradient is there.
+    def set_unsharded(self, view: torch.Tensor, make_hook: MakeHook) -> None:
+        """Make the unsharded parameter on a view of the gathered memory, with a hook for its gradient.
 
         Nothing where it is on this view already.
         """
@@ -122,7 +126,7 @@ class ManagedParam(Generic[G]):
             )
         self.unsharded = nn.Parameter(data, requires_grad=False)
         self.unsharded.__dict__.update(self._user_attributes)
-        self._hook = hook
+        self._make_hook = make_hook
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
@@ -130,34 +134,11 @@ class ManagedParam(Generic[G]):
         unsharded = self.unsharded
         assert unsharded is not None
         unsharded.requires_grad_(self.sharded.requires_grad)
-        if self._hook is not None and unsharded.requires_grad:
-            unsharded.register_post_accumulate_grad_hook(_called_weakly(self, self._hook))
-            self._hook = None
+        if self._make_hook is not None and unsharded.requires_grad:
+            unsharded.register_post_accumulate_grad_hook(self._make_hook(self))
+            self._make_hook = None
 
     def registered(self) -> torch.Tensor | None:
         """What the module holds now; None where it was taken out."""
         slots, attribute = self.slots[0]
         return slots.get(attribute)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def take_grad(self) -> torch.Tensor | None:
-        """The gradient that autograd left on the unsharded parameter, plain and dense; it is gone from there."""
-        unsharded = self.unsharded
-        assert unsharded is not None
-        grad, unsharded.grad = unsharded.grad, None
-        if grad is not None and self.other is not None:
-            grad = compat.local_of_dtensor_grad(grad, self.other.placements)
-        return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-def _called_weakly(param: ManagedParam[Any], hook: GradHook) -> Callable[[torch.Tensor], None]:
-    """The hook without references: autograd holds it where the garbage collector does not see a cycle."""
-    known = weakref.ref(param)
-
-    def call(tensor: torch.Tensor) -> None:
-        alive = known()
-        if alive is not None:
-            hook(alive)
-
-    return call

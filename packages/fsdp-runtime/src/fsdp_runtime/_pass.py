@@ -5,7 +5,7 @@ backward   first output's gradient: enter_backward(unit) ... leave_backward(unit
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,24 +79,32 @@ class Pass:
             self._order = self._forward.setdefault(root, Schedule())
             self._order.begin()
 
-    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
-        """Unshard a unit, and gather ahead what is expected next."""
+    def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """Unshard a unit, and gather ahead what is expected next.
+
+        Returns:
+            whether this is a recomputation inside the unit's own backward.
+        """
         unit.enter_module(module)
         self._ahead.discard(unit)
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
-            return
-        unit.unshard(_AT_ONCE)
-        self._order.enter(unit)
-        explicit = unit.options.forward_prefetch
-        self._prefetch("forward", unit, self._order.upcoming() if explicit is None else explicit, explicit)
+        else:
+            unit.unshard(_AT_ONCE)
+            self._order.enter(unit)
+            explicit = unit.options.forward_prefetch
+            expected = self._order.upcoming() if explicit is None else explicit
+            if expected:
+                self._prefetch("forward", unit, expected, explicit is None)
+        return self._recomputes(unit)
 
-    def _prefetch(
-        self, what: str, unit: Unit, expected: Iterable[Unit], explicit: tuple[Unit, ...] | None
-    ) -> None:
+    def _recomputes(self, unit: Unit) -> bool:
+        return unit in self._in_backward_of and compat.backward_id() != -1
+
+    def _prefetch(self, what: str, unit: Unit, expected: Sequence[Unit], limited: bool) -> None:
         ahead = 0
         for other in expected:
-            if explicit is None and ahead == self.prefetch_depth:
+            if limited and ahead == self.prefetch_depth:
                 return
             skipped = what == "backward" and not other.options.unshard_in_backward
             if other is unit or other.state in _USABLE or skipped:
@@ -107,19 +115,20 @@ class Pass:
                     other.gather(_AT_ONCE)
                     self._ahead.add(other)
 
-    def leave_forward(self, unit: Unit, module: nn.Module) -> None:
-        """A forward has ended."""
-        unit.leave_module(module)
-        if self.recomputes(unit) or not (unit.complete or self._root is unit):
-            return
-        unit.end_pass()
+    def leave_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """A forward has ended. Returns whether it was a recomputation inside the unit's own backward."""
+        recomputed = self._recomputes(unit)
+        is_root = self._root is unit
+        if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
+            return recomputed
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
         if self._root is not None and torch.is_grad_enabled():
             self._left.append(unit)
             del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
-        if self._root is unit:
+        if is_root:
             self._end_forward()
+        return False
 
     def _end_forward(self) -> None:
         """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
@@ -132,10 +141,6 @@ class Pass:
         self.streams.recycler.trim()  # the loss has the memory to itself
 
     # -- backward ---------------------------------------------------------------------------------------------------
-
-    def recomputes(self, unit: Unit) -> bool:
-        """Whether a forward of this unit, now, is a recomputation inside its own backward."""
-        return unit in self._in_backward_of and compat.backward_id() != -1
 
     def enter_backward(self, unit: Unit) -> None:
         """A gradient has reached a unit's output."""
@@ -153,7 +158,8 @@ class Pass:
                 self._ahead.discard(unit)
             explicit = unit.options.backward_prefetch
             expected = self._backward.upcoming() if explicit is None else explicit
-            self._prefetch("backward", unit, expected, explicit)
+            if expected:
+                self._prefetch("backward", unit, expected, explicit is None)
 
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: have it finish the reductions at its end."""

@@ -4,7 +4,7 @@ A step plans, validates and hashes nothing of this again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
-from dbuffer import Geometry
-from layout_planner import Layout, Rows, TensorSpec, plan
+from dbuffer import Geometry, TransportChoice
+from layout_planner import Layout, Rows, TensorSpec
 from ragged_shard import RaggedDTensor
 
 from ._dtypes import Dtypes, dtypes_for
@@ -24,6 +24,7 @@ from ._param import ManagedParam
 from .block_policies import BlockPolicy
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
+Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
 _ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
 
 
@@ -56,6 +57,7 @@ class GroupPlan:
         dtypes: in which they are kept, computed with and reduced.
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
+        transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
     """
@@ -64,6 +66,7 @@ class GroupPlan:
     dtypes: Dtypes
     precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
+    transport: TransportChoice | None
     layout: Layout
     geometry: Geometry
     params: tuple[ParamPlan, ...]
@@ -80,6 +83,7 @@ class GroupPlan:
             "dtype": self.dtypes.kept,
             "device": data.device,
             "replicate_dim": 0 if data.hybrid else None,
+            "transport": self.transport,
         }
         if self.offload is not None:
             options.update(shard_device="cpu", pin_memory=self.offload.pin_memory)
@@ -90,28 +94,47 @@ class GroupPlan:
         return replace(self, dtypes=dtypes_for(dtype, self.precision))
 
 
-def plan_group(
-    params: Sequence[ManagedParam[Any]],
-    data: DataMesh,
-    precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    blocks: BlockPolicy | None,
-) -> GroupPlan:
+@dataclass(frozen=True)
+class Request:
+    """What `fully_shard` was asked for, for all parameters of a unit.
+
+    Attributes:
+        data: the mesh that cuts them.
+        precision, offload, blocks: the policies.
+        transport: see `dbuffer.DBuffer`.
+        planner: packs the tensors of a group.
+    """
+
+    data: DataMesh
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    blocks: BlockPolicy | None
+    transport: TransportChoice | None
+    planner: Planner
+
+
+def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
     """Plan where parameters of one dtype lie.
 
     Raises:
         ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
     """
-    dtypes = dtypes_for(params[0].dtype, precision)
-    layout = plan(
-        [_spec(param, blocks) for param in params],
-        data.shard_size,
-        align=max(8, _ALIGNMENT // dtypes.narrowest),
-    )
+    data = request.data
+    dtypes = dtypes_for(params[0].dtype, request.precision)
+    specs = [_spec(param, request.blocks) for param in params]
+    layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
     geometry = Geometry(layout, data.shard_rank)
-    away = offload if isinstance(offload, CPUOffloadPolicy) and data.device.type != "cpu" else None
-    planned = tuple(_plan_param(param, data, geometry) for param in params)
-    return GroupPlan(data, dtypes, precision, away, layout, geometry, planned)
+    offload = request.offload if data.device.type != "cpu" else None
+    return GroupPlan(
+        data=data,
+        dtypes=dtypes,
+        precision=request.precision,
+        offload=offload if isinstance(offload, CPUOffloadPolicy) else None,
+        transport=request.transport,
+        layout=layout,
+        geometry=geometry,
+        params=tuple([_plan_param(param, data, geometry) for param in params]),
+    )
 
 
 def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None) -> TensorSpec:

@@ -10,15 +10,18 @@ order of the reductions and at points that the program fixes, the same on all ra
 """
 
 import enum
+import operator
 from typing import Any
 
 from dbuffer import Handle
 
 from ._group import Group
 from ._labels import label
-from ._scaling import AllReduceHook
+from ._scaling import AllReduceHook, Scaling
 from ._streams import Streams
 from ._unit import Param, Unit
+
+_COMPLETED = operator.attrgetter("completed")
 
 
 class ReductionState(enum.Enum):
@@ -44,22 +47,25 @@ class Reduction:
         self._options = unit.options.reduction
         self._unused = unit.options.reduce_unused
         self._streams = streams
-        self._hybrid = any(group.plan.data.hybrid for group in groups)
-        self._offloaded = any(group.plan.offload is not None for group in groups)
+        self._hybrid = unit.data.hybrid
         self._event: Any = None
-        partial = [group.gradients.partial for group in groups]
-        self._scalings = [group.gradients.scaling for group in groups]
-        self._used: list[list[Param]] = [group.gradients.close() for group in groups]
+        self._used: list[list[Param]] = []
+        self._scalings: list[Scaling] = []
+        partial: list[bool] = []
+        for group in groups:
+            gradients = group.gradients
+            partial.append(gradients.partial)
+            self._scalings.append(gradients.scaling)
+            self._used.append(gradients.close())
+        self._handles: list[Handle] = []
         with label("post_backward_reduce", unit.name):
-            stream = streams.reduce
-            self._handles: list[Handle] = [
-                call.start(accumulate=add, stream=stream) for call, add in unit.reductions_of(groups, partial)
-            ]
+            for call, add in unit.reductions_of(groups, partial):
+                self._handles.append(call.start(accumulate=add, stream=streams.reduce))
 
     @property
     def completed(self) -> bool:
         """Whether the reduce-scatter has completed. Does not block."""
-        return all(handle.completed for handle in self._handles)
+        return all(map(_COMPLETED, self._handles))
 
     def free(self) -> None:
         """Wait for the reduce-scatter on its own stream, and free the gathered gradient memory. Once."""
@@ -115,7 +121,7 @@ class Reduction:
                     self._call_hook(self._options.hook)
                 self._event = layer.record()
         layer.wait(self._event)
-        if self._offloaded:
+        if self.groups[0].plan.offload is not None:
             self._event.synchronize()  # the optimizer on the CPU reads what a copy from the device wrote
         for group, used in zip(self.groups, self._used, strict=True):
             if not group.gradients.partial:

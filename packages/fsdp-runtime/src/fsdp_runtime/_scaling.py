@@ -18,6 +18,7 @@ class ReduceOptions:
         divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
         force_sum: send sums only, and divide afterwards.
         all_reduce: also across replicas; False leaves a partial sum.
+        copy_late: keep gradients as autograd made them, and copy them into the buffer just before the reduction.
         hook: called with each reduced flat shard.
         hook_stream: where. Defaults to the reduction's stream.
     """
@@ -25,6 +26,7 @@ class ReduceOptions:
     divide_factor: float | None = None
     force_sum: bool = False
     all_reduce: bool = True
+    copy_late: bool = False
     hook: AllReduceHook | None = None
     hook_stream: Any = None
 

@@ -14,26 +14,14 @@ class Streams:
     Attributes:
         layer: streams and events of the device.
         recycler: where gathered memory comes from.
+        gather, reduce: where all-gathers and reductions are launched; None on CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.layer = device_layer(device)
         self.recycler = shared_recycler(self.layer.device, lean=True)
-        self._made: tuple[Any, Any] | None = None
-
-    @property
-    def gather(self) -> Any:
-        """Where all-gathers are launched; None on CPU."""
-        return (self._made or self._make())[0]
-
-    @property
-    def reduce(self) -> Any:
-        """Where reductions are launched; None on CPU."""
-        return (self._made or self._make())[1]
-
-    def _make(self) -> tuple[Any, Any]:
-        self._made = (self.layer.new_stream(priority=-1), self.layer.new_stream(priority=-1))
-        return self._made
+        self.gather: Any = self.layer.new_stream(priority=-1)
+        self.reduce: Any = self.layer.new_stream(priority=-1)
 
 
 # One for each device, as long as a unit uses it: models in one process gather one after the other anyway.

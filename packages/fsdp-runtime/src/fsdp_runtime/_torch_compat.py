@@ -8,6 +8,7 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 recognises modules whose parameters are swapped.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 
@@ -31,14 +33,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """What was registered with `register_post_accumulate_grad_hook`, in order."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[torch.Tensor], Any]]]:
+    """What was registered with `register_post_accumulate_grad_hook` on the sharded ones of parameters, in order."""
+    found = []
+    for param in params:
+        hooks = param.sharded._post_accumulate_grad_hooks
+        if hooks:
+            found += [(param, hook) for hook in hooks.values()]
+    return found
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """For each tensor a count of in-place changes to its memory, through it and its views."""
-    return [tensor._version for tensor in tensors]
+    return list(map(_VERSION, tensors))
 
 
 def is_view(tensor: torch.Tensor) -> bool:

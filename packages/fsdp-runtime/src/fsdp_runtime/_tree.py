@@ -1,7 +1,7 @@
 """Tensors inside the containers that modules take and return."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,15 +16,20 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
-        items = [map_tensors(fn, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
+        items: list[Any] = []
+        same = True
+        for old in tree:
+            new = fn(old) if isinstance(old, torch.Tensor) else map_tensors(fn, old)
+            same = same and new is old
+            items.append(new)
+        if same:
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
-        changed = {key: new for key, old in tree.items() if (new := map_tensors(fn, old)) is not old}
-        if not changed:
+        if not tree:
             return tree
-        return _replace_items(tree, changed)
+        changed = {key: new for key, old in tree.items() if (new := map_tensors(fn, old)) is not old}
+        return _replace_items(tree, changed) if changed else tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
         changed = {name: new for name, old in fields.items() if (new := map_tensors(fn, old)) is not old}
@@ -40,19 +45,21 @@ def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
     return copied
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the structure, in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
+    found: list[torch.Tensor] = []
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            waiting.extend(reversed(item))
+        elif isinstance(item, Mapping):
+            waiting.extend(reversed(list(item.values())))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            waiting.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
+    return found
 
 
 def cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import dbuffer
 from dbuffer import Gather, Handle, ReduceScatter
 
 from ._group import Group
 from ._labels import label
-from ._mesh import DataMesh
-from ._param import GradHook, ManagedParam
-from ._plan import children_of, plan_group
+from ._param import MakeHook, ManagedParam
+from ._plan import Request, children_of, plan_group
 from ._scaling import ReduceOptions
 from ._streams import Streams
-from .block_policies import BlockPolicy
 
 Param = ManagedParam[Group]
 
@@ -77,28 +74,24 @@ class Unit:
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        data: DataMesh,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-        block_policy: BlockPolicy | None,
+        request: Request,
         options: UnitOptions,
         neighbors: dist.ProcessGroup | None,
         streams: Streams,
     ) -> None:
         self.modules = modules
         self.name = type(modules[0]).__name__
-        self.data = data
-        self.mp_policy = mp_policy
+        self.data = request.data
+        self.mp_policy = request.precision
         self.state = UnitState.SHARDED
         self.options = options
         self.groups: list[Group] = []
         self.around_others = False
         self.root = True
-        self._offload_policy = offload_policy
-        self._block_policy = block_policy
+        self._request = request
         self._neighbors = neighbors  # to gather from again after forward
         self._streams = streams
-        self._on_grad: GradHook | None = None
+        self._make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned
         self._shrunk = False  # after forward slices were kept among neighbors
@@ -141,13 +134,13 @@ class Unit:
         """All of them, group by group."""
         return [param for group in self.groups for param in group.params]
 
-    def listen(self, on_grad: GradHook) -> None:
-        """Have this called for each parameter whose gradient is there."""
-        self._on_grad = on_grad
+    def listen(self, make_hook: MakeHook) -> None:
+        """Make the hooks of parameters' gradients so."""
+        self._make_hook = make_hook
 
     def shard(self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool) -> None:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
-        assert self._on_grad is not None
+        assert self._make_hook is not None
         self.around_others = around_others
         self.groups = []
         self._forget_calls()
@@ -158,9 +151,9 @@ class Unit:
                 param
             )
         for members in kinds.values():
-            plan = plan_group(members, self.data, self.mp_policy, self._offload_policy, self._block_policy)
+            plan = plan_group(members, self._request)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
-            group = Group(self.name, suffix, plan, members, self._streams, self._on_grad)
+            group = Group(self.name, suffix, plan, members, self._streams, self._make_hook)
             group.gradients.scale(self.options.reduction)
             group.load(values)
             group.register_sharded()
@@ -172,15 +165,15 @@ class Unit:
         Raises:
             RuntimeError: parameters without memory, by name.
         """
-        self.adopt()
-        missing = [param.name for group in self.groups if group.buffer is None for param in group.params]
-        if missing:
-            raise RuntimeError(
-                f"{self.name}: parameters {missing} are still on the meta device; call module.to_empty(device=...) "
-                "and initialise them (reset_parameters), or load a state dict with assign=True, before the forward"
-            )
-        if not self.at_rest and any(group.changed_since_gather() for group in self.groups):
-            self.reshard()
+        for group in self.groups:
+            if group.has_moved():
+                self.adopt()
+                break
+        for group in self.groups:
+            if group.buffer is None:
+                self._refuse_meta()
+            if not self.at_rest and group.changed_since_gather():
+                self.reshard()
 
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
@@ -189,6 +182,13 @@ class Unit:
             group.adopt()
             if group.buffer is not before:
                 self._forget_calls()
+
+    def _refuse_meta(self) -> None:
+        missing = [param.name for group in self.groups if group.buffer is None for param in group.params]
+        raise RuntimeError(
+            f"{self.name}: parameters {missing} are still on the meta device; call module.to_empty(device=...) "
+            "and initialize them (reset_parameters), or load a state dict with assign=True, before the forward"
+        )
 
     def _forget_calls(self) -> None:
         self._gathers.clear()
@@ -220,29 +220,31 @@ class Unit:
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
-            stream = self._streams.gather
             self.state = UnitState.GATHERING
-            self._handles = [call.start(stream, after) for call in self._gathers_of(absent)]
+            key = tuple(map(id, absent))
+            calls = self._gathers.get(key)
+            if calls is None:
+                calls = self._gathers[key] = self._gathers_of(absent)
+            stream = self._streams.gather
+            for call in calls:
+                self._handles.append(call.start(stream, after))
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
-        key = tuple(map(id, groups))
-        if key not in self._gathers:
-            by_mesh: dict[int, list[dbuffer.DBuffer]] = {}
-            for group in groups:
-                assert group.buffer is not None
-                by_mesh.setdefault(id(group.plan.data.mesh), []).append(group.buffer)
-            self._gathers[key] = [dbuffer.prepare_gather(buffers) for buffers in by_mesh.values()]
-        return self._gathers[key]
+        by_mesh: dict[int, list[dbuffer.DBuffer]] = {}
+        for group in groups:
+            assert group.buffer is not None
+            by_mesh.setdefault(id(group.plan.data.mesh), []).append(group.buffer)
+        return [dbuffer.prepare_gather(buffers) for buffers in by_mesh.values()]
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
         if self.state is UnitState.UNSHARDED:
             return
-        self.gather(after)
-        with label("wait_for_all_gather", self.name):
-            for handle in self._handles:
-                handle.wait()
+        if self.state is not UnitState.GATHERING:
+            self.gather(after)
+        for handle in self._handles:
+            handle.wait()
         self._handles = []
         self._freed = []
         self.state = UnitState.UNSHARDED
@@ -318,24 +320,25 @@ class Unit:
         if not self._waiting_for:
             self._waiting_for.update(self.modules)
 
-    def leave_module(self, module: nn.Module) -> None:
-        """One of its modules has ended its forward, perhaps with an exception."""
+    def leave_module(self, module: nn.Module, *, end: bool) -> bool:
+        """One of its modules has ended its forward, perhaps with an exception.
+
+        Args:
+            end: wait for no further module.
+
+        Returns:
+            whether all of its modules have run in this pass.
+        """
         if module in self._entered:
             self._entered.remove(module)
         self._waiting_for.discard(module)
+        if end:
+            self._waiting_for.clear()
+        return not self._waiting_for
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a forward of this module is under way."""
         return module in self._entered
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of its modules have run in this pass."""
-        return not self._waiting_for
-
-    def end_pass(self) -> None:
-        """Wait for no further module."""
-        self._waiting_for.clear()
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -12,15 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from dbuffer import TransportChoice
+from layout_planner import plan
 from ragged_shard import RaggedDTensor
 
 from . import _hooks, _optimizers, _state_dict
 from . import _torch_compat as compat
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
-from ._module import mix_in
+from ._module import FSDPModule, mix_in
 from ._param import ManagedParam, Place
 from ._pass import Pass
+from ._plan import Planner, Request
 from ._streams import streams_of
 from ._unit import Param, Unit, UnitOptions
 from .block_policies import BlockPolicy
@@ -28,6 +30,29 @@ from .block_policies import BlockPolicy
 _log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: Any  # torch's DataParallelMeshDims, from 2.12 on
+    block_policy: BlockPolicy | None
+    transport: TransportChoice | None
+    planner: Planner
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -41,6 +66,8 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     block_policy: BlockPolicy | None = None,
+    transport: TransportChoice | None = None,
+    planner: Planner = plan,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
@@ -64,6 +91,10 @@ def fully_shard(
         dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
         block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
             `fsdp_runtime.block_policies`.
+        transport: how bytes get from rank to rank: "auto", "collectives", "sends", "peer_memory", or a function that
+            makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
+            else "auto".
+        planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
 
     Returns:
         The module (or list), now an `FSDPModule`.
@@ -73,7 +104,7 @@ def fully_shard(
             anything is changed.
     """
     modules = _checked_modules(module)
-    _check_policies(mp_policy, offload_policy, block_policy)
+    _check_policies(mp_policy, offload_policy, block_policy, planner)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
     for around in members_around(modules):
@@ -82,9 +113,10 @@ def fully_shard(
     _check_placements(found, shard_placement_fn)
     neighbors = None if count is None else data.neighbors(count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
-    unit = Unit(modules, data, mp_policy, offload_policy, block_policy, options, neighbors, streams)
+    request = Request(data, mp_policy, offload_policy, block_policy, transport, planner)
+    unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
-    unit.listen(_hooks.gradient_hook(weakref.ref(member)))
+    unit.listen(_hooks.gradient_hooks(member))
     around_others = any(member_of(inner) for one in modules for inner in one.modules())
     values = {one.param.name: one.value for one in found}
     unit.shard([one.param for one in found], values, around_others=around_others)
@@ -123,7 +155,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
 
 
-def _check_policies(precision: Any, offload: Any, blocks: Any) -> None:
+def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any) -> None:
     for name, value, expected in (
         ("mp_policy", precision, MixedPrecisionPolicy),
         ("offload_policy", offload, OffloadPolicy),
@@ -135,6 +167,8 @@ def _check_policies(precision: Any, offload: Any, blocks: Any) -> None:
             f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
             "fsdp_runtime.block_policies"
         )
+    if not callable(planner):
+        raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
 
 
 def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

@@ -10,7 +10,7 @@ from ragged_shard._distribute import distribute_like, distribute_tensor, redistr
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._state_dict import full_state_dict, load_full_state_dict
-from ragged_shard._tensor import RaggedDTensor, RedistributeHandle, local_tensors
+from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 from ragged_shard._torch_compat import offer_foreach
 
 __version__ = "0.1.0"
@@ -23,7 +23,6 @@ __all__ = [
     "distribute_tensor",
     "full_state_dict",
     "load_full_state_dict",
-    "local_tensors",
     "redistribute",
 ]
 

@@ -5,6 +5,7 @@ holds, `placements`, `device_mesh` and the checkpoint protocol are where they ar
 does is in `_ops.table`.
 """
 
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,9 @@ class RaggedDTensor(BASE_CLASS):
     __slots__ = ("_layout", "_local_tensor")
     _layout: Layout
     _local_tensor: torch.Tensor
+
+    #: This rank's local tensor, the very object and outside autograd; `to_local` is the differentiable way.
+    local: torch.Tensor = property(operator.attrgetter("_local_tensor"))  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
@@ -109,7 +113,11 @@ class RaggedDTensor(BASE_CLASS):
         Args:
             local: of this tensor's local shape, contiguous; any dtype. Not checked: for callers who make many.
         """
-        return RaggedDTensor._wrap(local, self._layout)
+        layout = self._layout
+        spec = layout._specs.get(local.dtype) or layout.spec(local.dtype)
+        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, False)
+        wrapper._layout = layout
+        return wrapper
 
     def redistribute(
         self,
@@ -316,8 +324,3 @@ def _agree(
         if found is not None and problem is None:
             problem = ValueError(f"from_local on {mesh}: {found}")
     return problem
-
-
-def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local tensors of many ragged tensors, the very objects, outside autograd. Communicates nothing."""
-    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]

@@ -106,7 +106,7 @@ class Recycler:
 
     def _lent(self) -> int:
         # Asked of the storages themselves, so that those which died while lent do not count.
-        return sum(storage.nbytes() for storage in self._homes)
+        return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
     def lend(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Fill an empty storage with `nbytes` of uninitialised memory, safe to use on the current stream.
@@ -121,7 +121,8 @@ class Recycler:
             )
         block = self._pop_parked(nbytes)
         if block is not None:
-            self._layer.wait(block.last_use)
+            if block.last_use is not None:
+                self._layer.wait(block.last_use)
             compat.swap_memory(storage, block.storage)
             self._spare.append(block.storage)
             self._homes[storage] = block.home
@@ -131,44 +132,47 @@ class Recycler:
             self.trim()
         storage.resize_(nbytes)
         check_aligned(storage.data_ptr())
-        self._homes[storage] = self._layer.current_stream()
+        self._homes[storage] = self._layer.current_stream() if self._layer.asynchronous else None
         self._allocations += 1
         self._peak = max(self._peak, self._lent() + self._parked_bytes)
 
     def take_back(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty. The current stream must be behind the last use of its memory."""
         nbytes, home = storage.nbytes(), self._homes.pop(storage)
-        last_use = self._layer.record()
+        last_use = self._layer.record() if self._layer.asynchronous else None
         if not compat.CAN_SWAP:
             self._layer.wait(last_use, home)
             storage.resize_(0)
             return
-        self._park(_Block(self._emptied(storage), last_use, home), nbytes)
+        holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
+        compat.swap_memory(storage, holder)
+        self._park(_Block(holder, last_use, home), nbytes)
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""
         self._homes.pop(storage)
         self._quarantined += storage.nbytes()
-        _quarantine.append(self._emptied(storage) if compat.CAN_SWAP else storage)
+        holder = storage
+        if compat.CAN_SWAP:
+            holder = torch.UntypedStorage(0, device=self.device)
+            compat.swap_memory(storage, holder)
+        _quarantine.append(holder)
 
     def trim(self) -> None:
         """Give all parked blocks back to torch's allocator."""
+        if not self._parked:
+            return
         parked, self._parked, self._parked_bytes = self._parked, [], 0
         for block in parked:
             self._give_back(block)
-
-    def _emptied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Another storage that has this one's memory now."""
-        holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
-        compat.swap_memory(storage, holder)
-        return holder
 
     def _park(self, block: _Block, nbytes: int) -> None:
         self._parked.append(block)
         self._parked_bytes += nbytes
 
     def _give_back(self, block: _Block) -> None:
-        self._layer.wait(block.last_use, block.home)
+        if block.last_use is not None:
+            self._layer.wait(block.last_use, block.home)
         block.storage.resize_(0)
         self._spare.append(block.storage)
 

@@ -32,20 +32,19 @@ class ShardMemory:
 
     def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
         geometry = self._geometry
-        self.flats = tuple(
-            make(segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
-            for segment in geometry.layout.segments
-        )
-        for flat in self.flats:
+        flats: list[torch.Tensor] = []
+        for segment in geometry.layout.segments:
+            flat = make(segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
             check_aligned(flat.data_ptr())
-        flats = self.flats
-        self.views = MappingProxyType(
-            {
-                name: flats[s.segment].narrow(0, s.begin, s.local_numel).view(s.local_shape)
-                for name, s in geometry.slices.items()
-            }
-        )
-        self.gaps = geometry.gaps_in(flats)
+            flats.append(flat)
+        self.flats = tuple(flats)
+        views: dict[str, torch.Tensor] = {}
+        for name, found in geometry.slices.items():
+            flat = flats[found.segment]
+            views[name] = flat.narrow(0, found.begin, found.local_numel).view(found.local_shape)
+        self.views = MappingProxyType(views)
+        if geometry.gaps:
+            self.gaps = geometry.gaps_in(self.flats)
 
     def give(self) -> None:
         """Let go of the memory: it belongs to the tensors that still view it, and ends with them."""

@@ -17,30 +17,24 @@ class Collectives:
     name = "collectives"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._reference = weakref.ref(group)  # the registry of transports must not keep groups alive
+        self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
         self._gloo = compat.is_gloo(group)
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._reference()
-        assert group is not None, "the process group was destroyed"
-        return group
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         """One all-gather."""
-        if self._gloo and _needs_bytes(pairs):
+        if self._gloo and (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
-        work: Work = compat.all_gather(pairs, self._group)
+        work: Work = compat.all_gather(pairs, self._group())
         return work
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
         """One reduce-scatter."""
-        work: Work = compat.reduce_scatter(pairs, _OPS[op], self._group)
+        work: Work = compat.reduce_scatter(pairs, _OPS[op], self._group())
         return work
 
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """One all-reduce."""
-        work: Work = compat.all_reduce(tensors, _OPS[op], self._group)
+        work: Work = compat.all_reduce(tensors, _OPS[op], self._group())
         return work
 
 

@@ -1,5 +1,5 @@
 """In which encoding a gather travels."""
 
-from .form import CastOnWire, Encoder, Transfer, WireForm
+from .form import CastOnWire, Encoder, WireForm
 
-__all__ = ["CastOnWire", "Encoder", "Transfer", "WireForm"]
+__all__ = ["CastOnWire", "Encoder", "WireForm"]

@@ -18,28 +18,26 @@ from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
 
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One all-gather.
-
-    Attributes:
-        send: this rank's slice, 1-D, n elements.
-        receive: the slices of all ranks in their order, 1-D, world_size * n elements; `send` may lie in it.
-    """
-
-    send: torch.Tensor
-    receive: torch.Tensor
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (receive, send), as for a transport
 
 
 class Encoder(Protocol):
-    """A wire form at work on one buffer."""
+    """A wire form at work on one buffer.
 
-    def encode(self, shards: Flats) -> list[Transfer]:
+    Attributes:
+        decodes: whether `decode` does anything.
+    """
+
+    decodes: bool
+
+    def encode(self, shards: Flats) -> Pairs:
         """Before the collective, on the stream that launches it; the gathered memory is present.
 
         Args:
             shards: this rank's slices, 1-D, one a segment.
+
+        Returns:
+            what to gather: where all ranks' slices go in their order, 1-D, and this rank's, which may lie there.
         """
         ...
 
@@ -78,19 +76,25 @@ class CastOnWire:
 
 
 class _Cast:
+    decodes = False
+
     def __init__(self, gathered: GatheredMemory) -> None:
         self._own, self._raw = gathered.own, gathered.raw
-        self._cast = [
-            Transfer(send, receive) for send, receive in zip(gathered.own, gathered.raw, strict=True)
-        ]
+        self._sent: Flats = ()  # by the last gather
+        self._pairs: Pairs = []
 
-    def encode(self, shards: Flats) -> list[Transfer]:
+    def encode(self, shards: Flats) -> Pairs:
         """Send the shards themselves, or their casts in this rank's slices."""
-        own = self._own[0]
-        if shards[0].dtype == own.dtype and shards[0].device == own.device:
-            return [Transfer(send, receive) for send, receive in zip(shards, self._raw, strict=True)]
-        compat.copy(self._own, shards, non_blocking=True)
-        return self._cast
+        own = self._own
+        if shards[0].dtype == own[0].dtype and shards[0].device == own[0].device:
+            sent = shards
+        else:
+            compat.copy(own, shards, non_blocking=True)
+            sent = own
+        if sent is not self._sent:
+            self._sent = sent
+            self._pairs = list(zip(self._raw, sent, strict=True))
+        return self._pairs
 
     def decode(self) -> bool:
         """Nothing: what arrives is what is computed with."""

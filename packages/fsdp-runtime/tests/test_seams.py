@@ -1,0 +1,125 @@
+"""What can be exchanged from outside: the transport, the planner, when gradients are copied."""
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+
+from fsdp_runtime import fully_shard
+from fsdp_runtime._model import member_of
+from layout_planner import plan
+from ragged_shard.testing import RankError, run_ranks
+
+
+class Counting:
+    """A transport around another one."""
+
+    name = "counting"
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.calls = []
+
+    def all_gather(self, pairs, label):
+        self.calls.append(("all_gather", label))
+        return self.inner.all_gather(pairs, label)
+
+    def reduce_scatter(self, pairs, op, label):
+        self.calls.append(("reduce_scatter", label))
+        return self.inner.reduce_scatter(pairs, op, label)
+
+    def all_reduce(self, tensors, op, label):
+        return self.inner.all_reduce(tensors, op, label)
+
+
+def through_an_own_transport():
+    from dbuffer.transport.collectives import Collectives
+
+    made = []
+
+    def make(group):
+        made.append(Counting(Collectives(group)))
+        return made[-1]
+
+    model = shard(seeded(blocks=2), transport=make)
+    loss_of(model, tokens()).backward()
+    (transport,) = made
+    return transport.calls
+
+
+def test_all_gathers_and_reductions_go_through_the_transport_that_was_given():
+    for calls in run_ranks(2, through_an_own_transport):
+        gathered = [label for kind, label in calls if kind == "all_gather"]
+        reduced = [label for kind, label in calls if kind == "reduce_scatter"]
+        assert gathered == ["Body", "blocks.0", "blocks.1", "blocks.1", "blocks.0"]
+        assert reduced == ["gradients of blocks.1", "gradients of blocks.0", "gradients of Body"]
+
+
+def planned_elsewhere():
+    seen = []
+
+    def planner(tensors, world_size, *, align):
+        seen.append([spec.name for spec in tensors])
+        return plan(tensors, world_size, align=4 * align)
+
+    model = shard(seeded(blocks=1), planner=planner)
+    loss_of(model, tokens()).backward()
+    return seen, member_of(model).unit.groups[0].plan.layout.align
+
+
+def test_a_planner_of_the_callers_packs_every_group():
+    seen, align = run_ranks(2, planned_elsewhere)[0]
+    assert seen == [["weight", "bias"], ["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
+    assert align == 32
+
+
+def no_planner():
+    fully_shard(seeded(), planner="best")
+
+
+def test_a_planner_that_is_not_a_function_is_refused():
+    with pytest.raises(RankError, match=r"planner is 'best'; expected a function such as layout_planner.plan"):
+        run_ranks(1, no_planner)
+
+
+def late(accumulate):
+    """Gradients copied late and early, over microbatches with and without a reduction."""
+    gradients = []
+    for enable in (True, False):
+        model = shard(seeded())
+        model.set_copy_gradients_late(enable)
+        for number in range(3 if accumulate else 1):
+            model.set_requires_gradient_sync(not accumulate or number == 2)
+            loss_of(model, tokens(step=number)).backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(not g.gradients._kept for b in model.blocks for g in member_of(b).unit.groups)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_that_are_copied_late_are_the_same(accumulate):
+    run_ranks(2, late, accumulate)
+
+
+def memory_while_late():
+    """In the backward of a block: what the block's gradient buffer holds, and what is kept for it."""
+    model = shard(seeded(blocks=1))
+    model.set_copy_gradients_late(True)
+    group = member_of(model.blocks[0]).unit.groups[0]
+    seen = []
+    close = type(group.gradients).close
+
+    def closing(gradients):
+        if gradients is group.gradients:
+            seen.append((len(gradients._kept), gradients.buffer.materialized))
+        return close(gradients)
+
+    type(group.gradients).close = closing
+    try:
+        loss_of(model, tokens()).backward()
+    finally:
+        type(group.gradients).close = close
+    return seen
+
+
+def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
+    assert run_ranks(2, memory_while_late)[0] == [(2, False)]
