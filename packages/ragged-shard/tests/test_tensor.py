@@ -156,7 +156,11 @@ def wrong_everywhere():
     halves = [RaggedShard((0,), (1, 1))]
     good = torch.zeros(2, 3)
     cases = [
-        ({"local": torch.zeros(3, 3)}, ValueError, r"shape \(3, 3\), but .* a local tensor of shape \(2, 3\)"),
+        (
+            {"local": torch.zeros(3, 3)},
+            ValueError,
+            r"shape \(3, 3\), but .* a local tensor of shape \(2, 3\)",
+        ),
         ({"local": torch.zeros(6)}, ValueError, r"a local tensor of shape \(2, 3\)"),
         ({"local": torch.zeros(3, 2).t()}, ValueError, "not contiguous; pass"),
         ({"stride": (1, 4)}, ValueError, r"not contiguous for shape \(4, 3\)"),
