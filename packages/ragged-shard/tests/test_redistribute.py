@@ -372,3 +372,53 @@ def refusals():
 
 def test_redistributions_that_are_not_defined_raise():
     run_ranks(2, refusals)
+
+
+@pytest.mark.parametrize("mesh_shape", [(3, 1), (1, 3), (1, 1), (2, 1)], ids=str)
+def test_a_mesh_axis_of_size_1_cuts_nothing(mesh_shape):
+    """Also not where Shard(d) would cross the ragged cut on a larger axis, as TP of degree 1 does."""
+    shape, pairs = (4, 6, 3), []
+    for axis in (0, 1):
+        others = (
+            [Replicate(), Partial("sum"), Shard(0), Shard(1), Shard(2)] if mesh_shape[1 - axis] == 1 else []
+        )
+        ragged = [RaggedShard(prefix, UNITS[mesh_shape[axis]]) for prefix in ((0,), (0, 1), (0, 1, 2))]
+        pairs += [(a, b) if axis == 0 else (b, a) for a in ragged for b in others]
+    pairs = [
+        pair
+        for pair in pairs
+        if math.prod(shape[: len(ragged_of(pair).dims)]) % ragged_of(pair).total_units == 0
+    ]
+    plain = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Partial("sum"))]
+    both = list(itertools.product(pairs, pairs + plain)) + list(itertools.product(plain, pairs))
+    run_ranks(math.prod(mesh_shape), check_pairs, mesh_shape, shape, both, timeout=120)
+
+
+def ragged_of(placements):
+    return next(p for p in placements if isinstance(p, RaggedShard))
+
+
+def one_axis_of_size_1():
+    full = full_of((4, 6))
+    param = distribute_tensor(full, init_device_mesh("cpu", (2, 1)), [RaggedShard((0,), (3, 1)), Shard(0)])
+    with record_collectives() as record:
+        rows = param.sum(dim=1)
+        assert rows.placements == (RaggedShard((0,), (3, 1)), Shard(0))
+        sums = param.mean(dim=1, keepdim=True) * 6
+        assert sums.placements == rows.placements
+        doubled = (param + param).redistribute(placements=[RaggedShard((0,), (3, 1)), Replicate()])
+        columns = distribute_tensor(
+            full, param.device_mesh, [RaggedShard((0,), (3, 1)), Shard(1)], src_data_rank=None
+        )
+        by_row = columns.amax(dim=1)
+        assert by_row.placements == (RaggedShard((0,), (3, 1)), Replicate())
+    assert record.events == []
+    assert torch.equal(rows.full_tensor(), full.sum(1))
+    assert torch.equal(sums.full_tensor(), full.sum(1, keepdim=True))
+    assert torch.equal(doubled.full_tensor(), 2 * full)
+    assert torch.equal(by_row.full_tensor(), full.amax(1))
+    assert torch.equal(param.sum(dim=0).full_tensor(), full.sum(0))
+
+
+def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
+    run_ranks(2, one_axis_of_size_1)

@@ -254,7 +254,9 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
             f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
         )
     # Shards on axes to the left cut first anyway; those to the right would cut the ragged ranges, unless strided.
-    after = [i for i, p in enumerate(placements) if i > axis and type(p) is Shard and p.dim < k]
+    # An axis of size 1 cuts nothing.
+    right = range(axis + 1, len(placements))
+    after = [i for i in right if mesh_shape[i] > 1 and type(placements[i]) is Shard and placements[i].dim < k]
     if isinstance(placement, StridedRaggedShard):
         slices = math.prod(mesh_shape[i] for i in after)
         if not after or slices != placement.split_factor:

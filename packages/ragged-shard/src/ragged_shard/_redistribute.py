@@ -108,15 +108,18 @@ def _commutes(sharding: Sharding, axis: int, placement: Any) -> bool:
     """Whether ``placement`` on this axis cuts none of the dimensions that a Shard on another axis cuts."""
     if type(placement) is not Shard:
         return type(placement) in (Replicate, Partial)
-    return all(type(p) is not Shard or p.dim != placement.dim for p in _others(sharding, axis))
+    if sharding.axis_size(axis) == 1:
+        return True
+    others = (p for a, p in enumerate(sharding.placements) if a != axis and sharding.axis_size(a) > 1)
+    return all(type(p) is not Shard or p.dim != placement.dim for p in others)
 
 
 def _acts_on_local(sharding: Sharding, axis: int, goal: Any) -> bool:
     """Whether a non-ragged axis can change to ``goal`` on local tensors alone, without changing the ragged cut."""
-    k = len(sharding.ragged.dims)
+    k, single = len(sharding.ragged.dims), sharding.axis_size(axis) == 1
 
     def outside_prefix(p: Any) -> bool:
-        return type(p) in (Replicate, Partial) or (type(p) is Shard and p.dim >= k)
+        return type(p) in (Replicate, Partial) or (type(p) is Shard and (p.dim >= k or single))
 
     here = sharding.placements[axis]
     if not (outside_prefix(here) and outside_prefix(goal)):
@@ -315,8 +318,10 @@ def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -
 
 def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> torch.Tensor:
     """A step on an axis other than the ragged one, on local tensors: their dim 0 stands for the flattened dims."""
-    shift = len(source.ragged.dims) - 1
     ranks = source.axis_size(axis)
+    if ranks == 1:
+        return local.clone()
+    shift = len(source.ragged.dims) - 1
     neutral = source.replace(axis, Replicate())
     assert neutral.local_shape is not None
     shape = neutral.local_shape

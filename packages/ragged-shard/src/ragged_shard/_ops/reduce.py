@@ -88,7 +88,11 @@ def _local(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def _uncut(sharding: Sharding, dims: list[int]) -> bool:
-    cut = {p.dim for p in sharding.placements if type(p) is Shard}
+    cut = {
+        p.dim
+        for axis, p in enumerate(sharding.placements)
+        if type(p) is Shard and sharding.axis_size(axis) > 1
+    }
     return all(d >= len(sharding.ragged.dims) and d not in cut for d in dims)
 
 
@@ -106,8 +110,10 @@ def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim
         result = result.squeeze([d - shift for d in dims])
         shape = [n for d, n in enumerate(shape) if d not in dims]
         for axis, p in enumerate(placements):
-            if type(p) is Shard:
-                placements[axis] = Shard(p.dim - sum(d < p.dim for d in dims))
+            if type(p) is Shard:  # one whose dim is gone is on an axis of size 1
+                placements[axis] = (
+                    _REPLICATE if p.dim in dims else Shard(p.dim - sum(d < p.dim for d in dims))
+                )
     return RaggedDTensor._wrap(
         result.contiguous(), sharding_of(sharding.mesh, tuple(placements), torch.Size(shape))
     )
