@@ -365,3 +365,20 @@ def data():
 
 def test_data_can_be_written_and_replaced():
     run_ranks(3, data)
+
+
+def addresses():
+    mesh = init_device_mesh("cpu", (3,))
+    buffer = torch.zeros(40)
+    rows = [(2, 5), (0, 5), (1, 5)][dist.get_rank()]
+    local = buffer[3 : 3 + rows[0] * 5].view(rows)
+    tensor = RaggedDTensor.from_local(local, mesh, [RaggedShard((0,), (2, 0, 1))], shape=(3, 5))
+    wanted = 0 if dist.get_rank() == 1 else buffer.data_ptr() + 3 * 4
+    assert tensor.data_ptr() == tensor.to_local().data_ptr() == wanted
+    assert torch.nn.Parameter(tensor).data_ptr() == tensor.detach().data_ptr() == wanted
+    if rows[0]:
+        assert tensor.clone().data_ptr() not in (0, wanted)
+
+
+def test_data_ptr_is_the_address_of_the_local_tensor():
+    run_ranks(3, addresses)

@@ -148,6 +148,10 @@ class RaggedDTensor(BASE_CLASS):
         local: torch.Tensor = gathered.to_local(grad_placements=grad_placements)
         return local.clone() if gathered is self else local
 
+    def data_ptr(self) -> int:
+        """Address of this rank's local tensor; 0 if that is empty. Communicates nothing."""
+        return self._local_tensor.data_ptr()
+
     @property
     def data(self) -> "RaggedDTensor":
         """The same tensor without autograd. Assigning a ragged tensor takes its local tensor and placements."""
