@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._ops.registry import HANDLERS
@@ -593,3 +594,30 @@ def beyond_ragged():
 
 def test_once_redistributed_to_torchs_placements_torchs_ops_work():
     run_ranks(3, beyond_ragged)
+
+
+def with_plain_tensors():
+    x, y = plain(), plain() * 2
+    rx, row = spread(x), torch.tensor([3.0, 5.0])
+    assert rx.shape[-1] == 2
+    for call in (lambda a, b: a + b, lambda a, b: b - a, torch.maximum):
+        with pytest.raises(ValueError, match="implicit_replication"):
+            call(rx, y)
+        for plain_operand in (y, row, torch.tensor(4.0)):
+            with implicit_replication():
+                same(call(rx, plain_operand), call(x, plain_operand), "implicit")
+    with implicit_replication():
+        same(torch.where(rx > y, rx, row), torch.where(x > y, x, row), "implicit")
+        same(torch._foreach_add([rx], [y])[0], x + y, "implicit")
+        same(torch._foreach_mul([rx, x], [y, y])[0], x * y, "implicit")
+        rx.mul_(y)
+        with pytest.raises(ValueError, match="does not broadcast"):
+            rx + torch.ones(7)
+    same(rx, x * y, "implicit")
+    with implicit_replication():
+        rx.copy_(x)
+    same(rx, x, "implicit")
+
+
+def test_implicit_replication_takes_plain_tensors_to_be_the_same_on_all_ranks():
+    run_ranks(3, with_plain_tensors)

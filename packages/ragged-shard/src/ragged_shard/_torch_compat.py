@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, and
-`distributed_c10d._world` (which groups there are, for the test harness).
+`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, DTensor's dispatcher (whether
+implicit replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
 from typing import Any
@@ -127,6 +127,11 @@ def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, gro
     """Start a reduce-scatter into equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, source, op=op, group=group, async_op=True)
+
+
+def implicitly_replicated() -> bool:
+    """Whether `torch.distributed.tensor.experimental.implicit_replication` is in effect."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def num_groups() -> int:

@@ -2,7 +2,8 @@
 
 another ragged tensor     the same sharding, else the error prints both
 Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it
-plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed
+plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
+                          implicit_replication() says that plain tensors are the same on all ranks
 Python number             unchanged
 """
 
@@ -16,6 +17,7 @@ from ragged_shard._geometry import Box
 from ragged_shard._redistribute import run_view
 from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import implicitly_replicated
 
 
 def is_distributed(value: Any) -> bool:
@@ -43,9 +45,12 @@ def to_local(value: Any, target: Sharding, func: Any) -> Any:
     if not is_distributed(value):
         if value.ndim == 0:
             return value
+        if implicitly_replicated():
+            return local_from_full(value, target, func)
         raise ValueError(  # not a TypeError: Python's operators would swallow its message
             f"{func}: a plain tensor of shape {tuple(value.shape)} together with a ragged one ({target}); "
-            "distribute it first with ragged_shard.distribute_like, or use to_local() on both"
+            "distribute it first with ragged_shard.distribute_like, use to_local() on both, or say with torch's "
+            "implicit_replication() that all ranks have the same"
         )
     local, sharding = local_and_sharding(value)
     if sharding == target:
