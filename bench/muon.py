@@ -100,7 +100,7 @@ def build(system, mesh, weights, grads, lr=0.02):
     def put(value, placement):
         if placement is None:
             return value.clone()
-        make = torch_distribute if isinstance(placement, Shard) else distribute_tensor
+        make = torch_distribute if type(placement) is Shard else distribute_tensor
         return make(value.clone(), mesh, [placement])
 
     params = []

@@ -32,7 +32,7 @@ def curves() -> dict[str, Any]:
 def padded(model: Any, block: Any, ranks: int) -> dict[str, int]:
     """Elements of all buffers of a model under each rule, a layer per group."""
     from layout_planner import plan
-    from layout_planner._rules import even_rows, lcm_rule
+    from layout_planner.baselines import even_rows, lcm_rule
 
     total = {"ours": 0, "even rows (FSDP2)": 0, "lcm (Megatron-FSDP)": 0}
     for group in model.groups:

@@ -127,7 +127,7 @@ _memo: dict[Any, int] = {}
 
 def _padded(group: Any, block: Any, ranks: int, rule: str) -> int:
     from layout_planner import plan
-    from layout_planner._rules import even_rows, lcm_rule
+    from layout_planner.baselines import even_rows, lcm_rule
 
     key = (group.tensors, block, ranks, rule)
     if key not in _memo:

@@ -70,7 +70,7 @@ def placed(full, mesh, placement):
     if mesh is None:
         return full.clone()
     every = [Replicate()] * (mesh.ndim - 1) + [placement]
-    if isinstance(placement, (Shard, Replicate)):
+    if type(placement) in (Shard, Replicate):
         return torch_distribute(full, mesh, every)
     return distribute_tensor(full, mesh, every)
 
@@ -166,7 +166,7 @@ def optimizer_step(run, number, step_options):
 
 def local_part(full, mesh, placement):
     every = [placement]
-    if isinstance(placement, (Shard, Replicate)):
+    if type(placement) in (Shard, Replicate):
         return torch_distribute(full, mesh, every, src_data_rank=None)
     return distribute_tensor(full, mesh, every, src_data_rank=None)
 

@@ -1,6 +1,7 @@
 """Layouts, buffers and full tensors that several test modules use. Everything here also runs on ranks."""
 
 import functools
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import DBuffer
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
+from ragged_shard.testing import simulated_ranks
 
 SPECS = (
     TensorSpec("weight", (13, 6), Rows(1)),
@@ -81,3 +83,10 @@ def assert_views_equal(buffer, tensors):
 def storage_bytes(tensors):
     """Bytes of the storages under some tensors, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@contextmanager
+def simulated_mesh(size, device):
+    """SIMULATION: a mesh of `size` ranks on "cpu" or "cuda", this process rank 0."""
+    with simulated_ranks(size):
+        yield init_device_mesh(device, (size,), mesh_dim_names=("shard",))

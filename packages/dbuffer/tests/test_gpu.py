@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import full_tensors, make, mesh_of
-from simulated_ranks import simulated_ranks
+from dbuffer_helpers import full_tensors, make, mesh_of, simulated_mesh
 from test_collectives import accumulate, gather, reduce
 from test_memory import alias, backward_after_release, views_survive
 
@@ -76,7 +75,7 @@ def walk(buffers, stream, compute, depth=1):
 
 @pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
 def test_recycled_memory_is_never_written_before_its_last_reader_is_done(full_dtype):
-    with simulated_ranks(RANKS, "cuda") as mesh:
+    with simulated_mesh(RANKS, "cuda") as mesh:
         buffers, seen = groups(mesh, 6, full_dtype, Recycler("cuda")), []
         for value, buffer in enumerate(buffers):
             buffer.shard[0].fill_(value + 1)
@@ -94,7 +93,7 @@ def test_recycled_memory_is_never_written_before_its_last_reader_is_done(full_dt
 
 
 def test_gathers_and_compute_overlap(tmp_path):
-    with simulated_ranks(RANKS, "cuda") as mesh:
+    with simulated_mesh(RANKS, "cuda") as mesh:
         buffers, stream = groups(mesh, 6, torch.float32, Recycler("cuda")), device_layer("cuda").new_stream()
         x = torch.randn(256, 256, device="cuda")
 
@@ -124,7 +123,7 @@ def test_gathers_and_compute_overlap(tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buffers(depth):
-    with simulated_ranks(RANKS, "cuda") as mesh:
+    with simulated_mesh(RANKS, "cuda") as mesh:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_stats()["allocated_bytes.all.current"]

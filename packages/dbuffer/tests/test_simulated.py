@@ -1,9 +1,8 @@
-"""The simulation of several ranks in one process does what the GPU tests take it to do."""
+"""A buffer on simulated ranks behaves as the GPU tests expect."""
 
 import pytest
 import torch
-from dbuffer_helpers import SPECS, fill_views, full_tensors, make
-from simulated_ranks import simulated_ranks
+from dbuffer_helpers import SPECS, fill_views, full_tensors, make, simulated_mesh
 
 import dbuffer
 
@@ -11,7 +10,7 @@ import dbuffer
 @pytest.mark.parametrize("layout", ["planned", "split"])
 @pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
 def test_every_simulated_rank_holds_what_this_one_holds(layout, full_dtype):
-    with simulated_ranks(4, "cpu") as mesh:
+    with simulated_mesh(4, "cpu") as mesh:
         buffer = make(layout, mesh=mesh, full_dtype=full_dtype, check_ranks=False)
         for shard in buffer.shard:
             shard.copy_(torch.arange(len(shard)) % 100)

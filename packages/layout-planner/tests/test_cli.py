@@ -66,7 +66,7 @@ def test_plan_ends_with_totals_over_all_layers_and_bytes(capsys):
     assert (total["layers"], total["parameters"]) == ("38", "116,829,156,672")
     found = measure(load_model("gpt-oss-120b"), 128, Rows(32), Options())
     assert total["padding"] == f"{100 * found.padding():.2f} %"
-    assert "bf16: 1.83 GB a rank" in text
+    assert "bf16: 1.83 GB per rank" in text
 
 
 def test_plan_as_json_holds_layouts_that_can_be_read_back(capsys):
@@ -185,7 +185,7 @@ def test_draw_writes_a_picture_of_the_largest_group(capsys, tmp_path):
     assert "padding 0." in run(capsys, command)
     picture = ElementTree.parse(path).getroot()
     assert picture.tag.endswith("svg")
-    assert "gpt-oss-120b layers.0-35: one of 36 layers alike, 128 ranks, rows:32" in path.read_text()
+    assert "gpt-oss-120b layers.0-35: one of 36 equal layers, 128 ranks, rows:32" in path.read_text()
 
 
 def test_draw_takes_a_group_and_ranks_and_writes_to_standard_output(capsys):
@@ -208,7 +208,7 @@ def test_table_prints_a_table_for_each_model(capsys):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("plan --model gpt-6 --world-size 8", "model 'gpt-6' is not known; known are llama-3-8b"),
+        ("plan --model gpt-6 --world-size 8", "unknown model 'gpt-6'; known models: llama-3-8b"),
         ("plan --model llama-3-8b --world-size 0", "--world-size: '0' is not an integer from 1"),
         ("plan --model llama-3-8b --world-size -8", "--world-size: '-8' is not an integer from 1"),
         ("plan --model llama-3-8b --world-size eight", "'eight' is not an integer"),
@@ -218,7 +218,7 @@ def test_table_prints_a_table_for_each_model(capsys):
         ("plan --model llama-3-8b --world-size 8 --block rows:0", "--block: block 'rows:0'"),
         (
             "plan --model llama-3-8b --world-size 8 --block bricks",
-            "'bricks' is of no known kind; write rows:N",
+            "'bricks' is not a known kind; write rows:N",
         ),
         ("plan --model llama-3-8b --world-size 8 --align 0", "--align: '0' is not an integer from 1"),
         ("plan --model llama-3-8b --world-size 8 --segments 0", "--segments: '0' is not"),
@@ -228,11 +228,14 @@ def test_table_prints_a_table_for_each_model(capsys):
         ("sweep --model llama-3-8b --world-size 8..64:0", "'0' is not an integer from 1"),
         ("sweep --model llama-3-8b --world-size 8,,16", "'' is not an integer from 1"),
         ("draw --model llama-3-8b --world-size 8 --group tail -o -", "has no group 'tail'; it has embed"),
-        ("draw --model llama-3-8b --world-size 8 --ranks 0..8 -o -", "give one or more of the 8 ranks 0..7"),
+        (
+            "draw --model llama-3-8b --world-size 8 --ranks 0..8 -o -",
+            "expected one or more of the 8 ranks 0..7",
+        ),
         ("draw --model llama-3-8b --world-size 8 --ranks 4..2 -o -", "'4..2' runs from 4 down to 2"),
-        ("draw --model llama-3-8b --world-size 8 --ranks all -o -", "'all' are no ranks"),
+        ("draw --model llama-3-8b --world-size 8 --ranks all -o -", "'all' is not a rank"),
         ("draw --model llama-3-8b --world-size 8 -o /no/such/folder/x.svg", "/no/such/folder/x.svg"),
-        ("table --model gpt-6", "model 'gpt-6' is not known"),
+        ("table --model gpt-6", "unknown model 'gpt-6'"),
         ("paint", "invalid choice: 'paint'"),
     ],
 )
@@ -243,7 +246,7 @@ def test_bad_input_is_one_line_that_says_what_was_found_and_exit_status_2(capsys
 def test_a_malformed_checkpoint_is_one_line_that_names_the_file(capsys, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     said = fails(capsys, ["sweep", "--checkpoint", str(tmp_path), "--world-size", "8"])
-    assert "model.safetensors: 9 bytes that are no whole safetensors file" in said
+    assert "model.safetensors: not a complete safetensors file (9 bytes; " in said
 
 
 def test_experts_can_be_planned_separately(capsys):

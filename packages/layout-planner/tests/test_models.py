@@ -135,7 +135,7 @@ def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("llama-3-8b", "has no stacked experts"), ("gpt-oss-20b", "stacked wherever it is stored")],
+    [("llama-3-8b", "has no stacked experts"), ("gpt-oss-20b", "stacked in its checkpoint too")],
 )
 def test_a_model_that_never_stores_experts_separately_refuses_to(name, says):
     with pytest.raises(ValueError, match=says):

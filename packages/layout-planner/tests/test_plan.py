@@ -220,10 +220,13 @@ def test_fingerprints_tell_layouts_apart():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TensorSpec("w", (4, 0)), r"^w: shape \(4, 0\) has the size 0"),
-        (lambda: TensorSpec("w", (4, -2)), r"^w: shape \(4, -2\) has the size -2"),
-        (lambda: TensorSpec("w", (4, 2.0)), r"^w: .* size 2\.0"),
-        (lambda: TensorSpec("w", (8,), Tile(2, 2)), r"^w: tile:2x2 cannot fit a tensor of shape \(8,\)"),
+        (lambda: TensorSpec("w", (4, 0)), r"^w: a size in shape \(4, 0\) is 0"),
+        (lambda: TensorSpec("w", (4, -2)), r"^w: a size in shape \(4, -2\) is -2"),
+        (lambda: TensorSpec("w", (4, 2.0)), r"^w: a size in .* is 2\.0"),
+        (
+            lambda: TensorSpec("w", (8,), Tile(2, 2)),
+            r"^w: tile:2x2 does not apply to a tensor of shape \(8,\)",
+        ),
         (
             lambda: TensorSpec("w", (8, 4), Rows(1), period=5),
             r"^w: a period of 5 elements does not divide its 32",
@@ -241,10 +244,10 @@ def test_fingerprints_tell_layouts_apart():
         (lambda: plan([TensorSpec("w", (4,))], 2, max_segments=0), "max_segments is 0"),
         (lambda: plan([TensorSpec("w", (4,)), TensorSpec("w", (5,))], 2), "^w: two tensors"),
         (lambda: parse_block("rows:0"), "rows:0.*write rows:N"),
-        (lambda: parse_block("row:3"), "row:3.*no known kind"),
+        (lambda: parse_block("row:3"), "row:3.*not a known kind"),
         (lambda: parse_block("tile:3"), "tile:3.*write rows:N"),
-        (lambda: parse_block("whole:3"), "whole:3.*no known kind"),
-        (lambda: BlockGrid(10, 2, 3), "no block grid of 10 elements"),
+        (lambda: parse_block("whole:3"), "whole:3.*not a known kind"),
+        (lambda: BlockGrid(10, 2, 3), "a block grid of 10 elements cannot"),
     ],
 )
 def test_bad_input_is_refused_with_the_name_the_value_and_the_way_out(make, says):
@@ -264,9 +267,9 @@ def test_blocks_read_back_what_they_print():
         (lambda c: c["segments"][0].update(shard_size=24), "starts inside a block|past 2 shards"),
         (lambda c: c["segments"][0].update(offsets=[0, 8]), "overlaps a"),
         (lambda c: c["segments"][0].update(names=["a", "a"]), "the segments hold"),
-        (lambda c: c["segments"][0].update(offsets=[0, 36]), "unaligned"),
+        (lambda c: c["segments"][0].update(offsets=[0, 36]), "not a multiple of 8"),
         (lambda c: c.pop("world_size"), "world_size"),
-        (lambda c: c["tensors"][0].update(shape=[0]), "size 0"),
+        (lambda c: c["tensors"][0].update(shape=[0]), r"a size in shape \(0,\) is 0"),
     ],
 )
 def test_a_tampered_layout_is_refused_on_reading(change, says):
@@ -276,9 +279,9 @@ def test_a_tampered_layout_is_refused_on_reading(change, says):
         Layout.from_json(json.dumps(content))
 
 
-def test_text_that_is_no_layout_is_refused():
+def test_text_that_is_not_a_layout_is_refused():
     for text in ("", "[]", "null", '{"format": 1}'):
-        with pytest.raises(ValueError, match="this is no layout"):
+        with pytest.raises(ValueError, match="this is not a layout"):
             Layout.from_json(text)
 
 
@@ -286,5 +289,5 @@ def test_asking_for_a_stranger_names_what_is_there():
     layout = plan([TensorSpec("a", (4,))], 2)
     with pytest.raises(KeyError, match="'b' is not in this layout"):
         layout.offset("b")
-    with pytest.raises(ValueError, match="rank 2 is not among the 2 ranks"):
+    with pytest.raises(ValueError, match="rank 2 is outside the 2 ranks"):
         layout.local_range("a", 2)

@@ -132,7 +132,7 @@ def test_by_default_the_first_sixteen_ranks_are_drawn():
 
 @pytest.mark.parametrize("ranks", [range(0), range(-1, 2), range(1, 3)])
 def test_ranks_that_are_not_there_are_refused(ranks):
-    with pytest.raises(ValueError, match=r"cannot be drawn: give one or more of the 2 ranks 0\.\.1"):
+    with pytest.raises(ValueError, match=r"cannot draw ranks .*: expected one or more of the 2 ranks 0\.\.1"):
         SMALL.to_svg(ranks=ranks)
 
 
@@ -151,7 +151,7 @@ def test_a_segment_too_thin_to_see_is_widened_and_that_is_said():
     )
     picture = layout.to_svg()
     assert float(bars(picture)[1][1]["width"]) > 90
-    assert any(text.startswith("S1: wider than to scale") for text in texts(picture))
+    assert any(text.startswith("S1: drawn wider than to scale") for text in texts(picture))
     assert not any(text.startswith("S1: wider") for text in texts(SMALL.to_svg()))
 
 

@@ -5,7 +5,7 @@ import pytest
 from layout_planner import Rows, Whole, plan
 from layout_planner._advice import advise, merged
 from layout_planner._sweep import Options, measure, sweep
-from layout_planner.models import Group, ModelShape, ShapeEntry, load_model
+from layout_planner.models import GroupShape, ModelShape, ShapeEntry, load_model
 
 OPTIONS = Options()
 GPT = load_model("gpt-oss-120b")
@@ -32,7 +32,7 @@ def test_options_reach_the_planner():
     assert experts.planned != measure(GPT, 96, Rows(128), OPTIONS).planned
     one = measure(GPT, 1024, Rows(16), Options(max_segments=1))
     assert one.planned > measure(GPT, 1024, Rows(16), OPTIONS).planned
-    odd = ModelShape("odd", (Group("g", 1, (ShapeEntry("w", (5,)),)),))
+    odd = ModelShape("odd", (GroupShape("g", 1, (ShapeEntry("w", (5,)),)),))
     assert measure(odd, 1, Rows(1), Options(align=64)).planned == 64
 
 
@@ -104,13 +104,13 @@ def test_advice_on_merging_names_padding_and_memory_of_each_choice():
     found = {option["layers_per_group"]: option["padding_ratio"] for option in advice.options}
     assert found[2] == measure(merged(GPT, 2), 1024, Rows(16), OPTIONS).padding()
     assert found[4] < found[2] < found[1]
-    assert "prefer 4 layers a group" in advice.text
+    assert "prefer 4 layers per group" in advice.text
     assert "6.43 GB gathered at once" in advice.text
     assert "25.7 GB gathered at once" in advice.text
 
 
 def test_advice_on_merging_says_when_no_two_layers_are_alike():
-    model = ModelShape("one", (Group("g", 1, (ShapeEntry("w", (64, 8)),)),))
+    model = ModelShape("one", (GroupShape("g", 1, (ShapeEntry("w", (64, 8)),)),))
     (advice,) = advice_on(model, [4], [Whole()])["merged layers"]
     assert advice.text.endswith("no two layers of this model are alike.")
 

@@ -1,9 +1,9 @@
-"""Writes what is generated in this package's README and docs: padding tables, example output, pictures.
+"""Write what is generated in this package's docs: padding tables and pictures.
 
     python tools/write_readme.py            # write
     python tools/write_readme.py --check    # exit 1, naming them, if any are stale
 
-In the README each generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+In a page, each generated section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from layout_planner._sweep import Options, measure, padding_table, plan_group
 from layout_planner._table import markdown, percent
 
 PACKAGE = Path(__file__).resolve().parents[1]
-README = PACKAGE / "README.md"
+PAGE = PACKAGE / "docs" / "padding.md"
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 _AT_A_GLANCE = (8, 64, 256, 512, 1024, 4096)
 _PICTURES = {
@@ -37,7 +37,7 @@ _PICTURES = {
 
 
 def padding() -> str:
-    """What is planned here at a glance, then each model beside the other rules and the bound."""
+    """The padding of this planner at a glance, then each model next to the baselines and the bound."""
     models = [named(name, "stacked") for name in TABLE_MODELS]
     models.insert(TABLE_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
@@ -46,16 +46,22 @@ def padding() -> str:
             found = (measure(model, size, block, Options()) for size in _AT_A_GLANCE)
             rows.append([model.name, str(block), *(percent(one.padding()) for one in found)])
     headers = ("<model", "<block", *(f"{size} ranks" for size in _AT_A_GLANCE))
-    parts = ["Ours, at a glance:", "", markdown(headers, rows), "", "Beside the other rules and the bound:"]
+    lines = [
+        "This planner, at a glance:",
+        "",
+        markdown(headers, rows),
+        "",
+        "Next to the baselines and the bound:",
+    ]
     for model in models:
         table = padding_table(model, world_sizes(TABLE_WORLD_SIZES), blocks(TABLE_BLOCKS), Options())
         summary = f"<summary>{model.name}, {model.numel / 1e9:,.2f} billion parameters</summary>"
-        parts += ["", "<details>", summary, "", table, "", "</details>"]
-    return "\n".join(parts)
+        lines += ["", "<details>", summary, "", table, "", "</details>"]
+    return "\n".join(lines)
 
 
 def layer() -> str:
-    """One layer, the one that a model has most of: padding, the bound that stops it, and how far above it."""
+    """The layer that each model has most of: padding, the argument of the bound, and the gap to it."""
     models = [
         named("gpt-oss-120b", "stacked"),
         *(named("deepseek-v3", how) for how in ("stacked", "separate")),
@@ -82,47 +88,37 @@ def run(command: str) -> str:
     return shown.getvalue().rstrip("\n")
 
 
-def example(command: str) -> str:
-    """A command and its output, as a block of text."""
-    return f"```text\n$ layout-planner {command}\n{run(command)}\n```"
+SECTIONS: dict[str, Callable[[], str]] = {"padding": padding, "layer": layer}
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "padding": padding,
-    "layer": layer,
-    "plan": lambda: example("plan --model gpt-oss-120b --world-size 128 --block rows:32"),
-    "sweep": lambda: example("sweep --model gpt-oss-120b --world-size 256..1024 --block rows:16,rows:128"),
-}
-
-
-def written(readme: str) -> str:
-    """The README with every generated part made anew.
+def written(page: str) -> str:
+    """The page with every generated section up to date.
 
     Raises:
-        ValueError: a part that is not known here, or no padding table.
+        ValueError: an unknown section, or no padding table.
     """
-    names = [match[2] for match in _MARKED.finditer(readme)]
+    names = [match[2] for match in _MARKED.finditer(page)]
     unknown = [name for name in names if name not in SECTIONS]
     if unknown or "padding" not in names:
         raise ValueError(
-            f"{README.name}: generated parts {names}; known are {list(SECTIONS)}, and padding must be there"
+            f"{PAGE.name}: generated sections {names}; known are {list(SECTIONS)}, and padding must be there"
         )
-    return _MARKED.sub(lambda match: f"{match[1]}{SECTIONS[match[2]]()}\n{match[3]}", readme)
+    return _MARKED.sub(lambda match: f"{match[1]}{SECTIONS[match[2]]()}\n{match[3]}", page)
 
 
 def outputs() -> Iterator[tuple[Path, str]]:
-    """Each file that is generated, whole or in part, with what it is to hold."""
-    yield README, written(README.read_text(encoding="utf-8"))
+    """Each file that is generated, all of it or some sections, with its up-to-date content."""
+    yield PAGE, written(PAGE.read_text(encoding="utf-8"))
     for name, chosen in _PICTURES.items():
         yield PACKAGE / "docs" / name, run(f"draw {chosen} -o -") + "\n"
 
 
 def main() -> int:
-    """Write, or with `--check` only compare."""
+    """Write the files, or with `--check` only compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 if something is stale; write nothing")
+    parser.add_argument("--check", action="store_true", help="exit 1 if anything is stale; write nothing")
     check = parser.parse_args().check
     stale = 0
     for path, content in outputs():

@@ -32,21 +32,21 @@ def through_full():
     assert len(record.kinds) == 1
 
 
-def test_full_tensor_gives_the_gradient_of_the_whole():
+def test_full_tensor_gives_the_gradient_of_the_unsharded_tensor():
     run_ranks(3, through_full)
 
 
 def gather_backward_bytes():
     tensor = leaf()
-    whole = tensor.full_tensor()
+    full = tensor.full_tensor()
     with record_collectives() as record:
-        whole.backward(WEIGHTS)
+        full.backward(WEIGHTS)
     assert record.kinds == []
     assert torch.equal(tensor.grad.full_tensor(), WEIGHTS)
     tensor.grad = None
-    whole = tensor.full_tensor(grad_placements=[Partial()])
+    full = tensor.full_tensor(grad_placements=[Partial()])
     with record_collectives() as record:
-        whole.backward(WEIGHTS * (dist.get_rank() + 1))
+        full.backward(WEIGHTS * (dist.get_rank() + 1))
     assert record.kinds == ["all_to_all"]
     assert record.bytes_sent == (24 - tensor.to_local().numel()) * 4
     assert torch.equal(tensor.grad.full_tensor(), WEIGHTS * 6)
@@ -136,7 +136,7 @@ def two_axes():
         assert torch.equal(tensor.grad.full_tensor(), WEIGHTS), placements
 
 
-def test_gradients_of_2d_layouts_are_those_of_the_whole():
+def test_gradients_on_2d_meshes_are_those_of_the_unsharded_tensor():
     run_ranks(4, two_axes)
 
 

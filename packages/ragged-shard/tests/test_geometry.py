@@ -35,7 +35,7 @@ def test_chunks_are_those_of_torch(size, parts):
 
 
 @st.composite
-def layouts(draw):
+def shardings(draw):
     """A shape, a mesh shape and placements that go together, one of them ragged."""
     ranks, others = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     units = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks).filter(any))
@@ -51,7 +51,7 @@ def layouts(draw):
     return tuple(shape), (ranks, others), (RaggedShard(prefix, units), beside)
 
 
-@given(layouts())
+@given(shardings())
 def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(case):
     shape, mesh_shape, placements = case
     geo.validate(placements, mesh_shape, shape)
@@ -67,19 +67,19 @@ def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(cas
     assert (counted == replicas).all()
 
 
-@given(layouts())
-def test_parts_along_an_axis_agree_with_their_boxes(case):
+@given(shardings())
+def test_extents_along_an_axis_agree_with_their_boxes(case):
     shape, mesh_shape, placements = case
     base = geo.shard_box((Replicate(), placements[1]), mesh_shape, shape, (0, 0)).sizes
     index = np.arange(math.prod(base)).reshape(base)
-    for part in geo.axis_parts(base, placements[0], mesh_shape[0]):
+    for part in geo.axis_extents(base, placements[0], mesh_shape[0]):
         elements = [int(i) for box in part.boxes for i in index[box.slices()].reshape(-1)]
         assert elements == list(range(*part.flat))
         assert math.prod(part.shape) == len(elements)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (4, 0, 2)])
-def test_tensors_without_elements_have_empty_parts(shape):
+def test_tensors_without_elements_have_empty_extents(shape):
     placements = (RaggedShard((0,), (1, 1)),)
     geo.validate(placements, (2,), shape)
     for rank in range(2):
@@ -98,41 +98,41 @@ def test_a_0d_tensor_lies_on_one_rank():
 @pytest.mark.parametrize(
     ("placements", "mesh_shape", "shape", "error", "message"),
     [
-        ((RaggedShard((0,), (1, 2)),), (2,), (4, 3), ValueError, "do not divide into sum.local_units.=3"),
+        ((RaggedShard((0,), (1, 2)),), (2,), (4, 3), ValueError, "not divisible by sum.local_units.=3"),
         ((RaggedShard((0,), (1, 1)),), (3,), (4, 3), ValueError, "2 local_units for a mesh axis of 3"),
         ((RaggedShard((0, 1), (1, 1)),), (2,), (4,), ValueError, "of a 1-d tensor"),
         ((RaggedShard((0,), (1, 1)),), (2,), (), ValueError, "of a 0-d tensor"),
         ((RaggedShard((0,), (1, 1)),), (2, 2), (4,), ValueError, "expected 2 placements"),
         ((RaggedShard((0,), (1, 1)), Shard(0)), (2, 2), (4, 4), ValueError, "cut goes through dim 0"),
         ((RaggedShard((0, 1), (1, 3)), Shard(1)), (2, 2), (2, 4), ValueError, "cut goes through dim 1"),
-        ((RaggedShard((0,), (1, 1)), Shard(2)), (2, 2), (4, 4), ValueError, "names no dimension"),
+        ((RaggedShard((0,), (1, 1)), Shard(2)), (2, 2), (4, 4), ValueError, "is outside the dimensions"),
         ((RaggedShard((0,), (1, 1)),) * 2, (2, 2), (4, 4), NotImplementedError, "only one mesh axis"),
         (
             (RaggedShard((0,), (1, 1)), Partial("max")),
             (2, 2),
             (4, 4),
             NotImplementedError,
-            "does not go with",
+            "cannot be combined",
         ),
-        ((StridedRaggedShard((0,), (1, 1), 2), Replicate()), (2, 2), (4, 4), ValueError, "make no parts"),
+        ((StridedRaggedShard((0,), (1, 1), 2), Replicate()), (2, 2), (4, 4), ValueError, "make no slices"),
         ((StridedRaggedShard((0,), (1, 1), 4), Shard(0)), (2, 2), (8, 4), ValueError, "split_factor=4"),
-        ((StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (2, 2), (6, 4), ValueError, "in the part at"),
+        ((StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (2, 2), (6, 4), ValueError, "in the slice at"),
     ],
     ids=str,
 )
-def test_layouts_that_mean_nothing_raise(placements, mesh_shape, shape, error, message):
+def test_placements_that_do_not_fit_raise(placements, mesh_shape, shape, error, message):
     with pytest.raises(error, match=message):
         geo.validate(placements, mesh_shape, shape)
 
 
-def test_a_shard_on_an_axis_to_the_left_cuts_first_so_a_plain_ragged_cut_is_made_inside_its_parts():
+def test_a_shard_on_an_axis_to_the_left_cuts_first_so_a_plain_ragged_cut_is_made_inside_its_slices():
     placements = (Shard(0), RaggedShard((0,), (1, 2)))
     geo.validate(placements, (2, 2), (12, 2))
     regions = [geo.region(placements, (2, 2), (12, 2), (i, j)) for i in range(2) for j in range(2)]
     assert [(r.boxes()[0].offsets[0], r.local_shape[0]) for r in regions] == [(0, 2), (2, 4), (6, 2), (8, 4)]
-    with pytest.raises(ValueError, match=r"do not divide into sum.local_units.=3 .*|in the part at"):
+    with pytest.raises(ValueError, match=r"not divisible by sum.local_units.=3; |in the slice at"):
         geo.validate(placements, (2, 2), (8, 2))
-    with pytest.raises(ValueError, match="to its right make no parts"):
+    with pytest.raises(ValueError, match="to its right make no slices"):
         geo.validate((Shard(0), StridedRaggedShard((0,), (1, 1), 2)), (2, 2), (12, 2))
 
 

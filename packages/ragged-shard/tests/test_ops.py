@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._ops.registry import HANDLERS
@@ -37,13 +38,13 @@ def spread(tensor, placements=(RAGGED,), mesh_shape=None):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def same(ragged, wanted, what, layout=None):
+def same(ragged, wanted, what, sharding=None):
     if not isinstance(wanted, torch.Tensor):
         assert ragged == wanted, what
         return
     assert isinstance(ragged, RaggedDTensor), what
-    if layout is not None:
-        assert ragged.placements == layout, what
+    if sharding is not None:
+        assert ragged.placements == sharding, what
     assert ragged.shape == wanted.shape, what
     assert ragged.dtype == ragged.to_local().dtype == wanted.dtype, what
     torch.testing.assert_close(ragged.full_tensor(), wanted, rtol=0, atol=0, equal_nan=True, msg=str(what))
@@ -206,7 +207,7 @@ def foreach_lists():
     same(rxs[0], torch.zeros(SHAPE), "zero")
 
 
-def test_foreach_ops_follow_each_tensors_own_layout():
+def test_foreach_ops_follow_each_tensors_own_placements():
     run_ranks(3, foreach_lists)
 
 
@@ -227,7 +228,7 @@ def mixed_lists():
     norms = torch._foreach_norm([theirs, spread(y)])
     values = [n.full_tensor().item() for n in norms]
     assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
-    with pytest.raises(ValueError, match="different layouts"):
+    with pytest.raises(ValueError, match="different shardings"):
         torch._foreach_add_([spread(x)], [theirs])
 
 
@@ -514,14 +515,14 @@ def foreign_operands():
         ):
             if operand is theirs and not SUBCLASSES_DTENSOR and call is first_operand:
                 continue  # torch < 2.12: a DTensor as the first operand never asks the second; torch itself raises
-            with pytest.raises(ValueError, match=r"different layouts|not laid out like") as caught:
+            with pytest.raises(ValueError, match=r"different shardings|not distributed like") as caught:
                 call(operand)
             assert "(3, 0, 1)" in str(caught.value)
-    with pytest.raises(ValueError, match=r"plain tensor of shape \(4, 3, 2\) beside a ragged one"):
+    with pytest.raises(ValueError, match=r"plain tensor of shape \(4, 3, 2\) together with a ragged one"):
         rx + x
     with pytest.raises(ValueError, match="plain tensor"):
         rx.copy_(x)
-    with pytest.raises(ValueError, match="writes an operand that is not laid out"):
+    with pytest.raises(ValueError, match="writes an operand that is not distributed"):
         torch.tensor(1.0).add_(spread(torch.ones(()), [RaggedShard((), (1, 0, 0))]))
     with pytest.raises(ValueError, match="does not broadcast"):
         rx + DTensor.from_local(torch.ones(5), rx.device_mesh, [Replicate()])
@@ -530,7 +531,7 @@ def foreign_operands():
     same(rx, x, "nothing was written")
 
 
-def test_operands_in_another_layout_raise_with_both_layouts():
+def test_operands_with_other_placements_raise_with_both_shardings():
     run_ranks(3, foreign_operands)
 
 
@@ -591,5 +592,32 @@ def beyond_ragged():
     assert torch.equal(torch.stack([replicated.sum(), replicated.sum()]).full_tensor(), x.sum().repeat(2))
 
 
-def test_once_redistributed_to_torchs_layouts_torchs_ops_work():
+def test_once_redistributed_to_torchs_placements_torchs_ops_work():
     run_ranks(3, beyond_ragged)
+
+
+def with_plain_tensors():
+    x, y = plain(), plain() * 2
+    rx, row = spread(x), torch.tensor([3.0, 5.0])
+    assert rx.shape[-1] == 2
+    for call in (lambda a, b: a + b, lambda a, b: b - a, torch.maximum):
+        with pytest.raises(ValueError, match="implicit_replication"):
+            call(rx, y)
+        for plain_operand in (y, row, torch.tensor(4.0)):
+            with implicit_replication():
+                same(call(rx, plain_operand), call(x, plain_operand), "implicit")
+    with implicit_replication():
+        same(torch.where(rx > y, rx, row), torch.where(x > y, x, row), "implicit")
+        same(torch._foreach_add([rx], [y])[0], x + y, "implicit")
+        same(torch._foreach_mul([rx, x], [y, y])[0], x * y, "implicit")
+        rx.mul_(y)
+        with pytest.raises(ValueError, match="does not broadcast"):
+            rx + torch.ones(7)
+    same(rx, x * y, "implicit")
+    with implicit_replication():
+        rx.copy_(x)
+    same(rx, x, "implicit")
+
+
+def test_implicit_replication_takes_plain_tensors_to_be_the_same_on_all_ranks():
+    run_ranks(3, with_plain_tensors)

@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def placements_of(ranks, two_d=False):
-    """One layout for each shape: uneven, empty shares, several prefix dims, one holder."""
+    """One sharding for each shape: uneven, empty shares, several prefix dims, one holder."""
     units = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}[ranks]
     hot = (0,) * (ranks - 1) + (1,)
     found = [

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Shard
 from ragged_shard import RaggedShard, StridedRaggedShard
 
 
-def test_units_are_kept_in_lowest_terms_so_equal_layouts_are_equal_and_hash_alike():
+def test_shares_are_kept_in_lowest_terms_so_equal_placements_are_equal_and_hash_alike():
     a, b = RaggedShard((0,), (2, 4, 0, 2)), RaggedShard([0], [1, 2, 0, 1])
     assert a == b
     assert hash(a) == hash(b)
@@ -44,34 +44,42 @@ def test_a_placement_is_frozen():
         RaggedShard((0,), (1, 1)).dims = (1,)
 
 
-def test_a_placement_is_a_torch_placement_but_none_of_torchs_own_kinds():
+def test_a_placement_is_no_kind_that_torch_handles():
     placement = RaggedShard((0,), (1, 1))
     assert isinstance(placement, Placement)
-    assert not isinstance(placement, Shard)
     assert [placement.is_shard(), placement.is_replicate(), placement.is_partial()] == [False] * 3
+
+
+@pytest.mark.parametrize("placement", [RaggedShard((0,), (1, 1)), StridedRaggedShard((0,), (1, 1))])
+def test_torch_finds_a_shard_whose_dim_raises_with_the_way_out(placement):
+    assert isinstance(
+        placement, Shard
+    )  # so torch asks for its dim, and does not pass over an unknown placement
+    with pytest.raises(NotImplementedError, match=r"RaggedShard\(.*ragged_shard.distribute_tensor"):
+        placement.dim  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("dims", "units", "error", "message"),
     [
-        ((1,), (1, 1), ValueError, "no prefix"),
-        ((0, 2), (1, 1), ValueError, "no prefix"),
-        ((1, 0), (1, 1), ValueError, "no prefix"),
-        ((-1,), (1, 1), ValueError, "no prefix"),
+        ((1,), (1, 1), ValueError, "not a prefix"),
+        ((0, 2), (1, 1), ValueError, "not a prefix"),
+        ((1, 0), (1, 1), ValueError, "not a prefix"),
+        ((-1,), (1, 1), ValueError, "not a prefix"),
         ((0,), (), ValueError, "one share >= 0 for each rank"),
         ((0,), (0, 0), ValueError, "at least one > 0"),
         ((0,), (1, -1), ValueError, "one share >= 0"),
-        ((), (1, 1), ValueError, "nothing to cut"),
+        ((), (1, 1), ValueError, "no dimension to cut"),
         (0, (1, 1), TypeError, "sequence of integers"),
         ((0,), (1.5, 1), TypeError, "sequence of integers"),
     ],
 )
-def test_bad_dims_and_units_raise(dims, units, error, message):
+def test_bad_dims_and_shares_raise(dims, units, error, message):
     with pytest.raises(error, match=message):
         RaggedShard(dims, units)
 
 
-def test_a_strided_placement_needs_at_least_two_parts():
+def test_a_strided_placement_needs_at_least_two_slices():
     with pytest.raises(ValueError, match="at least 2"):
         StridedRaggedShard((0,), (1, 1), split_factor=1)
 

@@ -43,7 +43,7 @@ def ragged(draw, shape, ranks):
 
 @st.composite
 def chains(draw):
-    """A tensor and the layouts that it passes through, on a 1-D mesh."""
+    """A tensor and the shardings that it passes through, on a 1-D mesh."""
     ranks = draw(st.integers(1, 4))
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 6, 12]), max_size=3)))
     dtype = draw(st.sampled_from(DTYPES))
@@ -132,5 +132,5 @@ def arithmetic(shape, dtype, mesh_shape, steps):
 
 @RANKS
 @given(chains())
-def test_ops_and_reductions_of_any_ragged_tensor_are_those_of_the_whole(case):
+def test_ops_and_reductions_of_any_ragged_tensor_are_those_of_the_unsharded_tensor(case):
     run_ranks(math.prod(case[2]), arithmetic, *case)

@@ -32,14 +32,14 @@ def in_place_and_norms():
         torch.testing.assert_close(got, torch.linalg.vector_norm(FULL, dim=dim))
 
 
-def test_in_place_add_and_norms_whole_and_along_each_dim():
+def test_in_place_add_and_norms_of_all_elements_and_along_each_dim():
     run_ranks(4, in_place_and_norms)
 
 
 def forward_backward():
     tensor = ragged().requires_grad_()
-    whole = tensor.redistribute(placements=[Replicate()])
-    local = whole.to_local()
+    full = tensor.redistribute(placements=[Replicate()])
+    local = full.to_local()
     assert torch.equal(local, FULL)
     with record_collectives() as record:
         local.backward(FULL * 3)
@@ -78,13 +78,13 @@ def two_axes(mesh_shape):
     full = torch.arange(24.0 * 8).view(24, 8)
     ranks, parts = mesh_shape
     units = [1, 2, 0, 1][:ranks] if ranks > 1 else [1]
-    layouts = [(RaggedShard((0,), units), Shard(1))]
+    shardings = [(RaggedShard((0,), units), Shard(1))]
     if parts > 1:
-        layouts.append((StridedRaggedShard((0,), units, parts), Shard(0)))
+        shardings.append((StridedRaggedShard((0,), units, parts), Shard(0)))
     if parts > 1 and ranks > 1:
         with pytest.raises(ValueError, match="use StridedRaggedShard"):
             distribute_tensor(full, mesh, [RaggedShard((0,), [1] * ranks), Shard(0)])
-    for placements in layouts:
+    for placements in shardings:
         tensor = distribute_tensor(full, mesh, placements)
         assert torch.equal(tensor.full_tensor(), full)
         back = tensor.redistribute(placements=[Replicate(), placements[1]]).redistribute(
@@ -100,7 +100,7 @@ def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
 
 def not_silent():
     tensor = ragged()
-    with pytest.raises(ValueError, match="do not divide"):  # kept 42 of 48 elements
+    with pytest.raises(ValueError, match="not divisible"):  # kept 42 of 48 elements
         tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 3, 1))])
     for wrong in (
         lambda: tensor.t(),
@@ -144,7 +144,7 @@ def not_wasteful():
     for name, (source, target) in {
         "Partial -> Ragged": (pending, UNEVEN),
         "Ragged -> Shard": (tensor, Shard(0)),
-        "equal layouts": (tensor, RaggedShard((0,), (2, 10, 0, 4))),
+        "equal shardings": (tensor, RaggedShard((0,), (2, 10, 0, 4))),
     }.items():
         with record_collectives() as record:
             source.redistribute(placements=[target])
@@ -153,7 +153,7 @@ def not_wasteful():
     assert costs["Partial -> Ragged"] == (["all_to_all"], total - own)
     assert costs["Ragged -> Shard"][0] == ["all_to_all"]
     assert costs["Ragged -> Shard"][1] <= own
-    assert costs["equal layouts"] == ([], 0)
+    assert costs["equal shardings"] == ([], 0)
     replicated = tensor.redistribute(placements=[Replicate()])
     part = replicated.redistribute(placements=[UNEVEN]).to_local()
     assert part.untyped_storage().nbytes() == own
@@ -165,6 +165,6 @@ def test_nothing_is_sent_or_kept_without_need():
     run_ranks(4, not_wasteful)
 
 
-def test_units_that_mean_the_same_are_the_same():
+def test_shares_with_the_same_ratios_are_equal():
     for a, b in itertools.product((1, 2, 3), repeat=2):
         assert RaggedShard((0,), (a, 2 * a)) == RaggedShard((0,), (b, 2 * b))

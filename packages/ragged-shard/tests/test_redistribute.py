@@ -1,4 +1,4 @@
-"""Every pair of layouts, on 1-D meshes and on each axis of 2-D ones, against the full tensor; and the bytes sent."""
+"""Every pair of shardings, on 1-D meshes and on each axis of 2-D ones, against the full tensor; and the bytes sent."""
 
 import itertools
 import math
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ragged_shard import (
     RaggedDTensor,
@@ -23,11 +25,11 @@ OTHER_UNITS = {1: (1,), 2: (5, 1), 3: (1, 4, 1), 4: (0, 6, 0, 0)}
 SHAPES = [(12,), (4, 6), (4, 3, 2), (8, 1, 3)]
 
 
-def whole(shape, dtype=torch.float32):
+def full_of(shape, dtype=torch.float32):
     return (torch.arange(math.prod(shape)) % 120 + 1).view(shape).to(dtype)
 
 
-def layouts(shape, ranks):
+def shardings(shape, ranks):
     found = [Replicate(), Partial("sum"), Partial("avg"), Shard(0)]
     found += [Shard(d) for d in range(1, len(shape))]
     for dims in range(1, len(shape) + 1):
@@ -39,14 +41,14 @@ def layouts(shape, ranks):
 
 
 def place(full, mesh, placements):
-    """A tensor of any layout with the values of ``full``, made without the code under test where torch can."""
+    """A tensor of any sharding with the values of ``full``, made without the code under test where torch can."""
     start = RaggedDTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, shape=full.shape)
     return start.redistribute(placements=placements)
 
 
 def check_pairs(mesh_shape, shape, choices):
     mesh = init_device_mesh("cpu", mesh_shape)
-    full = whole(shape)
+    full = full_of(shape)
     for source, target in choices:
         tensor = place(full, mesh, source)
         moved = tensor.redistribute(placements=target)
@@ -60,12 +62,12 @@ def check_pairs(mesh_shape, shape, choices):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_pair_of_layouts_on_a_1d_mesh_keeps_the_full_tensor(ranks, shape):
-    pairs = [([a], [b]) for a, b in itertools.product(layouts(shape, ranks), repeat=2)]
+def test_each_pair_of_placements_on_a_1d_mesh_keeps_the_full_tensor(ranks, shape):
+    pairs = [([a], [b]) for a, b in itertools.product(shardings(shape, ranks), repeat=2)]
     run_ranks(ranks, check_pairs, (ranks,), shape, pairs)
 
 
-def two_axis_layouts(shape, ragged_ranks):
+def two_axis_shardings(shape, ragged_ranks):
     units = UNITS[ragged_ranks]
     found = []
     for dims in range(1, len(shape)):
@@ -80,10 +82,10 @@ def two_axis_layouts(shape, ragged_ranks):
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 3), (3, 1), (4, 1)], ids=str)
 @pytest.mark.parametrize("ragged_first", [True, False], ids=["ragged-other", "other-ragged"])
-def test_each_pair_of_layouts_on_a_2d_mesh_keeps_the_full_tensor(mesh_shape, ragged_first):
+def test_each_pair_of_placements_on_a_2d_mesh_keeps_the_full_tensor(mesh_shape, ragged_first):
     shape = (4, 6, 3)
     axis = 0 if ragged_first else 1
-    ragged = two_axis_layouts(shape, mesh_shape[axis])
+    ragged = two_axis_shardings(shape, mesh_shape[axis])
     if not ragged_first:
         ragged = [(b, a) for a, b in ragged]
     plain = list(itertools.product([Replicate(), Partial("sum"), Shard(0), Shard(1), Shard(2)], repeat=2))
@@ -93,7 +95,7 @@ def test_each_pair_of_layouts_on_a_2d_mesh_keeps_the_full_tensor(mesh_shape, rag
 
 def strided_case(mesh_shape, shape):
     mesh = init_device_mesh("cpu", mesh_shape)
-    full = whole(shape)
+    full = full_of(shape)
     ranks, parts = mesh_shape
     ragged = StridedRaggedShard((0,), UNITS[ranks], split_factor=parts)
     tensor = distribute_tensor(full, mesh, [ragged, Shard(0)])
@@ -135,14 +137,14 @@ def left_of_ragged():
     check_pairs((2, 2), shape, pairs)
 
 
-def test_a_ragged_cut_inside_the_parts_of_a_shard_to_its_left_keeps_the_full_tensor():
+def test_a_ragged_cut_inside_the_slices_of_a_shard_to_its_left_keeps_the_full_tensor():
     run_ranks(4, left_of_ragged)
 
 
 def moved_bytes(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     rank = dist.get_rank()
-    full = whole((12, 5))
+    full = full_of((12, 5))
     itemsize = full.element_size()
     total = full.numel() * itemsize
 
@@ -192,7 +194,7 @@ def test_redistribute_moves_only_bytes_that_change_rank(ranks):
 
 def shard_d_bytes(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
-    full = whole((4, 6, 5))
+    full = full_of((4, 6, 5))
     rank = dist.get_rank()
     units = {2: (1, 3), 3: (1, 2, 1), 4: (1, 0, 2, 1)}[ranks]
     rows = dict(enumerate(torch.arange(4).split([u * 4 // sum(units) for u in units])))
@@ -219,7 +221,7 @@ def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank(ranks):
 
 def hsdp_bytes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    full = whole((8, 5))
+    full = full_of((8, 5))
     ragged = RaggedShard((0,), (1, 3))
     pending = place(full, mesh, [Partial(), ragged])
     own = pending.to_local().numel() * 4
@@ -243,7 +245,7 @@ def test_hsdp_reduces_the_shard_over_replicas_and_gathers_over_shards_only():
 
 def replicate_to_ragged_memory():
     mesh = init_device_mesh("cpu", (3,))
-    full = whole((6, 4))
+    full = full_of((6, 4))
     tensor = place(full, mesh, [RaggedShard((0,), (1, 2, 3))])
     local = tensor.to_local()
     assert local.untyped_storage().nbytes() == local.numel() * 4
@@ -256,7 +258,7 @@ def test_replicate_to_ragged_does_not_keep_the_full_storage():
 
 def async_case():
     mesh = init_device_mesh("cpu", (3,))
-    full = whole((6, 4)).requires_grad_()
+    full = full_of((6, 4)).requires_grad_()
     tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))])
     handles = [
         tensor.redistribute(placements=[p], async_op=True)
@@ -276,12 +278,14 @@ def test_async_redistributions_in_flight_together_give_the_same_tensors():
 
 def from_torch():
     mesh = init_device_mesh("cpu", (3,))
-    full = whole((7, 4))
+    full = full_of((7, 4))
     for placement in (Shard(0), Shard(1), Replicate()):
         theirs = DTensor.from_local(full, mesh, [Replicate()]).redistribute(placements=[placement])
         ours = redistribute(theirs, placements=[RaggedShard((0,), (1, 5, 1))])
         assert torch.equal(ours.full_tensor(), full)
-        with pytest.raises(NotImplementedError, match="Use ragged_shard's redistribute"):
+        with pytest.raises(
+            NotImplementedError, match=r"Use ragged_shard\.distribute_tensor, distribute_like, redistribute"
+        ):
             theirs.redistribute(placements=[RaggedShard((0,), (1, 5, 1))])
 
 
@@ -291,27 +295,30 @@ def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to(
 
 def claims():
     mesh = init_device_mesh("cpu", (3,))
-    ragged = [RaggedShard((0,), (1, 2, 3))]
-    liar = DTensor.from_local(torch.zeros(6, 2), mesh, ragged, shape=torch.Size([6, 2]), stride=(2, 1))
-    for op in (
-        lambda: liar + 1,
-        lambda: liar.detach(),
-        lambda: torch.nn.Parameter(liar),
-        lambda: liar.clone(),
-    ):
-        with pytest.raises(NotImplementedError, match="torch does not understand"):
-            op()
-    with pytest.raises(TypeError, match="was not made by this package"):
-        redistribute(liar, placements=[Replicate()])
+    ragged = RaggedShard((0,), (1, 2, 3))
+    for placements in ([ragged], [ragged, Replicate()], [Shard(1), ragged]):
+        on = (
+            mesh
+            if len(placements) == 1
+            else init_device_mesh("cpu", (3, 1) if placements[0] is ragged else (1, 3))
+        )
+        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+            DTensor.from_local(torch.zeros(6, 2), on, placements, shape=torch.Size([6, 2]), stride=(2, 1))
+        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+            DTensor.from_local(torch.zeros(6, 2), on, placements)
+        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+            DTensorSpec(on, tuple(placements))
+        with pytest.raises(NotImplementedError, match="load_full_state_dict"):
+            torch_distribute_tensor(torch.zeros(6, 2), on, placements)
 
 
-def test_a_plain_dtensor_that_claims_a_ragged_placement_is_refused():
+def test_a_plain_dtensor_cannot_be_made_with_a_ragged_placement():
     run_ranks(3, claims)
 
 
 def dtypes_case(dtype):
     mesh = init_device_mesh("cpu", (3,))
-    full = whole((6, 4), dtype) if dtype != torch.bool else whole((6, 4)) % 3 == 0
+    full = full_of((6, 4), dtype) if dtype != torch.bool else full_of((6, 4)) % 3 == 0
     choices = [Replicate(), RaggedShard((0,), (1, 2, 3)), RaggedShard((0, 1), (1, 0, 11))]
     if dtype != torch.int16:  # gloo's all_gather, which torch uses for Shard, does not know it
         choices += [Shard(0), Shard(1)]
@@ -344,13 +351,13 @@ def float8_case():
 
 def refusals():
     mesh = init_device_mesh("cpu", (2,))
-    tensor = place(whole((4, 3)), mesh, [RaggedShard((0,), (1, 1))])
+    tensor = place(full_of((4, 3)), mesh, [RaggedShard((0,), (1, 1))])
     with pytest.raises(ValueError, match="needs placements"):
         tensor.redistribute()
     other = init_device_mesh("cpu", (1, 2))
     with pytest.raises(ValueError, match="within a mesh"):
         tensor.redistribute(other, [RaggedShard((0,), (1, 1))])
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="not divisible"):
         tensor.redistribute(placements=[RaggedShard((0,), (1, 2))])
     with pytest.raises(ValueError, match="3 local_units for a mesh axis of 2"):
         tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 1))])
@@ -358,10 +365,60 @@ def refusals():
         tensor.redistribute(placements=[Replicate(), Replicate()])
     with pytest.raises(NotImplementedError, match="Partial"):
         tensor.redistribute(placements=[Partial("max")])
-    integers = place(whole((4, 3), torch.int64), mesh, [RaggedShard((0,), (1, 1))])
+    integers = place(full_of((4, 3), torch.int64), mesh, [RaggedShard((0,), (1, 1))])
     with pytest.raises(TypeError, match="floating point"):
         integers.redistribute(placements=[Partial("avg")])
 
 
-def test_redistributions_that_mean_nothing_raise():
+def test_redistributions_that_are_not_defined_raise():
     run_ranks(2, refusals)
+
+
+@pytest.mark.parametrize("mesh_shape", [(3, 1), (1, 3), (1, 1), (2, 1)], ids=str)
+def test_a_mesh_axis_of_size_1_cuts_nothing(mesh_shape):
+    """Also not where Shard(d) would cross the ragged cut on a larger axis, as TP of degree 1 does."""
+    shape, pairs = (4, 6, 3), []
+    for axis in (0, 1):
+        others = (
+            [Replicate(), Partial("sum"), Shard(0), Shard(1), Shard(2)] if mesh_shape[1 - axis] == 1 else []
+        )
+        ragged = [RaggedShard(prefix, UNITS[mesh_shape[axis]]) for prefix in ((0,), (0, 1), (0, 1, 2))]
+        pairs += [(a, b) if axis == 0 else (b, a) for a in ragged for b in others]
+    pairs = [
+        pair
+        for pair in pairs
+        if math.prod(shape[: len(ragged_of(pair).dims)]) % ragged_of(pair).total_units == 0
+    ]
+    plain = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Partial("sum"))]
+    both = list(itertools.product(pairs, pairs + plain)) + list(itertools.product(plain, pairs))
+    run_ranks(math.prod(mesh_shape), check_pairs, mesh_shape, shape, both, timeout=120)
+
+
+def ragged_of(placements):
+    return next(p for p in placements if isinstance(p, RaggedShard))
+
+
+def one_axis_of_size_1():
+    full = full_of((4, 6))
+    param = distribute_tensor(full, init_device_mesh("cpu", (2, 1)), [RaggedShard((0,), (3, 1)), Shard(0)])
+    with record_collectives() as record:
+        rows = param.sum(dim=1)
+        assert rows.placements == (RaggedShard((0,), (3, 1)), Shard(0))
+        sums = param.mean(dim=1, keepdim=True) * 6
+        assert sums.placements == rows.placements
+        doubled = (param + param).redistribute(placements=[RaggedShard((0,), (3, 1)), Replicate()])
+        columns = distribute_tensor(
+            full, param.device_mesh, [RaggedShard((0,), (3, 1)), Shard(1)], src_data_rank=None
+        )
+        by_row = columns.amax(dim=1)
+        assert by_row.placements == (RaggedShard((0,), (3, 1)), Replicate())
+    assert record.events == []
+    assert torch.equal(rows.full_tensor(), full.sum(1))
+    assert torch.equal(sums.full_tensor(), full.sum(1, keepdim=True))
+    assert torch.equal(doubled.full_tensor(), 2 * full)
+    assert torch.equal(by_row.full_tensor(), full.amax(1))
+    assert torch.equal(param.sum(dim=0).full_tensor(), full.sum(0))
+
+
+def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
+    run_ranks(2, one_axis_of_size_1)

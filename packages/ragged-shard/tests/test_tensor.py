@@ -97,7 +97,7 @@ def metadata_once():
     mesh = init_device_mesh("cpu", (2,))
     parts = [torch.zeros(2 * (1 + 2 * dist.get_rank()), 3) for _ in range(2)]
     a, b = (RaggedDTensor.from_local(p, mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3)) for p in parts)
-    assert a._layout is b._layout
+    assert a._sharding is b._sharding
     assert a._spec is b._spec
     count, start = 300, time.perf_counter()
     for _ in range(count):
@@ -156,13 +156,17 @@ def wrong_everywhere():
     halves = [RaggedShard((0,), (1, 1))]
     good = torch.zeros(2, 3)
     cases = [
-        ({"local": torch.zeros(3, 3)}, ValueError, r"shape \(3, 3\), but .* a part of shape \(2, 3\)"),
-        ({"local": torch.zeros(6)}, ValueError, r"a part of shape \(2, 3\)"),
+        (
+            {"local": torch.zeros(3, 3)},
+            ValueError,
+            r"shape \(3, 3\), but .* a local tensor of shape \(2, 3\)",
+        ),
+        ({"local": torch.zeros(6)}, ValueError, r"a local tensor of shape \(2, 3\)"),
         ({"local": torch.zeros(3, 2).t()}, ValueError, "not contiguous; pass"),
         ({"stride": (1, 4)}, ValueError, r"not contiguous for shape \(4, 3\)"),
         ({"stride": (1,)}, ValueError, "for a 2-d shape"),
         ({"device_mesh": "cpu"}, TypeError, "expected a DeviceMesh"),
-        ({"shape": (5, 3)}, ValueError, "do not divide"),
+        ({"shape": (5, 3)}, ValueError, "not divisible"),
         ({"placements": halves * 2}, ValueError, "expected 1 placements"),
         ({"local": DTensor.from_local(good, mesh, [Replicate()])}, TypeError, "plain tensor"),
     ]
@@ -180,7 +184,7 @@ def wrong_everywhere():
         distribute_tensor(good, mesh, halves, src_data_rank=5)
 
 
-def test_what_means_nothing_raises_with_what_was_found_and_expected():
+def test_bad_arguments_raise_with_what_was_found_and_expected():
     run_ranks(2, wrong_everywhere)
 
 
@@ -197,7 +201,7 @@ def make_wrongly(which, odd):
         return RaggedDTensor.from_local(local, mesh, ragged, shape=(4, 3), check=True)
     if which == "units":
         ragged = [RaggedShard((0,), (2, 1, 1) if odd else (1, 1, 2))]
-    elif which == "units that do not divide":
+    elif which == "shares that do not divide":
         ragged = [RaggedShard((0,), (2, 1, 2) if odd else (1, 1, 2))]
     return distribute_tensor(torch.zeros(5 if odd and which == "full shape" else 4, 3), mesh, ragged)
 
@@ -208,7 +212,9 @@ def wrong_on_one(which):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("which", ["local shape", "dtype", "units", "units that do not divide", "full shape"])
+@pytest.mark.parametrize(
+    "which", ["local shape", "dtype", "units", "shares that do not divide", "full shape"]
+)
 def test_what_is_wrong_on_one_rank_only_raises_on_every_rank(which):
     messages = run_ranks(3, wrong_on_one, which, timeout=20)
     assert all(messages)
@@ -220,7 +226,7 @@ def foreign_mesh():
     tensor = distribute_tensor(torch.arange(8.0), half, [RaggedShard((0,), (1, 3))])
     other = distribute_tensor(torch.arange(8.0), everyone, [RaggedShard((0,), (1, 1, 1, 1))])
     assert torch.equal(tensor.full_tensor(), torch.arange(8.0))
-    with pytest.raises(ValueError, match="different layouts"):
+    with pytest.raises(ValueError, match="different shardings"):
         tensor + other
 
 
@@ -262,7 +268,7 @@ def copies(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_deepcopy_gives_a_tensor_of_its_own_in_the_same_layout(ranks):
+def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements(ranks):
     run_ranks(ranks, copies, ranks)
 
 
@@ -338,7 +344,7 @@ def partial_sources():
     assert torch.equal(tensor.to_local(), full[:1] if dist.get_rank() % 2 == 0 else full[1:])
 
 
-def test_hsdp_layouts_are_made_from_a_full_tensor():
+def test_hsdp_placements_are_made_from_a_full_tensor():
     run_ranks(4, partial_sources)
 
 
@@ -359,3 +365,20 @@ def data():
 
 def test_data_can_be_written_and_replaced():
     run_ranks(3, data)
+
+
+def addresses():
+    mesh = init_device_mesh("cpu", (3,))
+    buffer = torch.zeros(40)
+    rows = [(2, 5), (0, 5), (1, 5)][dist.get_rank()]
+    local = buffer[3 : 3 + rows[0] * 5].view(rows)
+    tensor = RaggedDTensor.from_local(local, mesh, [RaggedShard((0,), (2, 0, 1))], shape=(3, 5))
+    wanted = 0 if dist.get_rank() == 1 else buffer.data_ptr() + 3 * 4
+    assert tensor.data_ptr() == tensor.to_local().data_ptr() == wanted
+    assert torch.nn.Parameter(tensor).data_ptr() == tensor.detach().data_ptr() == wanted
+    if rows[0]:
+        assert tensor.clone().data_ptr() not in (0, wanted)
+
+
+def test_data_ptr_is_the_address_of_the_local_tensor():
+    run_ranks(3, addresses)

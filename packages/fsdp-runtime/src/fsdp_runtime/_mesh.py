@@ -175,7 +175,7 @@ def take_apart(
             "pass the mesh dimension over which data are parallel"
         )
     for placement in placements:
-        if not isinstance(placement, (Shard, Replicate)):
+        if type(placement) not in (Shard, Replicate):
             raise ValueError(
                 f"{name} is {placement} over {mesh}; fully_shard combines with Shard and Replicate there: "
                 "redistribute it first"

@@ -2,11 +2,19 @@
 
 from layout_planner._blocks import Block, BlockGrid, Elements, Rows, Tile, Whole, parse_block
 from layout_planner._bound import Bound
-from layout_planner._layout import Layout, Segment
+from layout_planner._layout import Layout
 from layout_planner._plan import plan
+from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner.checkpoints import read_checkpoint
-from layout_planner.models import Group, ModelShape, ShapeEntry, load_model, model_names, separate_experts
+from layout_planner.models import (
+    GroupShape,
+    ModelShape,
+    ShapeEntry,
+    load_model,
+    model_names,
+    separate_experts,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -14,7 +22,7 @@ __all__ = [
     "BlockGrid",
     "Bound",
     "Elements",
-    "Group",
+    "GroupShape",
     "Layout",
     "ModelShape",
     "Rows",

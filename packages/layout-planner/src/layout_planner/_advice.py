@@ -1,11 +1,11 @@
-"""What to change so that less is padded: computed by planning the alternatives, not by rules of thumb.
+"""What to change to pad less, found by planning the alternatives rather than by rules of thumb.
 
-Four questions, each answered with numbers, at the largest world size that was swept:
+Four kinds of alternatives, each with its numbers, at the largest world size of the sweep:
 
 * other world sizes nearby,
-* smaller shard groups under HSDP, where the divisors of the world size are shard groups and the rest replicas,
+* smaller shard groups under HSDP: divisors of the world size, with the remaining factor as replicas,
 * other block sizes,
-* several neighbouring layers gathered as one group, which moves fewer and larger buffers.
+* several neighbouring layers gathered as one group, which means fewer and larger buffers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from layout_planner._blocks import Block, Rows
 from layout_planner._sweep import BF16, Measure, Options, measure
 from layout_planner._table import percent, size
-from layout_planner.models import Group, ModelShape, ShapeEntry
+from layout_planner.models import GroupShape, ModelShape, ShapeEntry
 
 _NODE = 8  # ranks; world sizes proposed are whole nodes
 _NEARBY = 48  # world sizes tried around the largest one
-_FINE = 0.01  # padding that is not worth a change
+_FINE = 0.01  # padding too small to be worth a change
 _MERGED = (2, 4)  # layers in one group
 
 
@@ -29,7 +29,7 @@ class Advice:
     Attributes:
         topic: "world size", "shard group", "block" or "merged layers".
         text: a sentence with the numbers.
-        options: the alternatives that were planned, each with its padding ratio, the best first.
+        options: the alternatives that were planned, each with its padding ratio, best first.
     """
 
     topic: str
@@ -42,11 +42,11 @@ class Advice:
 
 
 def advise(model: ModelShape, measures: Sequence[Measure], options: Options) -> Iterator[Advice]:
-    """Advice on a sweep of this model, one after another as each is ready.
+    """Advice on a sweep of this model; each piece is yielded as soon as it is ready.
 
     Args:
-        model: what was swept.
-        measures: the sweep, at least one.
+        model: the model of the sweep.
+        measures: the results of the sweep, at least one.
         options: how it was planned.
     """
     world_size = max(found.world_size for found in measures)
@@ -119,7 +119,7 @@ def _on_shard_groups(model: ModelShape, largest: Measure, options: Options) -> A
         )
         shown = [m for m in found[1:4] if m not in fine[:1]]
     if shown:
-        text += "; beside it " + " and ".join(_group(m, world_size) for m in shown)
+        text += "; next to it " + " and ".join(_group(m, world_size) for m in shown)
     best = sorted(found, key=lambda m: (m.padding(), -m.world_size))
     return Advice("shard group", text + ".", tuple(_option(m) for m in best[:8]))
 
@@ -130,7 +130,7 @@ def _group(found: Measure, world_size: int) -> str:
 
 
 def _cost(found: Measure) -> str:
-    return f"{percent(found.padding())}, {size(found.bytes_per_rank)} a rank"
+    return f"{percent(found.padding())}, {size(found.bytes_per_rank)} per rank"
 
 
 def _on_merging(model: ModelShape, largest: Measure, options: Options) -> Advice:
@@ -145,31 +145,31 @@ def _on_merging(model: ModelShape, largest: Measure, options: Options) -> Advice
     parts = []
     for layers, m in found.items():
         gathered = BF16 * max(group.numel for group in merged(model, layers).groups)
-        a_group = "layer a group" if layers == 1 else "layers a group"
-        parts.append(f"{layers} {a_group} {percent(m.padding())} and {size(gathered)} gathered at once")
+        per_group = "layer per group" if layers == 1 else "layers per group"
+        parts.append(f"{layers} {per_group} {percent(m.padding())} and {size(gathered)} gathered at once")
     least = min(found, key=lambda layers: (round(found[layers].padding(), 4), layers))
     gain = largest.padding() - found[least].padding()
-    verdict = f"prefer {least} layers a group" if gain > _FINE / 10 else "not worth it"
+    verdict = f"prefer {least} layers per group" if gain > _FINE / 10 else "not worth it"
     listed = sorted(found, key=lambda layers: found[layers].padding())
     numbers = tuple({**_option(found[layers]), "layers_per_group": layers} for layers in listed)
     return Advice("merged layers", f"{text}{verdict}: {', '.join(parts)}.", numbers)
 
 
 def merged(model: ModelShape, layers: int) -> ModelShape:
-    """The model with every `layers` neighbouring layers of one shape in one group; what remains is one more."""
-    groups: list[Group] = []
+    """The model with every `layers` neighbouring layers of one shape in one group; the rest form one more."""
+    groups: list[GroupShape] = []
     for group in model.groups:
-        whole, rest = divmod(group.count, layers)
-        if group.count == 1 or not whole:
+        full, rest = divmod(group.count, layers)
+        if group.count == 1 or not full:
             groups.append(group)
             continue
-        groups.append(replace(group, count=whole, tensors=_side_by_side(group, layers)))
+        groups.append(replace(group, count=full, tensors=_side_by_side(group, layers)))
         if rest:
-            groups.append(Group(f"{group.name}, the last {rest}", 1, _side_by_side(group, rest)))
+            groups.append(GroupShape(f"{group.name}, the last {rest}", 1, _side_by_side(group, rest)))
     return ModelShape(model.name, tuple(groups))
 
 
-def _side_by_side(group: Group, layers: int) -> tuple[ShapeEntry, ...]:
+def _side_by_side(group: GroupShape, layers: int) -> tuple[ShapeEntry, ...]:
     return tuple(
         replace(entry, name=f"{index}.{entry.name}") for index in range(layers) for entry in group.tensors
     )

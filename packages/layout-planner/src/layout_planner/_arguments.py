@@ -1,4 +1,4 @@
-"""What the command line takes: ranges, blocks and models out of text, and the parser itself."""
+"""The command line's arguments: reading ranges, blocks and models from text, and the parser."""
 
 import argparse
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from layout_planner.checkpoints import read_checkpoint
 from layout_planner.models import ModelShape, load_model, model_names, separate_experts
 
 T = TypeVar("T")
-_MOST = 1 << 20  # ranks; more is a slip of the finger
+_MOST = 1 << 20  # ranks; anything above is a typing error
 
 TABLE_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
 TABLE_WORLD_SIZES = "8..4096"
@@ -19,7 +19,7 @@ _EPILOG = f"models: {', '.join(model_names())}. Blocks: rows:N, tile:RxC, elemen
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but what is wrong is said in one line on stderr, without the usage."""
+    """argparse, but an error is one line on stderr, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
@@ -39,7 +39,7 @@ def number(text: str) -> int:
 
 
 def world_sizes(text: str) -> tuple[int, ...]:
-    """`64`, `8,24`, `8..1024` (doubling) and `8..64:8` (every 8), in any mixture with commas; ascending."""
+    """`64`, `8,24`, `8..1024` (doubling), `8..64:8` (every 8), or several of these with commas; ascending."""
     found: set[int] = set()
     for part in text.split(","):
         first, dots, rest = part.partition("..")
@@ -59,7 +59,7 @@ def world_sizes(text: str) -> tuple[int, ...]:
 
 
 def blocks(text: str) -> tuple[Block, ...]:
-    """Blocks separated by commas, each once."""
+    """Blocks separated by commas, without repeats."""
     return tuple(dict.fromkeys(parse_block(part) for part in text.split(",")))
 
 
@@ -67,7 +67,9 @@ def ranks(text: str) -> range:
     """`3` or `0..15`, both ends included."""
     first, dots, last = text.partition("..")
     if not first.isdecimal() or (dots and not last.isdecimal()):
-        raise ValueError(f"{text!r} are no ranks; write one rank or a range such as 0..15")
+        raise ValueError(
+            f"{text!r} is not a rank or a range of ranks; write one rank or a range such as 0..15"
+        )
     start, stop = int(first), int(last if dots else first)
     if start > stop:
         raise ValueError(f"{text!r} runs from {start} down to {stop}; write the smaller one first")
@@ -75,7 +77,7 @@ def ranks(text: str) -> range:
 
 
 def model(found: argparse.Namespace) -> ModelShape:
-    """The model that `--model` or `--checkpoint` names, its experts as `--experts` says."""
+    """The model that `--model` or `--checkpoint` names, with experts as `--experts` says."""
     if found.checkpoint is None:
         return named(found.model, found.experts)
     if found.experts != "stacked":
@@ -84,12 +86,12 @@ def model(found: argparse.Namespace) -> ModelShape:
 
 
 def named(name: str, experts: str) -> ModelShape:
-    """A well-known model with its experts stacked or separate."""
+    """A well-known model with experts stacked or separate."""
     return separate_experts(load_model(name)) if experts == "separate" else load_model(name)
 
 
 def options(found: argparse.Namespace) -> Options:
-    """How to plan."""
+    """The planning options among the arguments."""
     return Options(found.align, found.period, found.segments)
 
 
@@ -116,8 +118,10 @@ def parser() -> Parser:
     _add(picture, "--world-size", number, required=True, help="ranks that share each parameter")
     _planning(picture, json=False)
     picture.add_argument("-o", "--output", required=True, help="the SVG file to write; - is standard output")
-    picture.add_argument("--group", help="default: the one with the most parameters in the model")
-    _add(picture, "--ranks", ranks, help="which to draw, such as 0..15 (default: the first 16)")
+    picture.add_argument(
+        "--group", help="group to draw (default: the one with the most parameters in the model)"
+    )
+    _add(picture, "--ranks", ranks, help="ranks to draw, such as 0..15 (default: the first 16)")
     everything = commands.add_parser("table", help="the padding of well-known models, as Markdown")
     everything.add_argument("--model", action="append", help="default: " + ", ".join(TABLE_MODELS))
     _add(
@@ -148,7 +152,13 @@ def _planning(
 ) -> None:
     shown = ",".join(map(str, default))
     if many:
-        _add(command, "--block", blocks, default=default, help=f"one or more, with commas (default: {shown})")
+        _add(
+            command,
+            "--block",
+            blocks,
+            default=default,
+            help=f"one or more, separated by commas (default: {shown})",
+        )
     else:
         _add(
             command,
@@ -158,25 +168,27 @@ def _planning(
             help=f"what stays on one rank (default: {shown})",
         )
     _add(command, "--align", number, default=8, help="elements that offsets are multiples of (default: 8)")
-    _add(command, "--segments", number, default=4, help="the most a group is split into (default: 4)")
+    _add(
+        command, "--segments", number, default=4, help="the most segments to split a group into (default: 4)"
+    )
     command.add_argument(
         "--experts",
         choices=("stacked", "separate"),
         default="stacked",
-        help="one tensor for all experts of a layer, or each expert's on their own (default: stacked)",
+        help="one tensor for all experts of a layer, or separate tensors for each expert (default: stacked)",
     )
     command.add_argument(
         "--period",
         choices=("tensor", "expert"),
         default="tensor",
-        help="blocks run across the stacked experts of a tensor, or start anew in each (default: tensor)",
+        help="blocks run across the stacked experts of a tensor, or start over in each (default: tensor)",
     )
     if json:
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add(command: argparse.ArgumentParser, flag: str, read: Callable[[str], T], **more: object) -> None:
-    """An argument whose ValueError is shown as it is, behind the flag."""
+    """Add an argument whose ValueError is printed as it is, after the flag."""
 
     def checked(text: str) -> T:
         try:

@@ -1,15 +1,17 @@
-"""What may not be cut: the block kinds, and the grid of cut points that a block lays over a tensor.
+"""Blocks (what may not be cut) and the grid of cut points that a block leaves in a tensor.
 
     tensor (5, C), Rows(2)         |-- 2C --|-- 2C --|- C -|        the last block is short
                                    0        2C       4C    5C       cut points
     tensor (2, 3, C), Rows(2),     |- 2C -|C|- 2C -|C|
-      period 3C (one expert)       0      2C 3C    5C 6C            blocks start anew in each period
+      period 3C (one expert)       0      2C 3C    5C 6C            blocks start over in each period
 
-A cut point is an element offset, row-major, at which a shard may end.
+A cut point is a row-major element offset at which a shard may end.
 """
 
 import math
 from dataclasses import dataclass
+
+from layout_planner._checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Rows:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _positive("Rows", count=self.count)
+        check_integer("Rows: count", self.count, 1)
 
     def __str__(self) -> str:
         return f"rows:{self.count}"
@@ -29,15 +31,16 @@ class Rows:
 class Tile:
     """Tiles of `rows` x `columns` of every matrix (the last two dimensions).
 
-    A tile spans columns but memory is row-major, so keeping tiles whole means cutting only between bands of
-    `rows` full rows. Tiles never reach from one stacked matrix into the next.
+    Memory is row-major, so a tile stays on one rank only if the cuts fall between bands of `rows` full rows.
+    Tiles never reach from one stacked matrix into the next.
     """
 
     rows: int
     columns: int
 
     def __post_init__(self) -> None:
-        _positive("Tile", rows=self.rows, columns=self.columns)
+        check_integer("Tile: rows", self.rows, 1)
+        check_integer("Tile: columns", self.columns, 1)
 
     def __str__(self) -> str:
         return f"tile:{self.rows}x{self.columns}"
@@ -45,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole tensor, or with a period each period (one expert of a stacked weight)."""
+    """The whole tensor; with a period, each whole period (one expert of a stacked weight)."""
 
     def __str__(self) -> str:
         return "whole"
@@ -58,7 +61,7 @@ class Elements:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _positive("Elements", count=self.count)
+        check_integer("Elements: count", self.count, 1)
 
     def __str__(self) -> str:
         return f"elements:{self.count}"
@@ -71,7 +74,7 @@ def parse_block(text: str) -> Block:
     """Read a block from its printed form: `rows:32`, `tile:32x32`, `whole` or `elements:256`.
 
     Raises:
-        ValueError: `text` is none of these; the message lists them.
+        ValueError: `text` is not one of these; the message lists them.
     """
     kind, _, size = text.partition(":")
     try:
@@ -86,7 +89,7 @@ def parse_block(text: str) -> Block:
             return Whole()
     except ValueError as error:
         raise ValueError(f"block {text!r}: {error}; write {_FORMS}") from None
-    raise ValueError(f"block {text!r} is of no known kind; write {_FORMS}")
+    raise ValueError(f"block {text!r} is not a known kind; write {_FORMS}")
 
 
 _FORMS = "rows:N, tile:RxC, elements:N or whole, with positive integers"
@@ -96,13 +99,13 @@ _FORMS = "rows:N, tile:RxC, elements:N or whole, with positive integers"
 class BlockGrid:
     """The cut points of one tensor: multiples of `block` inside each `period`; a period's last block may be short.
 
-    Kept in normal form, so that equal sets of cut points compare equal: where the period is a multiple of
-    the block (or is the tensor), the grid is uniform and `period == numel`.
+    Kept in normal form, so that equal sets of cut points compare equal: if the period is a multiple of the
+    block (or is the whole tensor), the grid is uniform and `period == numel`.
 
     Attributes:
         numel: elements in the tensor.
         block: elements in a full block, at most `period`.
-        period: elements after which blocks start anew; divides `numel`.
+        period: elements after which blocks start over; divides `numel`.
     """
 
     numel: int
@@ -112,7 +115,7 @@ class BlockGrid:
     def __post_init__(self) -> None:
         if min(self.numel, self.block, self.period) < 1 or self.numel % self.period:
             raise ValueError(
-                f"no block grid of {self.numel} elements has period {self.period} and block {self.block}"
+                f"a block grid of {self.numel} elements cannot have period {self.period} and block {self.block}"
             )
         block = min(self.block, self.period)
         object.__setattr__(self, "block", block)
@@ -126,11 +129,11 @@ class BlockGrid:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the tensor, short ones counted."""
+        """Number of blocks in the tensor, including short ones."""
         return (self.numel // self.period) * -(-self.period // self.block)
 
     def is_cut(self, offset: int) -> bool:
-        """Whether a shard may end `offset` elements into the tensor (its two ends count as cut points)."""
+        """Whether a shard may end `offset` elements into the tensor. Both ends of the tensor are cut points."""
         return (
             0 <= offset <= self.numel and (offset % self.period) % self.block == 0
         ) or offset == self.numel
@@ -140,14 +143,16 @@ def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None)
     """The cut points that `block` leaves in a tensor of this shape.
 
     Raises:
-        ValueError: naming the tensor, where the period does not divide it or the block has no meaning for it.
+        ValueError: the period does not divide the tensor, or the block does not apply to its shape; names the
+            tensor.
+        TypeError: `block` is not a block.
     """
     numel = math.prod(shape)
     width = shape[-1] if len(shape) > 1 else 1
     if period is not None and (period < 1 or numel % period):
         raise ValueError(
             f"{name}: a period of {period} elements does not divide its {numel} elements (shape {shape}); "
-            "give the elements of one stacked matrix, or None"
+            "pass the number of elements of one stacked matrix, or None"
         )
     match block:
         case Rows(count):
@@ -159,7 +164,7 @@ def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None)
         case Tile(rows, _):
             if len(shape) < 2:
                 raise ValueError(
-                    f"{name}: {block} cannot fit a tensor of shape {shape}, which has no rows and columns; "
+                    f"{name}: {block} does not apply to a tensor of shape {shape}, which has no rows and columns; "
                     "use Rows or Elements for it"
                 )
             size, matrix = rows * width, shape[-2] * width
@@ -169,11 +174,5 @@ def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None)
             if period % width:
                 raise ValueError(f"{name}: a period of {period} elements ends inside a row of {width}")
         case _:
-            raise TypeError(f"{name}: {block!r} is no block; use Rows, Tile, Whole or Elements")
+            raise TypeError(f"{name}: {block!r} is not a block; use Rows, Tile, Whole or Elements")
     return BlockGrid(numel, size, numel if period is None else period)
-
-
-def _positive(kind: str, **fields: int) -> None:
-    for field, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{kind}: {field} is {value!r}, which is not a positive integer")

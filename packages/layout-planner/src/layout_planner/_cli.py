@@ -1,4 +1,4 @@
-"""The command line: `plan`, `sweep`, `draw` and `table`. Results on stdout, what is wrong in one line on stderr."""
+"""The command line: `plan`, `sweep`, `draw` and `table`. Results go to stdout, errors to stderr in one line."""
 
 import argparse
 import json
@@ -12,17 +12,19 @@ from layout_planner._advice import advise
 from layout_planner._layout import Layout
 from layout_planner._sweep import BF16, padding_table, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
-from layout_planner.models import Group, ModelShape
+from layout_planner.models import GroupShape, ModelShape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 2 for bad input, 1 when the reader of stdout went away."""
+    """Run the command line and return its exit status: 0, 2 for bad input, 1 if the reader of stdout has gone."""
     found = arguments.parser().parse_args(argv)
     try:
         for line in _COMMANDS[found.command](found):
             print(line, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # keeps the flush at exit from failing too
         return 1
     except (ValueError, ImportError, OSError) as error:
         print(f"layout-planner: error: {arguments.one_line(error)}", file=sys.stderr)
@@ -50,11 +52,12 @@ def _plan(found: argparse.Namespace) -> Iterator[str]:
     yield ""
     most = max(layout.padded_numel for _, layout in planned)
     held, waste = BF16 * padded / found.world_size, BF16 * (padded - model.numel) / found.world_size
-    yield f"bf16: {size(held)} a rank, {size(waste)} of it padding; at most {size(BF16 * most)} gathered by one group."
-    yield "Tensors, parameters and shard sizes (elements a rank, one per segment) are those of one layer."
+    gathered = size(BF16 * most)
+    yield f"bf16: {size(held)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
+    yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
 
 
-def _plan_row(group: Group, layout: Layout) -> list[str]:
+def _plan_row(group: GroupShape, layout: Layout) -> list[str]:
     return [
         group.name,
         f"{group.count:,}",
@@ -68,7 +71,7 @@ def _plan_row(group: Group, layout: Layout) -> list[str]:
 
 
 def _plan_to_dict(
-    model: ModelShape, found: argparse.Namespace, planned: Sequence[tuple[Group, Layout]]
+    model: ModelShape, found: argparse.Namespace, planned: Sequence[tuple[GroupShape, Layout]]
 ) -> dict[str, object]:
     groups = [
         {
@@ -130,7 +133,7 @@ def _draw(found: argparse.Namespace) -> Iterator[str]:
     model = arguments.model(found)
     group = model.group(found.group) if found.group else max(model.groups, key=lambda g: g.count * g.numel)
     layout = plan_group(group, found.world_size, found.block, arguments.options(found))
-    one = f"one of {group.count} layers alike, " if group.count > 1 else ""
+    one = f"one of {group.count} equal layers, " if group.count > 1 else ""
     title = f"{model.name} {group.name}: {one}{found.world_size} ranks, {found.block}"
     picture = layout.to_svg(title=title, ranks=found.ranks)
     if found.output == "-":

@@ -1,4 +1,4 @@
-"""The result of planning: where every tensor of a group lies.
+"""The result of planning: where the tensors of a group lie.
 
     segment 0, shard size S0                      segment 1, shard size S1
     rank 0      rank 1      rank 2                rank 0   rank 1   rank 2
@@ -17,39 +17,28 @@ from typing import Any
 
 from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
+from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner._svg import draw
+from layout_planner._svg_text import number
+from layout_planner._table import percent
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One buffer of `world_size` shards.
-
-    Attributes:
-        shard_size: elements each rank holds.
-        names: the tensors in it, in buffer order.
-        offsets: where each starts, in elements from the start of the buffer; beside `names`.
-    """
-
-    shard_size: int
-    names: tuple[str, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Layout:
-    """Where every tensor of a group lies. Validates itself, so one that exists is sound.
+    """Where the tensors of a group lie. Checks itself, so every instance is valid.
 
     Args:
-        tensors: the group, in the order it was given.
+        tensors: the group, in the order given.
         world_size: shards per segment.
         align: elements that every shard size and offset is a multiple of.
         segments: the buffers; every tensor is in exactly one.
 
     Raises:
-        ValueError: a tensor missing, doubled, overlapping, unaligned, out of its segment, or cut inside a block.
+        ValueError: a tensor is missing, repeated, unaligned, overlaps another, extends past its segment, or is
+            cut inside a block.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -70,14 +59,15 @@ class Layout:
         size = segment.shard_size
         if size < 1 or size % self.align or len(segment.names) != len(segment.offsets) or not segment.names:
             raise ValueError(
-                f"segment {index}: shard size {size} is no positive multiple of {self.align}, or no tensor"
+                f"segment {index}: expected a shard size that is a positive multiple of {self.align} and as many "
+                f"offsets as tensors, at least one; got {size}, {len(segment.offsets)} and {len(segment.names)}"
             )
-        end, last = 0, "the segment's start"
+        end, last = 0, "the start of the segment"
         for name, start in zip(segment.names, segment.offsets, strict=True):
             spec = self._by_name[name]
             if start < end or start % self.align:
                 raise ValueError(
-                    f"{name}: offset {start} is unaligned to {self.align} or overlaps {last}, which ends at {end}"
+                    f"{name}: offset {start} is not a multiple of {self.align}, or overlaps {last}, which ends at {end}"
                 )
             end, last = start + spec.numel, name
             first = start // size + 1
@@ -96,7 +86,7 @@ class Layout:
         return {spec.name: spec for spec in self.tensors}
 
     @cached_property
-    def _place(self) -> dict[str, tuple[int, int]]:
+    def _positions(self) -> dict[str, tuple[int, int]]:
         return {
             name: (index, offset)
             for index, segment in enumerate(self.segments)
@@ -104,7 +94,7 @@ class Layout:
         }
 
     def spec(self, tensor: str) -> TensorSpec:
-        """The tensor of that name. Raises KeyError, naming it, where the group has none."""
+        """The tensor of that name. Raises KeyError if the group has none."""
         try:
             return self._by_name[tensor]
         except KeyError:
@@ -112,39 +102,40 @@ class Layout:
 
     def segment_of(self, tensor: str) -> int:
         """The index of the segment that holds the tensor."""
-        return self._place[self.spec(tensor).name][0]
+        return self._positions[self.spec(tensor).name][0]
 
     def offset(self, tensor: str) -> int:
         """Elements from the start of its segment's buffer to the tensor's first element."""
-        return self._place[self.spec(tensor).name][1]
+        return self._positions[self.spec(tensor).name][1]
 
     def local_range(self, tensor: str, rank: int) -> tuple[int, int]:
-        """The elements `[start, stop)` of the tensor, counted in the tensor itself, that `rank` holds.
+        """The range `[start, stop)` of the tensor's own elements that `rank` holds.
 
-        Over all ranks in order the ranges partition the tensor; a rank that holds none gets an empty range
-        at the point where its elements would be.
+        The ranges of all ranks, in order, partition the tensor; a rank that holds none of it gets an empty range.
+
+        Raises:
+            ValueError: `rank` is outside the layout.
+            KeyError: the group has no tensor of that name.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not among the {self.world_size} ranks of this layout")
+            raise ValueError(f"rank {rank} is outside the {self.world_size} ranks of this layout")
         numel = self.spec(tensor).numel
-        index, offset = self._place[tensor]
-        size = self.segments[index].shard_size
-        start, stop = rank * size - offset, (rank + 1) * size - offset
-        return min(max(start, 0), numel), min(max(stop, 0), numel)
+        index, offset = self._positions[tensor]
+        return self.segments[index].local_range(offset, numel, rank)
 
     def local_units(self, tensor: str) -> tuple[int, ...]:
-        """Each rank's share of the tensor in lowest terms: the `local_units` of a `RaggedShard`."""
-        if tensor not in self._units:
+        """Each rank's share of the tensor, in lowest terms: the `local_units` of a `RaggedShard`."""
+        if tensor not in self._shares:
             ranges = (self.local_range(tensor, rank) for rank in range(self.world_size))
             lengths = [stop - start for start, stop in ranges]
-            unit = math.gcd(*lengths)
-            self._units[tensor] = tuple(length // unit for length in lengths)
-        return self._units[tensor]
+            divisor = math.gcd(*lengths)
+            self._shares[tensor] = tuple(length // divisor for length in lengths)
+        return self._shares[tensor]
 
     def local_dims(self, tensor: str) -> tuple[int, ...]:
-        """The shortest prefix of dimensions on whose grid all cut points lie: the `dims` of a `RaggedShard`.
+        """The shortest prefix of dimensions whose grid contains all cut points: the `dims` of a `RaggedShard`.
 
-        Follows from block and shape alone, so a tensor's local shape has the same rank at every world size.
+        Depends on block and shape alone, so a tensor's local shape has as many dimensions at every world size.
         """
         spec = self.spec(tensor)
         step = math.gcd(spec.grid.block, spec.grid.period)
@@ -154,32 +145,32 @@ class Layout:
         return tuple(range(len(spec.shape)))
 
     @cached_property
-    def _units(self) -> dict[str, tuple[int, ...]]:
+    def _shares(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     @cached_property
     def numel(self) -> int:
-        """Elements that the tensors occupy."""
+        """Elements of all tensors together."""
         return sum(spec.numel for spec in self.tensors)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of all segments' buffers: what a gather moves and holds."""
+        """Elements of all segments' buffers: the size of the gathered group."""
         return self.world_size * sum(segment.shard_size for segment in self.segments)
 
     @property
     def padding(self) -> int:
-        """Elements of the buffers that hold nothing."""
+        """Elements of the buffers that belong to no tensor."""
         return self.padded_numel - self.numel
 
     @property
     def padding_ratio(self) -> float:
-        """Padding as a share of the elements that the tensors occupy; 0.01 is one per cent."""
+        """Padding divided by the elements of the tensors; 0.01 is one per cent."""
         return self.padding / self.numel
 
     @cached_property
     def bound(self) -> Bound:
-        """The proven least size of all segments together, and which argument proves it."""
+        """A proven lower bound on the size of all segments together, and the argument that proves it."""
         return lower_bound(self.tensors, self.world_size, self.align)
 
     @property
@@ -189,7 +180,7 @@ class Layout:
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound this layout is: 0 is proven optimal, 0.01 one per cent above."""
+        """How far this layout is above the lower bound: 0 is proven optimal, 0.01 is one per cent above."""
         return self.padded_numel / self.lower_bound - 1
 
     def to_json(self) -> str:
@@ -214,7 +205,7 @@ class Layout:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: not such a text, of another format, or not a sound layout.
+            ValueError: `text` is not JSON, of another format, or describes an invalid layout.
         """
         try:
             content: dict[str, Any] = json.loads(text)
@@ -230,17 +221,28 @@ class Layout:
             )
             return cls(tensors, content["world_size"], content["align"], segments)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"this is no layout: {type(error).__name__}: {error}") from error
+            raise ValueError(f"this is not a layout: {type(error).__name__}: {error}") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 of `to_json`, in hex. Equal on all ranks exactly where their layouts are equal."""
+        """SHA-256 of `to_json`, in hex: two layouts are equal if and only if their fingerprints are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_svg(self, *, title: str = "", ranks: range | None = None) -> str:
-        """A picture of the layout to scale: one row a rank, tensors in colours, padding hatched.
+        """A picture of the layout to scale: one row per rank, tensors in colours, padding hatched.
 
         Args:
             title: a line above the picture.
             ranks: the ranks to draw. None: the first 16.
+
+        Raises:
+            ValueError: `ranks` is empty or reaches outside the layout.
         """
-        return draw(self, title=title, ranks=ranks)
+        held = self.numel > 0
+        figures = [
+            ("elements", number(self.numel)),
+            ("with padding", number(self.padded_numel)),
+            ("padding", percent(self.padding_ratio) if held else "0 %"),
+            (f"lower bound, by {self.bound.reason}", number(self.lower_bound)),
+            ("gap to the bound", percent(self.gap) if held else "0 %"),
+        ]
+        return draw(self.segments, self._by_name, self.world_size, figures, title=title, ranks=ranks)

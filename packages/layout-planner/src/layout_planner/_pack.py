@@ -1,18 +1,19 @@
-"""One segment: the order, offsets and least shard size for tensors that share a buffer.
+"""One segment: the order, the offsets and the shard size of tensors that share a buffer.
 
 Problem. Find an order, offsets and the least S such that every tensor is contiguous, every boundary kS that
-falls inside a tensor is one of its cut points, S and all offsets are multiples of `align`, and all ends lie
-within `world_size * S`. Two ranks and whole tensors make it Partition, so it is NP-hard in the order.
+falls inside a tensor is one of its cut points, S and all offsets are multiples of `align`, and all tensors end
+within `world_size * S`. With two ranks and tensors that may not be cut this is Partition, so finding the order
+is NP-hard.
 
 Method.
-1. For a given S and order, put each tensor at its earliest feasible start (`_place`): optimal.
-2. For a given S, the best order is exact by dynamic programming over which tensors are placed (equal ones
-   counted, not told apart): of what is placed, only the least possible end matters. Where that has too many
-   states: the given order, by block, by size, small tensors as fillers, then a bounded local search.
-3. Sizes that can be the least one (`_sizes`) are tried from a lower bound upwards until one is feasible,
-   since feasibility is not monotone in S: first with the fixed orders, then those that failed with 2.
+1. For a given S and order, put each tensor at its earliest feasible start (`_place`). That is optimal.
+2. For a given S, find the best order by dynamic programming over the set of tensors placed so far, treating equal
+   tensors as interchangeable: for each set only the least possible end matters. If that has too many states, try
+   the given order, by block, by size, and small tensors as fillers, then a bounded local search.
+3. Try the sizes that can be the least one (`_sizes`) from a lower bound upwards until one is feasible, since
+   feasibility is not monotone in S: first with the fixed orders, then with step 2 those sizes that failed.
 
-Heuristic only where a count of steps cuts the search off. Never bounded by time: every process finds the same.
+Exact unless a limit on the number of steps ends a search. Never bounded by time, so every process finds the same.
 """
 
 import math
@@ -28,7 +29,7 @@ from layout_planner._sizes import candidates, coarse
 _MAX_STATES = 1 << 12  # of the exact order; a Llama layer has 216
 _MAX_PLACEMENTS = 60_000  # spent on exact orders and local search, per segment
 _MAX_QUICK = 8_000  # placements spent on fixed orders just above the bound, and again below a size that fits
-_SIZES = range(6, 48)  # but no fewer and no more shard sizes than this
+_SIZES = range(6, 48)  # but at least and at most this many shard sizes
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) 
     """Pack the items into one buffer of equal shards with the least shard size that the search finds.
 
     Args:
-        items: in the order to keep where it is as good as any.
+        items: in the order to keep unless another one pads less.
         world_size: shards.
-        align: elements that shard size and offsets are multiples of.
-        thorough: also search orders exactly or locally; without it only the fixed orders are tried.
+        align: elements that the shard size and offsets are multiples of.
+        thorough: also search for orders, exactly or locally; otherwise only the fixed orders are tried.
     """
     start = blocks_bound([item.spec for item in items], world_size, align)
     best, failed = _quick(items, world_size, align, start)
@@ -57,7 +58,7 @@ def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) 
 
 
 def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tuple[Packing, list[int]]:
-    """The least size tried at which a fixed order fits, and the sizes below it at which none did."""
+    """The least size tried at which a fixed order fits, and the smaller ones at which none did."""
     orders = _fixed_orders(items)
     tries = min(max(_MAX_QUICK // (len(orders) * len(items)), _SIZES.start), _SIZES.stop)
     failed: list[int] = []
@@ -73,7 +74,7 @@ def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tu
     if found := first_fit(islice(candidates(items, align, start), tries)):
         return found, failed
     far = first_fit(coarse(items, align, failed[-1]))
-    assert far is not None, "everything on one rank always fits"
+    assert far is not None, "the last size has room for everything on one rank"
     low = failed[-1] + align
     stride = -(-(far.shard - low) // (tries * align)) * align
     spread = (
@@ -83,7 +84,7 @@ def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tu
 
 
 def _improve(items: Sequence[Item], world_size: int, best: Packing, failed: list[int]) -> Packing:
-    """Look for a better order at the sizes where the fixed orders failed, smallest first, within the budget."""
+    """Search for an order at the sizes where the fixed orders failed, smallest first, within the budget."""
     kinds = Counter(item.kind for item in items)
     states = math.prod(count + 1 for count in kinds.values())
     cost = states * len(kinds) if states <= _MAX_STATES else len(items) ** 2
@@ -97,7 +98,7 @@ def _improve(items: Sequence[Item], world_size: int, best: Packing, failed: list
 
 
 def _fixed_orders(items: Sequence[Item]) -> list[list[Item]]:
-    """The given order first; then by block, by size, and large tensors with small ones as fillers between."""
+    """The given order first; then by block, by size, and large tensors with small ones as fillers in between."""
     given = sorted(items, key=lambda item: item.index)
     by_block = sorted(given, key=lambda item: (-(item.step or item.spec.grid.period), -item.size))
     by_size = sorted(given, key=lambda item: -item.size)
@@ -115,7 +116,7 @@ def _placers(items: Iterable[Item], shard: int) -> dict[tuple[int, int, int], Pl
 
 
 def _in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | None:
-    """The packing of this order with this shard size, or None where it does not fit."""
+    """The packing of this order with this shard size, or None if it does not fit."""
     placers, end, limit = _placers(order, shard), 0, world_size * shard
     offsets = []
     for item in order:
@@ -128,17 +129,17 @@ def _in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | N
 
 
 def _exact(items: Sequence[Item], shard: int, world_size: int) -> Packing | None:
-    """The packing with the least end over all orders, or None where no order fits.
+    """The packing with the least end over all orders, or None if no order fits.
 
-    A state is how many items of each kind are placed, as one mixed-radix number. Placing an item adds its
-    kind's weight, so going up through the numbers meets every state after all that lead to it.
+    A state says how many items of each kind are placed, as one mixed-radix number. Placing an item adds its kind's
+    weight, so in ascending order every state comes after all states that lead to it.
     """
-    groups: dict[tuple[int, int, int], list[Item]] = {}
+    by_kind: dict[tuple[int, int, int], list[Item]] = {}
     for item in items:
-        groups.setdefault(item.kind, []).append(item)
+        by_kind.setdefault(item.kind, []).append(item)
     placers = _placers(items, shard)
     kinds, states = [], 1
-    for kind, members in groups.items():
+    for kind, members in by_kind.items():
         kinds.append((states, len(members) + 1, placers[kind], members[0].size))
         states *= len(members) + 1
     limit = world_size * shard
@@ -156,16 +157,16 @@ def _exact(items: Sequence[Item], shard: int, world_size: int) -> Packing | None
                 ends[state + weight], came[state + weight] = start + size, number
     if ends[-1] > limit:
         return None
-    order, state, waiting = [], states - 1, list(groups.values())
+    order, state, members_of = [], states - 1, list(by_kind.values())
     while state:
         weight, radix, _, _ = kinds[came[state]]
-        order.append(waiting[came[state]][state // weight % radix - 1])
+        order.append(members_of[came[state]][state // weight % radix - 1])
         state -= weight
     return _in_order(order[::-1], shard, world_size)
 
 
 def _local(items: Sequence[Item], shard: int, world_size: int) -> Packing | None:
-    """Take each item in turn out of the order and put it where the end comes earliest; None where none fits."""
+    """Move one item after another to where the order ends earliest; None if no order found fits."""
     placers, limit = _placers(items, shard), world_size * shard
 
     def end_of(order: Sequence[Item]) -> int:
@@ -177,12 +178,12 @@ def _local(items: Sequence[Item], shard: int, world_size: int) -> Packing | None
             end = start + item.size
         return end
 
-    width = min(max(_MAX_QUICK // len(items), 4), 24)  # items moved, and places tried for each
+    width = min(max(_MAX_QUICK // len(items), 4), 24)  # items moved, and positions tried for each
     order = min(_fixed_orders(items), key=end_of)
     for item in sorted(items, key=lambda item: -item.size)[:width]:
         rest = [other for other in order if other is not item]
-        places = range(0, len(order), -(-len(order) // width))
-        order = min(([*rest[:at], item, *rest[at:]] for at in places), key=end_of)
+        positions = range(0, len(order), -(-len(order) // width))
+        order = min(([*rest[:at], item, *rest[at:]] for at in positions), key=end_of)
         if end_of(order) <= limit:
             return _in_order(order, shard, world_size)
     return None

@@ -1,13 +1,13 @@
-"""Where a tensor can start, given the shard size.
+"""Where a tensor can start, given the shard size. "Items" are bin packing's word for what is placed.
 
         room                S                   S
     |--------|---------------------|---------------------|
     pos      boundary              boundary
          [   d   |  a tensor of a few shards    ]            d: what lies before the first boundary
 
-A tensor that fits the room starts at once. Any other starts d before a boundary, d one of its cut points (0:
-on the boundary); the largest d gives the earliest start. That is optimal for a given order and shard size:
-starting a tensor later never lets the next one start earlier.
+A tensor that fits into the room starts at pos. Any other starts d elements before a boundary, where d is one of
+its cut points (0: on the boundary); the largest d gives the earliest start. That is optimal for a given order
+and shard size: starting a tensor later never lets the next one start earlier.
 """
 
 import math
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from layout_planner._blocks import BlockGrid
 from layout_planner._spec import TensorSpec
 
-_MAX_CUTS = 4096  # cut points looked at for one start, on grids with periods
+_MAX_CUTS = 4096  # cut points tried for one start, on grids with periods
 
-# Earliest feasible start at or after an aligned position, or -1 where there is none at all.
+# Earliest feasible start at or after an aligned position, or -1 if there is none.
 Placer = Callable[[int], int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Item:
-    """A tensor to place, with what placement asks of it worked out once.
+    """A tensor to place, with everything that placement needs computed once.
 
     Attributes:
         index: its position in the given order.
         spec: the tensor.
         size: elements, rounded up to the alignment, since the next tensor starts aligned.
-        step: elements between cut points that a boundary can use; 0 where the grid is not uniform.
-        kind: equal for items that can stand for each other in any layout.
+        step: elements between cut points that a boundary can use; 0 if the grid is not uniform.
+        kind: equal for items that are interchangeable in any layout.
     """
 
     index: int
@@ -44,7 +44,7 @@ class Item:
 
     @classmethod
     def of(cls, index: int, spec: TensorSpec, align: int) -> "Item":
-        """Work out an item from its tensor."""
+        """The item of a tensor."""
         grid = spec.grid
         size = -(-grid.numel // align) * align
         step = math.lcm(grid.block, align) if grid.uniform else 0
@@ -52,7 +52,7 @@ class Item:
 
 
 def placer(item: Item, shard: int) -> Placer:
-    """How to place this item in shards of this size, a multiple of the item's alignment."""
+    """A function that places this item in shards of this size, which is a multiple of the item's alignment."""
     if item.step:
         return _uniform(item.spec.grid.numel, item.step, shard)
     return _periodic(item.spec.grid, item.align, shard)
@@ -79,14 +79,14 @@ def _uniform(numel: int, step: int, shard: int) -> Placer:
 
 
 def _periodic(grid: BlockGrid, align: int, shard: int) -> Placer:
-    # Boundaries of a long tensor visit every multiple of gcd(S, period) inside a period. As the period is no
-    # multiple of the block, not all of those are cut points, unless S is a multiple of the period.
+    # The boundaries inside a long tensor meet every multiple of gcd(S, period) within a period. The period is not
+    # a multiple of the block, so those cannot all be cut points unless S is a multiple of the period.
     cycle = grid.period // math.gcd(shard, grid.period)
     hopeless = cycle > 1 and -(-grid.numel // shard) - 1 >= cycle
     memo: dict[int, int] = {}
 
     def largest(room: int) -> int:
-        """The largest d <= room with a cut point at every boundary inside the tensor; -1: none was found."""
+        """The largest d <= room with a cut point at every boundary inside the tensor, or -1 if none was found."""
         if room not in memo:
             found = -1
             for before in () if hopeless else _cuts_down(grid, align, room):
@@ -112,7 +112,7 @@ def _periodic(grid: BlockGrid, align: int, shard: int) -> Placer:
 
 
 def _cuts_down(grid: BlockGrid, align: int, room: int) -> Iterator[int]:
-    """Aligned cut points from `room` (less than the tensor) down to 0, at most `_MAX_CUTS` looked at."""
+    """Aligned cut points from `room` (less than the tensor) down to 0; gives up after `_MAX_CUTS`."""
     start, looked = room - room % grid.period, 0
     while start >= 0:
         cut = start + (min(room, start + grid.period - 1) - start) // grid.block * grid.block

@@ -1,8 +1,8 @@
 """Which shard sizes are worth trying.
 
-The least feasible S is the load of some rank, hence a sum of whole blocks (`Sums`). And a tensor longer than
-2S has two boundaries inside it, one S apart, so S is a multiple of its block. Sizes that fail
-either are never the least one.
+The least feasible S is the load of some rank, so it is a sum of whole blocks (`Sums`). A tensor longer than 2S
+has two boundaries inside it, S apart, so S is a multiple of its block. A size that fails either test is never
+the least one.
 """
 
 import math
@@ -11,37 +11,37 @@ from collections.abc import Iterator, Sequence
 
 from layout_planner._place import Item
 
-_MAX_SUM_BITS = 1 << 16  # beyond so many units of the gcd, nearly every sum of blocks is reachable anyhow
+_MAX_SUM_BITS = 1 << 16  # beyond this many multiples of the gcd nearly every size is a sum of blocks
 _COARSE_MULTIPLES = 4
 
 
 class Sums:
-    """Which sizes are a sum of whole blocks of these items, as one big integer of bits."""
+    """Which sizes are a sum of whole blocks of these items: bit k of one big integer stands for k * gcd."""
 
     def __init__(self, items: Sequence[Item], align: int) -> None:
-        parts: Counter[int] = Counter()
+        blocks: Counter[int] = Counter()
         for item in items:
             step = item.step or align
-            parts[step] += item.spec.grid.numel // step
-            parts[-(-(item.spec.grid.numel % step) // align) * align] += 1
-        del parts[0]
-        self._parts = parts
-        self._unit = math.gcd(*parts)
+            blocks[step] += item.spec.grid.numel // step
+            blocks[-(-(item.spec.grid.numel % step) // align) * align] += 1
+        del blocks[0]
+        self._blocks = blocks
+        self._gcd = math.gcd(*blocks)
         self._bits, self._limit = 1, 0
 
     def reachable(self, size: int) -> bool:
-        """Whether `size` can be a rank's load. True where telling would cost more than trying."""
-        place, rest = divmod(size, self._unit)
-        if rest or place >= _MAX_SUM_BITS:
+        """Whether `size` can be a rank's load. True if finding out would cost more than trying the size."""
+        bit, rest = divmod(size, self._gcd)
+        if rest or bit >= _MAX_SUM_BITS:
             return not rest
-        if place > self._limit:
-            self._fill(min(2 * place + 64, _MAX_SUM_BITS))
-        return bool(self._bits >> place & 1)
+        if bit > self._limit:
+            self._fill(min(2 * bit + 64, _MAX_SUM_BITS))
+        return bool(self._bits >> bit & 1)
 
     def _fill(self, limit: int) -> None:
         mask, bits = (1 << limit + 1) - 1, 1
-        for part, count in self._parts.items():
-            shift, batch = part // self._unit, 1
+        for block, count in self._blocks.items():
+            shift, batch = block // self._gcd, 1
             while count and shift * batch <= limit:  # 1, 2, 4, ... of them and then the rest
                 batch = min(batch, count)
                 bits |= bits << shift * batch & mask
@@ -51,12 +51,12 @@ class Sums:
 
 
 def candidates(items: Sequence[Item], align: int, start: int, stop: int | None = None) -> Iterator[int]:
-    """All sizes in [start, stop) that can be the least one, ascending."""
+    """All sizes in [start, stop) that can be the least feasible one, in ascending order."""
     longest = _by_length(items)
     sums = Sums(items, align)
     while stop is None or start < stop:
         step, end = align, stop
-        for item in longest:  # those that force their grids at this size
+        for item in longest:  # those whose grid S must be a multiple of at this size
             if item.spec.grid.numel <= 2 * start:
                 break
             step = math.lcm(step, item.step)
@@ -72,9 +72,9 @@ def candidates(items: Sequence[Item], align: int, start: int, stop: int | None =
 
 
 def coarse(items: Sequence[Item], align: int, start: int) -> list[int]:
-    """A few sizes above `start` of every scale, the last of which always fits: everything on one rank.
+    """A few sizes of every magnitude above `start`; the last one always fits, with everything on one rank.
 
-    Multiples of the grids of the 1, 2, ... longest tensors, and steps of one part in 32.
+    Multiples of the grids of the 1, 2, ... longest tensors, and steps of 1/32.
     """
     total = sum(item.size for item in items)
     found, step = {total}, align

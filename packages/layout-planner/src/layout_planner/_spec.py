@@ -4,21 +4,22 @@ import math
 from dataclasses import dataclass, field
 
 from layout_planner._blocks import Block, BlockGrid, Rows, grid_of
+from layout_planner._checks import check_integer
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to place: its name, shape, and what of it may not be cut.
+    """A tensor to place: its name, its shape, and which of its elements must stay together.
 
     Args:
         name: unique in its group.
         shape: dimensions in elements, each at least 1; `()` is a scalar.
-        block: the smallest run that stays on one rank.
-        period: elements after which blocks start anew, such as one expert of a stacked weight; divides the
-            tensor. None: the tensor (for `Tile`: each matrix, since no tile reaches into the next one).
+        block: the smallest run of elements that stays on one rank.
+        period: elements after which blocks start over, such as one expert of a stacked weight; divides the
+            tensor. None: the whole tensor (for `Tile`: each matrix, since no tile reaches into the next one).
 
     Raises:
-        ValueError: a dimension below 1, or a block or period that cannot fit; the message names the tensor.
+        ValueError: a dimension below 1, or a block or period that does not apply to the shape; names the tensor.
     """
 
     name: str
@@ -30,13 +31,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         for size in self.shape:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"{self.name}: shape {self.shape} has the size {size!r}; sizes are integers from 1 up"
-                )
+            check_integer(f"{self.name}: a size in shape {self.shape}", size, 1)
         object.__setattr__(self, "grid", grid_of(self.name, self.shape, self.block, self.period))
 
     @property
     def numel(self) -> int:
-        """Elements in the tensor."""
+        """Number of elements in the tensor."""
         return math.prod(self.shape)

@@ -1,14 +1,14 @@
 """Which tensors share a segment.
 
-On one buffer the longest tensors force the shard size onto the least common multiple of all their blocks.
-Where those share no small multiple, several buffers, each with a shard size of its own, pad less:
+In one buffer the longest tensors force the shard size onto the least common multiple of all their blocks. If
+those have no small common multiple, several buffers with their own shard sizes pad less:
 
     one segment                  S a multiple of lcm(3, 7) = 21
     two segments                 S0 a multiple of 3, S1 of 7
 
-Method. Put the grids that are forced together in every way (set partitions, cheapest estimate first), let
-each other tensor join where it costs least, pack each part, keep the best; then move single tensors between
-segments while that helps. The cost of a segment is its padded size plus `segment_cost`.
+Method. Combine the forced grids in every way (set partitions, lowest estimate first), let every other tensor join
+the segment where it costs least, pack each segment, and keep the cheapest split; then move single tensors between
+segments while that helps. A segment costs its padded size plus `segment_cost`.
 """
 
 import math
@@ -19,15 +19,15 @@ from layout_planner._bound import partitions
 from layout_planner._pack import Packing, pack
 from layout_planner._place import Item
 
-_MAX_GRIDS = 6  # 203 ways to put together
-_MAX_PARTITIONS = 12  # of them packed
+_MAX_GRIDS = 6  # 203 ways to combine them
+_MAX_PARTITIONS = 12  # of these that are packed
 _MAX_MOVES = 8  # of single tensors
-_ENOUGH = 1 << 12  # padding of less than one part in so many is not worth a search
+_ENOUGH = 1 << 12  # padding below 1 / _ENOUGH is not worth a search
 
 
 @dataclass
 class _Planner:
-    """Packs subsets of the items, each subset once."""
+    """Packs subsets of the items, and each subset only once."""
 
     items: Sequence[Item]
     world_size: int
@@ -37,39 +37,39 @@ class _Planner:
     def __post_init__(self) -> None:
         self._packed: dict[tuple[int, ...], Packing] = {}
 
-    def pack(self, part: Sequence[Item]) -> Packing:
-        key = tuple(sorted(item.index for item in part))
+    def pack(self, members: Sequence[Item]) -> Packing:
+        key = tuple(sorted(item.index for item in members))
         if key not in self._packed:
-            self._packed[key] = pack(part, self.world_size, self.align, thorough=False)
+            self._packed[key] = pack(members, self.world_size, self.align, thorough=False)
         return self._packed[key]
 
-    def cost(self, parts: Sequence[Sequence[Item]]) -> int:
-        return sum(self.world_size * self.pack(part).shard + self.segment_cost for part in parts)
+    def cost(self, segments: Sequence[Sequence[Item]]) -> int:
+        return sum(self.world_size * self.pack(members).shard + self.segment_cost for members in segments)
 
 
 def split(
     items: Sequence[Item], world_size: int, align: int, segment_cost: int, max_segments: int
 ) -> list[Packing]:
-    """Segments for these items, the largest first, of the least total cost found."""
+    """Segments for these items, largest first, with the least total cost found."""
     planner = _Planner(items, world_size, align, segment_cost)
-    whole = pack(items, world_size, align, thorough=True)
+    single = pack(items, world_size, align, thorough=True)
     total = sum(item.size for item in items)
-    if max_segments == 1 or world_size * whole.shard - total <= max(segment_cost, total // _ENOUGH):
-        return [whole]
+    if max_segments == 1 or world_size * single.shard - total <= max(segment_cost, total // _ENOUGH):
+        return [single]
     best: list[list[Item]] = [list(items)]
-    least = world_size * whole.shard + segment_cost
-    for parts in _seeds(planner, max_segments, least):
-        if (cost := planner.cost(parts)) < least:
-            best, least = parts, cost
+    least = world_size * single.shard + segment_cost
+    for segments in _seeds(planner, max_segments, least):
+        if (cost := planner.cost(segments)) < least:
+            best, least = segments, cost
     best = _move(planner, best)
     if len(best) == 1:
-        return [whole]
-    packed = [pack(part, world_size, align, thorough=True) for part in best]
+        return [single]
+    packed = [pack(members, world_size, align, thorough=True) for members in best]
     return sorted(packed, key=lambda packing: (-packing.shard, packing.items[0].index))
 
 
 def _seeds(planner: _Planner, max_segments: int, least: int) -> Iterator[list[list[Item]]]:
-    """Complete splits: the cheapest ways to put grids together, those of long tensors and then those of all."""
+    """Splits to pack: the cheapest ways to combine the grids of the long tensors, then those of all tensors."""
     fluid = sum(item.size for item in planner.items) // planner.world_size
     long = [item for item in planner.items if item.spec.grid.numel > 2 * fluid]
     seen: set[tuple[tuple[int, ...], ...]] = set()
@@ -79,36 +79,36 @@ def _seeds(planner: _Planner, max_segments: int, least: int) -> Iterator[list[li
             steps.setdefault(_step(item), []).append(item)
         largest = sorted(steps.values(), key=lambda members: -sum(item.size for item in members))[:_MAX_GRIDS]
         seeds = []
-        for parts in partitions(largest):
-            if 0 < len(parts) <= max_segments:
-                flat = [[item for members in part for item in members] for part in parts]
-                estimate = sum(_Part(part, planner.world_size, straddle=False).shard for part in flat)
+        for combined in partitions(largest):
+            if 0 < len(combined) <= max_segments:
+                flat = [[item for members in grids for item in members] for grids in combined]
+                estimate = sum(_Draft(members, planner.world_size, straddle=False).shard for members in flat)
                 if planner.world_size * estimate + planner.segment_cost * len(flat) < least:
                     seeds.append((estimate, len(flat), flat))
         seeds.sort(key=lambda seed: seed[:2])
         for straddle, join in ((True, _join), (False, _join), (False, _fill)):
             for _, _, flat in seeds[:_MAX_PARTITIONS]:
-                start = [_Part(list(part), planner.world_size, straddle=straddle) for part in flat]
+                start = [_Draft(list(members), planner.world_size, straddle=straddle) for members in flat]
                 joined = join(planner, start, max_segments)
-                key = tuple(sorted(tuple(sorted(item.index for item in part)) for part in joined))
+                key = tuple(sorted(tuple(sorted(item.index for item in members)) for members in joined))
                 if key not in seen:
                     seen.add(key)
                     yield joined
 
 
-class _Part:
-    """An estimate of a segment in the making: the shard size that its forced grids and its elements ask for."""
+class _Draft:
+    """A segment in the making, with an estimate of its shard size from its forced grids and its elements."""
 
     def __init__(self, items: list[Item], world_size: int, *, straddle: bool) -> None:
         self.items = items
-        self.straddle = straddle  # whether an item may lie across one boundary rather than force its grid
+        self.straddle = straddle  # whether an item may lie across one boundary instead of forcing its grid
         self.world_size = world_size
         self.step = math.lcm(*(_step(item) for item in items))
         self.used = sum(item.size for item in items)
         self.shard = _up(-(-self.used // world_size), self.step)
 
     def with_item(self, item: Item) -> tuple[int, int]:
-        """The step and the shard size if the item joined."""
+        """Step and shard size if the item joined."""
         rest = self.shard % _step(item)
         fits = rest == 0 or item.size <= self.shard + (self.shard - rest if self.straddle else 0)
         step = self.step if fits else math.lcm(self.step, _step(item))
@@ -120,63 +120,63 @@ class _Part:
         self.items.append(item)
 
 
-def _join(planner: _Planner, parts: list[_Part], max_segments: int) -> list[list[Item]]:
-    """Let every item that is in no part yet, the largest first, join where it adds least, or open a new one."""
-    placed = {item.index for part in parts for item in part.items}
+def _join(planner: _Planner, drafts: list[_Draft], max_segments: int) -> list[list[Item]]:
+    """Add every remaining item, largest first, to the segment where it adds least, or to a new one."""
+    placed = {item.index for draft in drafts for item in draft.items}
     for item in sorted(planner.items, key=lambda item: -item.size):
         if item.index in placed:
             continue
-        alone = _Part([item], planner.world_size, straddle=False)
-        best = min(parts, key=lambda part: part.with_item(item)[1] - part.shard)
+        alone = _Draft([item], planner.world_size, straddle=False)
+        best = min(drafts, key=lambda draft: draft.with_item(item)[1] - draft.shard)
         added = best.with_item(item)[1] - best.shard
-        if len(parts) < max_segments and planner.world_size * (added - alone.shard) > planner.segment_cost:
-            parts.append(alone)
+        if len(drafts) < max_segments and planner.world_size * (added - alone.shard) > planner.segment_cost:
+            drafts.append(alone)
         else:
             best.add(item)
-    return [part.items for part in parts]
+    return [draft.items for draft in drafts]
 
 
-def _fill(planner: _Planner, parts: list[_Part], max_segments: int) -> list[list[Item]]:
-    """Fill the parts with what costs nothing there, the largest first; all else shares one more segment."""
-    if len(parts) == max_segments:
-        return _join(planner, parts, max_segments)
-    placed = {item.index for part in parts for item in part.items}
+def _fill(planner: _Planner, drafts: list[_Draft], max_segments: int) -> list[list[Item]]:
+    """Add to each segment the items that cost nothing there, largest first; the others share one more segment."""
+    if len(drafts) == max_segments:
+        return _join(planner, drafts, max_segments)
+    placed = {item.index for draft in drafts for item in draft.items}
     rest = []
     for item in sorted(planner.items, key=lambda item: -item.size):
         if item.index in placed:
             continue
-        free = next((part for part in parts if part.with_item(item) == (part.step, part.shard)), None)
+        free = next((draft for draft in drafts if draft.with_item(item) == (draft.step, draft.shard)), None)
         if free:
             free.add(item)
         else:
             rest.append(item)
-    return [part.items for part in parts] + ([rest] if rest else [])
+    return [draft.items for draft in drafts] + ([rest] if rest else [])
 
 
-def _move(planner: _Planner, parts: list[list[Item]]) -> list[list[Item]]:
-    """Move single items, the largest of each kind first, to another segment while that costs less; bounded."""
+def _move(planner: _Planner, segments: list[list[Item]]) -> list[list[Item]]:
+    """Move single items, one of each kind and largest first, to other segments while that lowers the cost."""
     total = sum(item.size for item in planner.items)
     kinds = {item.kind: item for item in planner.items}.values()
     tried = 0
     for item in sorted(kinds, key=lambda item: -item.size):
-        cost = planner.cost(parts)
-        for other in range(len(parts)):
-            if item in parts[other] or cost - total <= total // _ENOUGH + planner.segment_cost:
+        cost = planner.cost(segments)
+        for other in range(len(segments)):
+            if item in segments[other] or cost - total <= total // _ENOUGH + planner.segment_cost:
                 continue
-            moved = [[i for i in part if i is not item] for part in parts]
+            moved = [[i for i in members if i is not item] for members in segments]
             moved[other].append(item)
             tried += 1
             if tried > _MAX_MOVES:
-                return parts
-            moved = [part for part in moved if part]
+                return segments
+            moved = [members for members in moved if members]
             if planner.cost(moved) < cost:
-                parts = moved
+                segments = moved
                 break
-    return parts
+    return segments
 
 
 def _step(item: Item) -> int:
-    """What the shard size is a multiple of where the item is long."""
+    """What the shard size must be a multiple of if the item is long."""
     return item.step or math.lcm(item.spec.grid.period, item.align)
 
 

@@ -1,19 +1,20 @@
 """A picture of a layout, to scale.
 
     title
-    totals: elements, padded, padding, lower bound, gap, ranks
+    figures: elements, padded, padding, lower bound, gap, ranks
              S0 = 3,133,440                     S1 = 5,760
-    rank 0  [ q_proj |||||| k_proj |||/////]  [ o_proj ||//]      one row a rank, one column a segment
+    rank 0  [ q_proj |||||| k_proj |||/////]  [ o_proj ||//]      one row per rank, one column per segment
     rank 1  [ ...                          ]  [            ]
     legend: number and colour, name, shape, block, ranks
 
-Ticks are block cuts. Everything is computed from the layout alone, so equal layouts give equal text.
+Ticks are cut points. Equal layouts give equal text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from layout_planner._segment import Segment
+from layout_planner._spec import TensorSpec
 from layout_planner._svg_text import (
     FAINT,
     INK,
@@ -27,50 +28,53 @@ from layout_planner._svg_text import (
     text,
     text_width,
 )
-from layout_planner._table import percent
-
-if TYPE_CHECKING:
-    from layout_planner._layout import Layout, Segment
 
 _WIDTH, _MARGIN, _GUTTER = 1280, 28, 64
 _ROW, _ROW_GAP = 24, 6
 _SEGMENT_GAP, _LEAST_SEGMENT = 16, 96
-_TICK, _TICK_LENGTH = 4, 5  # px between ticks, at least; px of each
-_LEAST_TENSOR = 0.8  # px; less than that would not be seen
+_TICK, _TICK_LENGTH = 4, 5  # px between ticks at least, px of each tick
+_LEAST_TENSOR = 0.8  # px; anything less would be invisible
 _LEGEND_ROW, _CELL_GAP, _COLUMN_GAP = 20, 11, 20
 _LEGEND = ("tensor", "shape", "block", "a tick is", "on ranks")
 _DEFAULT_RANKS = 16
 
 
-def draw(layout: "Layout", *, title: str = "", ranks: range | None = None) -> str:
-    """The layout as an SVG document.
+def draw(
+    segments: Sequence[Segment],
+    specs: Mapping[str, TensorSpec],
+    world_size: int,
+    figures: Sequence[tuple[str, str]],
+    *,
+    title: str = "",
+    ranks: range | None = None,
+) -> str:
+    """A layout as an SVG document; a layout without tensors gives a picture that says so.
 
     Args:
-        layout: what to draw; a group without tensors gives a picture that says so.
+        segments: the buffers.
+        specs: the tensors in them, by name.
+        world_size: shards of each buffer.
+        figures: labels and values to print above the picture.
         title: a line above the picture.
         ranks: the ranks to draw, one row each. None: the first 16.
 
-    Returns:
-        The document as text, the same for the same layout, title and ranks.
-
     Raises:
-        ValueError: `ranks` is empty or reaches outside the layout's ranks.
+        ValueError: `ranks` is empty or reaches outside the world size.
     """
     if ranks is None:
-        ranks = range(min(layout.world_size, _DEFAULT_RANKS))
-    if not ranks or min(ranks) < 0 or max(ranks) >= layout.world_size:
+        ranks = range(min(world_size, _DEFAULT_RANKS))
+    if not ranks or min(ranks) < 0 or max(ranks) >= world_size:
         raise ValueError(
-            f"ranks {ranks} cannot be drawn: give one or more of the {layout.world_size} ranks "
-            f"0..{layout.world_size - 1}"
+            f"cannot draw ranks {ranks}: expected one or more of the {world_size} ranks 0..{world_size - 1}"
         )
-    picture = _Picture(layout, ranks)
+    picture = _Picture(segments, specs, world_size, ranks)
     body: list[str] = []
     y = _MARGIN
     if title:
         y += 18
         body.append(text(_MARGIN, y, fitting(title, _WIDTH - 2 * _MARGIN, 18), size=18, weight="bold"))
         y += 16
-    body += picture.totals(y)
+    body += picture.figures(y, figures)
     y += 58
     body += picture.rows(y)
     y += picture.rows_height + 12
@@ -92,56 +96,53 @@ def _frame(height: float, title: str) -> list[str]:
 
 
 class _Picture:
-    """The parts of one drawing and the numbers that they share."""
+    """One drawing: its figures, rows and legend, and the sizes they share."""
 
-    def __init__(self, layout: "Layout", ranks: range) -> None:
-        self.layout = layout
-        self.ranks = ranks
-        order = [name for segment in layout.segments for name in segment.names]
+    def __init__(
+        self, segments: Sequence[Segment], specs: Mapping[str, TensorSpec], world_size: int, ranks: range
+    ) -> None:
+        self.segments, self.specs = segments, specs
+        self.world_size, self.ranks = world_size, ranks
+        self.positions = {
+            name: (index, offset)
+            for index, segment in enumerate(segments)
+            for name, offset in zip(segment.names, segment.offsets, strict=True)
+        }
+        order = list(self.positions)
         self.numbers = {name: place for place, name in enumerate(order, 1)}
-        by_size = sorted(order, key=lambda name: (-layout.spec(name).numel, self.numbers[name]))
+        by_size = sorted(order, key=lambda name: (-specs[name].numel, self.numbers[name]))
         self.colours = dict(zip(by_size, colours(len(by_size)), strict=True))
-        self.widths = _segment_widths(layout)
+        self.widths = _segment_widths(segments)
         self.widened = [
             index
-            for index, segment in enumerate(layout.segments)
-            if self.widths[index] * layout.segments[0].shard_size
-            > 1.001 * self.widths[0] * segment.shard_size
+            for index, segment in enumerate(segments)
+            if self.widths[index] * segments[0].shard_size > 1.001 * self.widths[0] * segment.shard_size
         ]
         self.rows_height = 24 + len(ranks) * (_ROW + _ROW_GAP) + 20 if order else 36
         self.columns = 1 if len(order) <= 6 else 2
         lines = -(-len(order) // self.columns)
         self.legend_height = 32 + (lines + 1) * _LEGEND_ROW + (20 if self.widened else 0)
 
-    def totals(self, top: float) -> list[str]:
+    def figures(self, top: float, figures: Sequence[tuple[str, str]]) -> list[str]:
         """A strip of labelled figures."""
-        layout = self.layout
-        held = layout.numel > 0
-        figures = [
-            ("elements", number(layout.numel)),
-            ("with padding", number(layout.padded_numel)),
-            ("padding", percent(layout.padding_ratio) if held else "0 %"),
-            (f"lower bound, by {layout.bound.reason}", number(layout.lower_bound)),
-            ("gap to the bound", percent(layout.gap) if held else "0 %"),
-            ("ranks drawn", f"{len(self.ranks)} of {number(layout.world_size)}"),
-        ]
-        step = (_WIDTH - 2 * _MARGIN) / len(figures)
+        drawn = ("ranks drawn", f"{len(self.ranks)} of {number(self.world_size)}")
+        step = (_WIDTH - 2 * _MARGIN) / (len(figures) + 1)
         parts = []
-        for place, (label, value) in enumerate(figures):
+        for place, (label, value) in enumerate([*figures, drawn]):
             x = _MARGIN + place * step
             parts.append(text(x, top + 12, label, size=11, fill=MUTED))
             parts.append(text(x, top + 32, fitting(value, step - 8, 16), size=16, weight="bold"))
         return parts
 
     def rows(self, top: float) -> list[str]:
-        """One row a rank, the segments side by side, and above them their shard sizes."""
-        if not self.layout.segments:
+        """One row per rank, the segments side by side, and above them their shard sizes."""
+        if not self.segments:
             return [text(_MARGIN, top + 14, "This group has no tensors.", size=12, fill=MUTED)]
         parts = []
         x: float = _MARGIN + _GUTTER
-        for index, segment in enumerate(self.layout.segments):
+        for index, segment in enumerate(self.segments):
             width = self.widths[index]
-            sign = f"S{index}" if len(self.layout.segments) > 1 else "S"
+            sign = f"S{index}" if len(self.segments) > 1 else "S"
             label = f"{sign} = {number(segment.shard_size)}"
             if text_width(label, 12) <= width:
                 parts.append(text(x, top + 12, label, size=12, weight="bold"))
@@ -152,14 +153,14 @@ class _Picture:
             y = top + 24 + place * (_ROW + _ROW_GAP) + _ROW / 2 + 4
             parts.append(text(_MARGIN + _GUTTER - 10, y, f"rank {rank}", size=11, fill=MUTED, anchor="end"))
         bottom = top + self.rows_height - 8
-        left = self.layout.world_size - len(self.ranks)
+        left = self.world_size - len(self.ranks)
         if left:
             note = f"{number(left)} more {'rank' if left == 1 else 'ranks'} not drawn"
             parts.append(text(_MARGIN + _GUTTER, bottom, note, size=11, fill=MUTED))
         return parts + self._scale_bar(bottom)
 
     def _scale_bar(self, y: float) -> list[str]:
-        scale = self.widths[0] / self.layout.segments[0].shard_size
+        scale = self.widths[0] / self.segments[0].shard_size
         elements = _round_down(140 / scale)
         length = elements * scale
         right = _WIDTH - _MARGIN
@@ -170,13 +171,13 @@ class _Picture:
             text(right - length - 8, y, label, size=11, fill=MUTED, anchor="end"),
         ]
 
-    def _shard(self, segment: "Segment", rank: int, x: float, y: float, width: float) -> list[str]:
-        """One rank's slice of one segment: padding beneath, tensors above it."""
+    def _shard(self, segment: Segment, rank: int, x: float, y: float, width: float) -> list[str]:
+        """One rank's shard of one segment: the padding pattern, with tensors drawn over it."""
         size = segment.shard_size
         scale = width / size
         parts = [rect(x, y, width, _ROW, "url(#padding)")]
         for name, offset in zip(segment.names, segment.offsets, strict=True):
-            start, stop = self.layout.local_range(name, rank)
+            start, stop = segment.local_range(offset, self.specs[name].numel, rank)
             if start == stop:
                 continue
             left = x + (offset + start - rank * size) * scale
@@ -201,7 +202,7 @@ class _Picture:
         return [f'<path d="{path}" stroke="#ffffff"/>']
 
     def _cuts(self, name: str, start: int, stop: int, scale: float) -> Iterator[int]:
-        grid = self.layout.spec(name).grid
+        grid = self.specs[name].grid
         stride, whole_periods = self.stride(name, scale)
         if whole_periods or grid.uniform:
             step = stride * (grid.period if whole_periods else grid.block)
@@ -212,15 +213,15 @@ class _Picture:
             yield from (cut for cut in range(begin, begin + grid.period, step) if start < cut < stop)
 
     def stride(self, name: str, scale: float) -> tuple[int, bool]:
-        """Every how many blocks a tick is drawn, or every how many periods where those are too dense."""
-        grid = self.layout.spec(name).grid
+        """Blocks per tick; or periods per tick, and True, where ticks at blocks would be too dense."""
+        grid = self.specs[name].grid
         blocks = _round_up(_TICK / (grid.block * scale))
         if not grid.uniform and blocks * grid.block > grid.period / 2:
             return _round_up(_TICK / (grid.period * scale)), True
         return blocks, False
 
     def _label(self, name: str, left: float, y: float, wide: float, *, first: bool) -> list[str]:
-        """The tensor's name, shortened to what fits, else its number in the legend, else nothing."""
+        """The tensor's name shortened to fit, or its number in the legend, or nothing."""
         for label in (*shortened(name), str(self.numbers[name])):
             space = text_width(label, 11) + 10
             if space <= wide:
@@ -230,7 +231,7 @@ class _Picture:
         return []
 
     def legend(self, top: float) -> list[str]:
-        """All tensors with number, colour, name, shape, block and ranks; then what ticks and hatching mean."""
+        """All tensors with number, colour, name, shape, block and ranks; then the meaning of ticks and hatching."""
         parts = [f'<path d="M{_MARGIN} {top}H{_WIDTH - _MARGIN}" stroke="{FAINT}"/>']
         width = (_WIDTH - 2 * _MARGIN - _COLUMN_GAP * (self.columns - 1)) / self.columns
         cells = {name: self._cells(name) for name in self.numbers}
@@ -250,24 +251,23 @@ class _Picture:
             parts += _line(x + 30, y + 11, width - 30, cells[name], needs, INK)
         y = top + 16 + (lines + 1) * _LEGEND_ROW
         parts.append(rect(_MARGIN, y, 22, 14, "url(#padding)", stroke=LINE))
-        note = "padding. White ticks are block cuts, thinned out where they would run together."
+        note = "padding. White ticks are cut points, thinned out where they would run together."
         parts.append(text(_MARGIN + 30, y + 11, note, size=11, fill=MUTED))
         if self.widened:
             which = ", ".join(f"S{index}" for index in self.widened)
-            note = f"{which}: wider than to scale with S0, to be seen at all; to scale in itself."
+            note = f"{which}: drawn wider than to scale with S0, so as to be visible; to scale in itself."
             parts.append(text(_MARGIN + 30, y + 31, note, size=11, fill=MUTED))
         return parts
 
     def _cells(self, name: str) -> tuple[str, ...]:
-        """What the legend says of a tensor, beside `_LEGEND`."""
-        spec = self.layout.spec(name)
-        index = self.layout.segment_of(name)
-        size = self.layout.segments[index].shard_size
+        """What the legend says about a tensor; the headers are `_LEGEND`."""
+        spec = self.specs[name]
+        index, offset = self.positions[name]
+        size = self.segments[index].shard_size
         stride, periods = self.stride(name, self.widths[index] / size)
         tick = ("period" if periods else "block") + ("s" if stride > 1 else "")
         tick = f"{number(stride)} {tick}" if stride < spec.grid.num_blocks else "-"
-        first = self.layout.offset(name) // size
-        last = (self.layout.offset(name) + spec.numel - 1) // size
+        first, last = offset // size, (offset + spec.numel - 1) // size
         ranks = str(first) if first == last else f"{first}-{last}"
         return name, " × ".join(str(size) for size in spec.shape) or "scalar", str(spec.block), tick, ranks
 
@@ -275,7 +275,7 @@ class _Picture:
 def _line(
     x: float, y: float, width: float, cells: tuple[str, ...], needs: list[float], first: str = MUTED
 ) -> Iterator[str]:
-    """A line of the legend: cells in columns as wide as `needs`, the first in its own ink."""
+    """A line of the legend: cells in columns as wide as `needs`, the first in the colour `first`."""
     start, end = x, x + width
     for cell, need in zip(cells, needs, strict=True):
         fill = first if start == x else MUTED
@@ -283,9 +283,9 @@ def _line(
         start += need + _CELL_GAP
 
 
-def _segment_widths(layout: "Layout") -> list[float]:
-    """Widths to scale, but a segment too thin to show anything gets a least width that the rest pay for."""
-    count = len(layout.segments)
+def _segment_widths(segments: Sequence[Segment]) -> list[float]:
+    """Widths to scale; a segment too thin to be readable gets a minimum width, and the rest shrink for it."""
+    count = len(segments)
     if not count:
         return []
     space = _WIDTH - 2 * _MARGIN - _GUTTER - _SEGMENT_GAP * (count - 1)
@@ -293,9 +293,9 @@ def _segment_widths(layout: "Layout") -> list[float]:
     widths = [0.0] * count
     thin: set[int] = set()
     while True:
-        rest = sum(segment.shard_size for index, segment in enumerate(layout.segments) if index not in thin)
+        rest = sum(segment.shard_size for index, segment in enumerate(segments) if index not in thin)
         free = space - least * len(thin)
-        for index, segment in enumerate(layout.segments):
+        for index, segment in enumerate(segments):
             widths[index] = least if index in thin else free * segment.shard_size / rest
         found = {index for index, width in enumerate(widths) if width < least} - thin
         if not found:

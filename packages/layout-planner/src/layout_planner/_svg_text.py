@@ -1,4 +1,4 @@
-"""The smallest parts of a drawing: rectangles, text that fits its place, colours."""
+"""The elements of a drawing: rectangles, text that fits, colours."""
 
 from collections.abc import Iterator
 from html import escape
@@ -15,7 +15,7 @@ _NARROW, _WIDE = frozenset("fijlrt.,:;'|!()[]{} "), frozenset("mwMW@%")
 
 
 def colours(count: int) -> list[str]:
-    """So many colours, distinct: the palette first, then it again in darker and darker shades."""
+    """`count` distinct colours: the palette first, then the palette again in darker and darker shades."""
     found = []
     for index in range(count):
         turn, place = divmod(index, len(_PALETTE))
@@ -26,7 +26,7 @@ def colours(count: int) -> list[str]:
 
 
 def text_width(content: str, size: float) -> float:
-    """An upper estimate of the width in px, in whatever sans-serif the viewer has (DejaVu is the widest)."""
+    """An upper estimate of the width in px, whichever sans-serif font the viewer has (DejaVu is the widest)."""
     ems = 0.0
     for letter in content:
         if letter in _NARROW:
@@ -41,7 +41,7 @@ def text_width(content: str, size: float) -> float:
 
 
 def fitting(content: str, width: float, size: float) -> str:
-    """The content, its middle replaced by an ellipsis where it is too wide."""
+    """The content, with its middle replaced by an ellipsis if it is too wide."""
     if text_width(content, size) <= width:
         return content
     keep = len(content)
@@ -51,7 +51,7 @@ def fitting(content: str, width: float, size: float) -> str:
 
 
 def shortened(name: str) -> Iterator[str]:
-    """A parameter's name, and then shorter forms of it: without `.weight`, without what leads."""
+    """A parameter's name, then shorter forms of it: without `.weight`, without its leading components."""
     yield name
     stem = name.removesuffix(".weight")
     if stem != name:
@@ -62,14 +62,14 @@ def shortened(name: str) -> Iterator[str]:
 
 
 def number(value: int) -> str:
-    """With thousands separated."""
+    """The number with thousands separators."""
     return f"{value:,}"
 
 
 def rect(
     x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "", radius: float = 0
 ) -> str:
-    """A rectangle; places in px."""
+    """A rectangle; all lengths in px."""
     more = f' stroke="{stroke}"' if stroke else ""
     more += f' rx="{radius:g}"' if radius else ""
     return f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}/>'

@@ -1,4 +1,4 @@
-"""The padding of whole models over world sizes and blocks, beside the rules of other systems and the bound."""
+"""The padding of whole models over world sizes and blocks, next to the baselines and the lower bound."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from functools import lru_cache
 from layout_planner._blocks import Block
 from layout_planner._layout import Layout
 from layout_planner._plan import plan
-from layout_planner._rules import even_rows, lcm_rule
 from layout_planner._table import Table, percent, size
-from layout_planner.models import Group, ModelShape, Period
+from layout_planner.baselines import even_rows, lcm_rule
+from layout_planner.models import GroupShape, ModelShape, Period
 
 BF16 = 2  # bytes
 
 
 @dataclass(frozen=True)
 class Options:
-    """How groups are planned: the arguments of `plan`, and where a stacked expert's blocks start."""
+    """How groups are planned: arguments of `plan`, and whether blocks start over in each stacked expert."""
 
     align: int = 8
     period: Period = "tensor"
@@ -25,14 +25,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a whole model takes at one world size with one block, in elements, all layers counted.
+    """The size of a whole model, all layers counted, in elements, at one world size with one block.
 
     Attributes:
+        world_size: ranks.
+        block: the block of every tensor.
         numel: without padding.
-        planned: as planned here.
-        even_rows: under even row chunks (FSDP2).
-        lcm: under the lcm rule (Megatron-FSDP).
-        lower_bound: what no plan of these groups can go below.
+        planned: with this package's plan.
+        even_rows: with even row chunks (FSDP2).
+        lcm: with the lcm rule (Megatron-FSDP).
+        lower_bound: what every plan of these groups needs at least.
     """
 
     world_size: int
@@ -44,7 +46,7 @@ class Measure:
     lower_bound: int
 
     def padding(self, padded: int | None = None) -> float:
-        """Padding as a share of the elements: of the plan, or of another of the sizes given."""
+        """Padding divided by the elements: of the plan, or of the size given."""
         return (self.planned if padded is None else padded) / self.numel - 1
 
     @property
@@ -54,7 +56,7 @@ class Measure:
 
     @property
     def bytes_per_rank(self) -> float:
-        """What a rank holds in bf16, padding included."""
+        """Bytes that a rank holds in bf16, padding included."""
         return BF16 * self.planned / self.world_size
 
     def to_dict(self) -> dict[str, object]:
@@ -75,11 +77,11 @@ class Measure:
         }
 
 
-def plan_group(group: Group, world_size: int, block: Block, options: Options) -> Layout:
+def plan_group(group: GroupShape, world_size: int, block: Block, options: Options) -> Layout:
     """The layout of one layer of the group.
 
     Raises:
-        ValueError: as `plan` and `Group.specs`; the message names the tensor or the argument.
+        ValueError: as `plan` and `GroupShape.specs`; the message names the tensor or the argument.
     """
     specs = group.specs(block, options.period)
     return plan(specs, world_size, align=options.align, max_segments=options.max_segments)
@@ -87,38 +89,38 @@ def plan_group(group: Group, world_size: int, block: Block, options: Options) ->
 
 @lru_cache(maxsize=4096)
 def measure(model: ModelShape, world_size: int, block: Block, options: Options) -> Measure:
-    """Plan each group of the model once and add them up, each as often as it has layers."""
+    """Plan each group of the model once and add the sizes up, each times its number of layers."""
     totals = [0] * 5
     for group in model.groups:
         layout = plan_group(group, world_size, block, options)
-        parts = (
+        sizes = (
             layout.numel,
             layout.padded_numel,
             even_rows(layout.tensors, world_size),
             lcm_rule(layout.tensors, world_size),
             layout.lower_bound,
         )
-        totals = [total + group.count * part for total, part in zip(totals, parts, strict=True)]
+        totals = [total + group.count * size for total, size in zip(totals, sizes, strict=True)]
     return Measure(world_size, block, *totals)
 
 
 def sweep(
     model: ModelShape, world_sizes: Iterable[int], blocks: Sequence[Block], options: Options
 ) -> Iterator[Measure]:
-    """One measure per block and world size, blocks outermost, each as soon as it is ready."""
+    """One measure per block and world size, block by block; each is yielded as soon as it is ready."""
     for block in blocks:
         for world_size in sorted(set(world_sizes)):
             yield measure(model, world_size, block, options)
 
 
 def sweep_table(blocks: Sequence[Block]) -> Table:
-    """The table that `sweep_row` makes the rows of."""
+    """The table whose rows `sweep_row` makes."""
     headers = ("<block", "ranks", "ours", "even rows", "lcm", "lower bound", "gap", "per rank, bf16")
     return Table(headers, (max(len(str(block)) for block in blocks), 5, 7, 9, 9, 11, 7, 14))
 
 
 def sweep_row(found: Measure) -> list[str]:
-    """Padding in per cent of the elements, ours and theirs; gap; bytes."""
+    """One row: padding in per cent of the elements for the plan, the baselines and the bound; gap; bytes."""
     return [
         str(found.block),
         str(found.world_size),

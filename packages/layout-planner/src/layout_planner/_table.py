@@ -1,4 +1,4 @@
-"""Tables that read well in a terminal and are GitHub Markdown, and numbers for their cells."""
+"""Markdown tables that also read well in a terminal, and number formats for their cells."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 class Table:
-    """A Markdown table, line by line, so that rows can be printed as they become ready.
+    """A Markdown table, made line by line so that rows can be printed as they become ready.
 
     Args:
-        headers: one per column. A leading "<" aligns the column to the left; the others are for numbers.
-        widths: least width of each column in characters, so that rows not known yet align too.
+        headers: one per column. A leading "<" aligns the column to the left, others to the right.
+        widths: minimum width of each column in characters, so that later rows align too.
     """
 
     def __init__(self, headers: Sequence[str], widths: Sequence[int]) -> None:
@@ -35,14 +35,14 @@ class Table:
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A whole table whose rows are all known; headers as for `Table`."""
+    """A table whose rows are all known; headers as for `Table`."""
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(len(headers))]
     table = Table(headers, widths)
     return "\n".join([table.head(), *map(table.row, rows)])
 
 
 def percent(ratio: float) -> str:
-    """A ratio in per cent with the digits that tell: two below 10, one below 100, else none; plain 0 is exact."""
+    """A ratio in per cent with two decimals below 10, one below 100, else none; "0 %" is exact."""
     value = 100 * ratio
     if value == 0:
         return "0 %"
@@ -53,7 +53,7 @@ def percent(ratio: float) -> str:
 
 
 def size(bytes_: float) -> str:
-    """Bytes in the largest decimal unit of which there is one, with three digits."""
+    """Bytes with three digits in the largest decimal unit that keeps the number at 1 or above."""
     for unit, name in _UNITS:
         if bytes_ >= unit:
             value = bytes_ / unit

@@ -1,9 +1,9 @@
-"""Shapes of a model from its checkpoint: safetensors headers only, never the weights.
+"""The shape of a model from its checkpoint: safetensors headers only, never the weights.
 
     model.safetensors  |  model.safetensors.index.json and its files  |  a folder with either
         ->  every tensor's name and shape  ->  groups by layer number  ->  ModelShape
 
-Dtypes are not looked at: a plan is for the dtype one trains in, so every tensor counts as a parameter of it.
+Stored dtypes are ignored: a plan is for the dtype of training, and every tensor counts as a parameter of it.
 """
 
 import json
@@ -13,25 +13,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from layout_planner.models import Group, ModelShape, ShapeEntry
+from layout_planner.models import GroupShape, ModelShape, ShapeEntry
 
 Shape = tuple[int, ...]
 _ALLOWED = "a .safetensors file, a .safetensors.index.json, or a folder with one of these"
 
 
 def read_checkpoint(path: str | Path) -> ModelShape:
-    """The shape of the model in a checkpoint, its layers grouped by the number in their tensors' names.
+    """The shape of the model in a checkpoint, its tensors grouped by the layer number in their names.
 
-    Tensors whose name has a number (`model.layers.12.mlp.up_proj.weight`) are a layer's, those that have
-    "embed" or the like in it the embeddings, and the rest (final norm, head) one more group. Layers of
-    equal names and shapes are one group with a count. Where there is an index, it says what belongs.
+    A tensor whose name contains a number (`model.layers.12.mlp.up_proj.weight`) belongs to that layer, one with
+    "embed", "wte" or "wpe" in its name to the embeddings, and all others (final norm, head) form one more group.
+    Layers with equal names and shapes are one group with a count. If there is an index, it decides which tensors
+    count.
 
     Args:
         path: a `.safetensors` file, a `.safetensors.index.json`, or a folder with one of these.
 
     Raises:
-        ValueError: nothing there, or it cannot be read; the message names the file and what was found.
-        ImportError: safetensors or numpy is not installed; the message says how.
+        ValueError: nothing there, or it cannot be read; names the file and what was found.
+        ImportError: safetensors or numpy is not installed; the message says how to install them.
     """
     path = Path(path)
     source = _in_folder(path) if path.is_dir() else path
@@ -42,9 +43,9 @@ def read_checkpoint(path: str | Path) -> ModelShape:
     elif source.suffix == ".safetensors":
         shapes = _read_file(source)
     else:
-        raise ValueError(f"{path}: of an unknown kind; give {_ALLOWED}")
+        raise ValueError(f"{path}: unknown kind of file; give {_ALLOWED}")
     if not shapes:
-        raise ValueError(f"{source}: holds no tensors; nothing can be planned")
+        raise ValueError(f"{source}: holds no tensors, so there is nothing to plan")
     name = path.resolve().name if path.is_dir() else path.name
     return ModelShape(name, tuple(_groups(source, shapes)))
 
@@ -57,13 +58,14 @@ def _in_folder(folder: Path) -> Path:
         if found:
             names = ", ".join(file.name for file in found[:3]) + (", ..." if len(found) > 3 else "")
             raise ValueError(
-                f"{folder}: holds {len(found)} of {pattern} ({names}) and no one index; name the file to read"
+                f"{folder}: holds {len(found)} files {pattern} ({names}) and not exactly one index; "
+                "name the file to read"
             )
     raise ValueError(f"{folder}: holds no .safetensors and no .safetensors.index.json; give {_ALLOWED}")
 
 
 def _read_index(index: Path) -> dict[str, Shape]:
-    """Shapes of all tensors that the index lists, from the files it names."""
+    """Shapes of all tensors that the index lists, read from the files it names."""
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -88,8 +90,8 @@ def _read_index(index: Path) -> dict[str, Shape]:
         lost = [tensor for tensor in listed if tensor not in found]
         if lost:
             raise ValueError(
-                f"{file}: does not hold {lost[0]}, which {index.name} lists there "
-                f"({len(lost)} such of {len(listed)}); index and files are of different checkpoints"
+                f"{file}: {lost[0]} is not in it, but {index.name} lists it there "
+                f"({len(lost)} of {len(listed)} are missing); index and files belong to different checkpoints"
             )
         shapes.update((tensor, found[tensor]) for tensor in listed)
     return shapes
@@ -99,7 +101,7 @@ def _read_file(file: Path) -> dict[str, Shape]:
     try:
         from safetensors import SafetensorError, safe_open
 
-        import_module("numpy")  # which safe_open needs and safetensors does not declare
+        import_module("numpy")  # safe_open needs it, but safetensors does not declare it
     except ImportError as error:
         raise ImportError(
             f"reading a checkpoint needs safetensors and numpy ({error}): pip install layout-planner[checkpoint]"
@@ -109,19 +111,21 @@ def _read_file(file: Path) -> dict[str, Shape]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{file}: {file.stat().st_size} bytes that are no whole safetensors file ({error}); "
-            "a header length, a JSON header and all data it lists are expected: download it again"
+            f"{file}: not a complete safetensors file ({file.stat().st_size} bytes; {error}); expected a header "
+            "length, a JSON header and all data that it lists: download it again"
         ) from None
 
 
-def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[Group]:
-    """Embeddings, then layers in the order of their numbers with like ones together, then the rest."""
+def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[GroupShape]:
+    """Embeddings, then layers in the order of their numbers with equal ones together, then the rest."""
     layers: dict[tuple[str, int], list[ShapeEntry]] = {}
     outside: dict[str, list[ShapeEntry]] = {"embed": [], "head": []}
     for name in sorted(shapes):
         shape = shapes[name]
         if 0 in shape:
-            raise ValueError(f"{source}: tensor {name} has shape {shape}, no elements; sizes are from 1 up")
+            raise ValueError(
+                f"{source}: tensor {name} of shape {shape} has no elements; expected sizes of at least 1"
+            )
         parts = name.split(".")
         at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
         if at is not None:
@@ -134,15 +138,15 @@ def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[Group]:
     for (prefix, number), entries in sorted(layers.items(), key=lambda item: item[0]):
         alike.setdefault((prefix, tuple(entries)), []).append(number)
     if outside["embed"]:
-        yield Group("embed", 1, tuple(outside["embed"]))
+        yield GroupShape("embed", 1, tuple(outside["embed"]))
     for (prefix, tensors), numbers in alike.items():
-        yield Group(f"{prefix}.{_ranges(numbers)}".lstrip("."), len(numbers), tensors)
+        yield GroupShape(f"{prefix}.{_ranges(numbers)}".lstrip("."), len(numbers), tensors)
     if outside["head"]:
-        yield Group("head", 1, tuple(outside["head"]))
+        yield GroupShape("head", 1, tuple(outside["head"]))
 
 
 def _experts(name: str, shape: Shape) -> int:
-    """How many experts a tensor stacks: those of `experts.down_proj` and the like, along dimension 0."""
+    """How many experts a tensor stacks along dimension 0, judged by a name such as `experts.down_proj`."""
     return shape[0] if re.search(r"\bexperts\.[a-z_]+$", name) and len(shape) >= 2 else 1
 
 

@@ -1,6 +1,6 @@
-"""Shapes of whole models: which tensors a layer gathers together, and how many layers are alike.
+"""Shapes of whole models: which tensors are gathered together, and how many layers are equal.
 
-    ModelShape  ->  Group (one collective's worth, `count` layers of this shape)  ->  ShapeEntry (one tensor)
+    ModelShape  ->  GroupShape (`count` groups of this shape)  ->  ShapeEntry (one tensor)
 
 `load_model` knows the models of `model_configs.json`, whose numbers are those of the models' public
 config.json files. Names and shapes are those that transformers (version 5: experts stacked in one tensor)
@@ -9,8 +9,8 @@ holds in memory, with these choices:
 * Embeddings are a group, and the head with the final norm is one: all that is gathered outside the layers.
 * GPT-OSS's stacked experts are `[experts, out, in]`, the row-major order of its published checkpoint.
   (transformers keeps them transposed, `[experts, in, out]`.)
-* DeepSeek-V3 and Kimi-K2 come without their multi-token-prediction layer, and with the router's
-  `e_score_correction_bias`, which checkpoints hold beside the weights.
+* DeepSeek-V3 and Kimi-K2 are without their multi-token-prediction layer, and with the router's
+  `e_score_correction_bias`, which checkpoints hold in addition to the weights.
 """
 
 import json
@@ -33,9 +33,9 @@ class ShapeEntry:
     """One tensor of a group.
 
     Attributes:
-        name: unique in its group, and without the layer's prefix.
+        name: unique in its group, without the layer's prefix.
         shape: dimensions in elements.
-        experts: matrices (or vectors) stacked along dimension 0; 1 for a tensor that is no stack.
+        experts: matrices (or vectors) stacked along dimension 0; 1 if it is not a stack.
     """
 
     name: str
@@ -52,10 +52,10 @@ class ShapeEntry:
 
         Args:
             block: a `Tile` becomes `Rows(tile.rows)` on a tensor without rows and columns, such as a norm.
-            period: "expert" starts blocks anew in each stacked expert, "tensor" lets them run across.
+            period: with "expert" blocks start over in each stacked expert, with "tensor" they run across experts.
 
         Raises:
-            ValueError: a period of another name, or a shape or block that `TensorSpec` refuses.
+            ValueError: an unknown period, or a shape or block that `TensorSpec` refuses.
         """
         if period not in ("tensor", "expert"):
             raise ValueError(f"{self.name}: period {period!r} is neither 'tensor' nor 'expert'")
@@ -66,13 +66,13 @@ class ShapeEntry:
 
 
 @dataclass(frozen=True)
-class Group:
-    """What one collective gathers: the tensors of one transformer layer, the embeddings, or the head.
+class GroupShape:
+    """The shape of a group: the tensors of one transformer layer, the embeddings, or the head.
 
     Attributes:
         name: unique in its model; "layers.3-60" are layers 3 to 60.
-        count: how many layers have exactly these tensors. They are planned once.
-        tensors: of one layer.
+        count: how many layers have exactly these tensors, each a group of its own. They are planned once.
+        tensors: those of one layer.
     """
 
     name: str
@@ -85,24 +85,24 @@ class Group:
         return sum(entry.numel for entry in self.tensors)
 
     def specs(self, block: Block, period: Period = "tensor") -> list[TensorSpec]:
-        """The tensors of one layer with one block for all, ready for `plan`; see `ShapeEntry.spec`."""
+        """The tensors of one layer, all with this block, ready for `plan`; see `ShapeEntry.spec`."""
         return [entry.spec(block, period) for entry in self.tensors]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All groups of a model, in the order in which it runs them."""
+    """All groups of a model, in the order in which the model runs them."""
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[GroupShape, ...]
 
     @property
     def numel(self) -> int:
         """Parameters of the whole model."""
         return sum(group.count * group.numel for group in self.groups)
 
-    def group(self, name: str) -> Group:
-        """The group of that name. Raises ValueError, listing the names, where there is none."""
+    def group(self, name: str) -> GroupShape:
+        """The group of that name. Raises ValueError, listing the names, if there is none."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -111,21 +111,23 @@ class ModelShape:
 
 
 def separate_experts(model: ModelShape) -> ModelShape:
-    """The model with each expert's gate, up and down projection a tensor of its own.
+    """The model with each expert's gate, up and down projection as a tensor of its own.
 
-    So checkpoints of Qwen3, DeepSeek-V3 and Kimi-K2 store them, and so training code without grouped matrix
-    products holds them. It pads less where there are more ranks than an expert has blocks, because a tensor no
-    longer than two shards need not force its block on the shard size.
+    This is how the checkpoints of Qwen3, DeepSeek-V3 and Kimi-K2 store them, and how training code without grouped
+    matrix products holds them. It pads less if there are more ranks than an expert has blocks, because a tensor no
+    longer than two shards does not force its block on the shard size.
 
     Raises:
         ValueError: a model without stacked experts, or GPT-OSS, whose experts are stacked everywhere.
     """
     stacked = [entry for group in model.groups for entry in group.tensors if entry.experts > 1]
     if not stacked or any(entry.name.endswith("_bias") for entry in stacked):
-        why = "has its experts stacked wherever it is stored" if stacked else "has no stacked experts"
-        raise ValueError(f"{model.name} {why}; separate experts are for models that store each by itself")
+        why = "has its experts stacked in its checkpoint too" if stacked else "has no stacked experts"
+        raise ValueError(
+            f"{model.name} {why}; separate experts are for models that store each one separately"
+        )
     groups = tuple(
-        replace(group, tensors=tuple(part for entry in group.tensors for part in _unstacked(entry)))
+        replace(group, tensors=tuple(single for entry in group.tensors for single in _unstacked(entry)))
         for group in model.groups
     )
     return ModelShape(f"{model.name}, experts separate", groups)
@@ -155,7 +157,7 @@ def load_model(name: str) -> ModelShape:
         ValueError: the name is not one of `model_names()`; the message lists them.
     """
     if name not in _configs():
-        raise ValueError(f"model {name!r} is not known; known are {', '.join(model_names())}")
+        raise ValueError(f"unknown model {name!r}; known models: {', '.join(model_names())}")
     fields = dict(_configs()[name])
     architecture = str(fields.pop("architecture"))
     config = {key: int(value) for key, value in fields.items()}
@@ -163,9 +165,9 @@ def load_model(name: str) -> ModelShape:
     return ModelShape(
         name,
         (
-            Group("embed", 1, (ShapeEntry("embed_tokens.weight", (vocab, hidden)),)),
+            GroupShape("embed", 1, (ShapeEntry("embed_tokens.weight", (vocab, hidden)),)),
             *_ARCHITECTURES[architecture](config),
-            Group("head", 1, (_norm("norm", hidden), ShapeEntry("lm_head.weight", (vocab, hidden)))),
+            GroupShape("head", 1, (_norm("norm", hidden), ShapeEntry("lm_head.weight", (vocab, hidden)))),
         ),
     )
 
@@ -177,18 +179,18 @@ def _configs() -> dict[str, dict[str, int | str]]:
     return configs
 
 
-def _layers(first: int, stop: int, *parts: Iterable[ShapeEntry]) -> Group:
+def _layers(first: int, stop: int, *modules: Iterable[ShapeEntry]) -> GroupShape:
     name = f"layers.{first}-{stop - 1}" if stop - first > 1 else f"layers.{first}"
-    return Group(name, stop - first, tuple(entry for part in parts for entry in part))
+    return GroupShape(name, stop - first, tuple(entry for entries in modules for entry in entries))
 
 
-def _llama(config: Config) -> Iterator[Group]:
+def _llama(config: Config) -> Iterator[GroupShape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     mlp = _gated_mlp("mlp", hidden, inner)
     yield _layers(0, config["num_hidden_layers"], _attention(config), _norms(config), mlp)
 
 
-def _qwen3_moe(config: Config) -> Iterator[Group]:
+def _qwen3_moe(config: Config) -> Iterator[GroupShape]:
     hidden, experts = config["hidden_size"], config["num_experts"]
     attention = [*_attention(config), *(_norm(f"self_attn.{x}_norm", config["head_dim"]) for x in "qk")]
     router = ShapeEntry("mlp.gate.weight", (experts, hidden))
@@ -196,7 +198,7 @@ def _qwen3_moe(config: Config) -> Iterator[Group]:
     yield _layers(0, config["num_hidden_layers"], attention, _norms(config), [router], stack)
 
 
-def _gpt_oss(config: Config) -> Iterator[Group]:
+def _gpt_oss(config: Config) -> Iterator[GroupShape]:
     hidden, inner, experts = (
         config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
     )
@@ -213,7 +215,7 @@ def _gpt_oss(config: Config) -> Iterator[Group]:
     yield _layers(0, config["num_hidden_layers"], attention, _norms(config), moe)
 
 
-def _deepseek_v3(config: Config) -> Iterator[Group]:
+def _deepseek_v3(config: Config) -> Iterator[GroupShape]:
     dense, layers, hidden = (
         config[key] for key in ("first_k_dense_replace", "num_hidden_layers", "hidden_size")
     )
@@ -229,7 +231,7 @@ def _deepseek_v3(config: Config) -> Iterator[Group]:
     yield _layers(dense, layers, _latent_attention(config), _norms(config), router, stack, shared)
 
 
-_ARCHITECTURES: dict[str, Callable[[Config], Iterator[Group]]] = {
+_ARCHITECTURES: dict[str, Callable[[Config], Iterator[GroupShape]]] = {
     "llama": _llama,
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
@@ -261,7 +263,7 @@ def _attention(config: Config, *, bias: bool = False) -> Iterator[ShapeEntry]:
 
 
 def _latent_attention(config: Config) -> Iterator[ShapeEntry]:
-    """Multi-head latent attention: queries, and keys with values, pass through low-rank bottlenecks."""
+    """Multi-head latent attention: queries, and keys together with values, pass through low-rank bottlenecks."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     query_rank, rank = config["q_lora_rank"], config["kv_lora_rank"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]

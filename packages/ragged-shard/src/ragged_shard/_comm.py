@@ -1,18 +1,20 @@
-"""The collectives that layouts need, on flat tensors, each started at once and finished later.
+"""The collectives of this package, on flat tensors. Each starts at once and returns a `Pending` to wait for.
 
-A `Pending` is a started transfer: `wait()` finishes it and gives the tensor. Buffers stay referenced until then.
-Moves are blind to the dtype (bytes travel); reductions are not.
+A `Pending` keeps its buffers referenced until `wait()`. What only moves data works for any dtype (bytes travel);
+reductions do not.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_shard._torch_compat import all_gather_into, reduce_scatter_from
 
-# What gloo and NCCL both move by themselves; anything else travels as bytes.
+# Dtypes that both gloo and NCCL can move; any other travels as bytes.
 _MOVABLE = frozenset(
     {
         torch.float32,
@@ -28,7 +30,7 @@ _MOVABLE = frozenset(
 
 
 class Pending:
-    """A transfer under way. `wait()` may be called any number of times."""
+    """A started transfer. `wait()` may be called any number of times."""
 
     __slots__ = ("_finish", "_result")
 
@@ -37,7 +39,7 @@ class Pending:
         self._result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there."""
+        """The received tensor; blocks until it is complete (on a GPU: makes the current stream wait)."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -46,12 +48,12 @@ class Pending:
 
 
 def done(result: torch.Tensor) -> Pending:
-    """A transfer that needed none."""
+    """A result that needed no transfer."""
     return Pending(lambda: result)
 
 
 def _as_movable(flat: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same storage in a dtype that can travel, and how many of those make up one element."""
+    """The same storage in a dtype that backends can move, and how many of its elements make up one original element."""
     if flat.dtype in _MOVABLE:
         return flat, 1
     return flat.view(torch.uint8), flat.element_size()
@@ -60,9 +62,9 @@ def _as_movable(flat: torch.Tensor) -> tuple[torch.Tensor, int]:
 def all_to_all(
     send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Pending:
-    """Exchange runs of a flat tensor: entry r of the counts goes to, or comes from, rank r of the group.
+    """Send runs of a flat tensor to all ranks: entry r of the counts goes to, or comes from, rank r of the group.
 
-    One ``all_to_all_single``; this rank sends ``sum(send_counts) - send_counts[own]`` elements to others.
+    One ``all_to_all_single``; this rank sends ``sum(send_counts) - send_counts[own rank]`` elements to others.
     """
     received = send.new_empty(sum(recv_counts))
     source, factor = _as_movable(send)
@@ -79,22 +81,22 @@ def all_to_all(
 
 
 def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Concatenate equal flat shards on every rank: one all-gather."""
+    """Concatenate the ranks' flat tensors, all of one size, on every rank: one all-gather."""
     gathered = shard.new_empty(shard.numel() * group.size())
     work = all_gather_into(_as_movable(gathered)[0], _as_movable(shard)[0], group)
     return _after(work, gathered, shard)
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending:
-    """Give ``flat`` of the group's rank ``source`` to all, in place: one broadcast."""
+    """Overwrite ``flat`` on all ranks with that of the group's rank ``source``: one broadcast."""
     work = dist.broadcast(_as_movable(flat)[0], group=group, async_op=True, group_src=source)
     return _after(work, flat)
 
 
-def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """The sum over ranks of this rank's equal share of a flat tensor: one reduce-scatter."""
-    share = whole.new_empty(whole.numel() // group.size())
-    return _after(reduce_scatter_from(share, whole, dist.ReduceOp.SUM, group), share, whole)
+def reduce_scatter(summand: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """This rank's equal share of the sum of the ranks' flat tensors: one reduce-scatter."""
+    share = summand.new_empty(summand.numel() // group.size())
+    return _after(reduce_scatter_from(share, summand, dist.ReduceOp.SUM, group), share, summand)
 
 
 def all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
@@ -111,22 +113,24 @@ def _after(work: Any, result: torch.Tensor, *keep: torch.Tensor) -> Pending:
     return Pending(finish)
 
 
-def agree(
-    problem: str | None, fingerprint: int, group: dist.ProcessGroup, device: torch.device
-) -> str | None:
-    """Whether all ranks of a group are well and mean the same; else what is wrong, in words, on every rank.
+def agreed_problem(
+    mesh: DeviceMesh, caller: str, arguments: object, problem: Exception | None
+) -> Exception | None:
+    """The error that this rank should raise, if any rank of the mesh has one or their arguments differ; else None.
 
-    One all-reduce of three int64. ``problem`` is what this rank found wrong with its own arguments.
+    One all-reduce of three int64 (24 bytes) per mesh axis. Arguments are compared by their repr.
     """
-    mark = torch.tensor(
-        [0 if problem is None else 1, fingerprint, -fingerprint], dtype=torch.int64, device=device
-    )
-    dist.all_reduce(mark, op=dist.ReduceOp.MAX, group=group)
-    bad, highest, lowest = mark.tolist()
-    if problem is not None:
-        return problem
-    if bad:
-        return "another rank of the mesh was given arguments that do not fit; its own error says which"
-    if highest != -lowest:
-        return "the ranks of the mesh were given different shapes, dtypes or placements"
-    return None
+    fingerprint = zlib.crc32(repr(arguments).encode())
+    for axis in range(mesh.ndim):
+        mark = torch.tensor(
+            [problem is not None, fingerprint, -fingerprint], dtype=torch.int64, device=mesh.device_type
+        )
+        dist.all_reduce(mark, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        failed, highest, lowest = mark.tolist()
+        if problem is None and failed:
+            found = "another rank of the mesh was given invalid arguments; its own error says which"
+            problem = ValueError(f"{caller} on {mesh}: {found}")
+        elif problem is None and highest != -lowest:
+            found = "the ranks of the mesh were given different shapes, dtypes or placements"
+            problem = ValueError(f"{caller} on {mesh}: {found}")
+    return problem

@@ -2,14 +2,14 @@
 
 Two views of the same thing:
 
-* **A part on one mesh axis** (`axis_part`): the other axes have already cut the tensor down to a *base* of some
-  shape; along one axis each rank holds all of it (Replicate, Partial), a flat range of it (Ragged, and ``Shard(0)``),
-  or a slab of it (``Shard(d)``). Redistribution works here.
-* **A region of the full tensor** (`region`): a box, cut out by the Shard axes, and a range of its flattened prefix.
-  Checkpoints and reductions along a dimension work here.
+* **Extents along one mesh axis** (`axis_extents`), for redistribution: the other axes have already cut the tensor
+  down to a *base* of some shape; along this axis each rank holds all of it (Replicate, Partial), a flat range of
+  it (Ragged, ``Shard(0)``), or a slab of it (``Shard(d)``).
+* **A region of the full tensor** (`region`), for checkpoints and reductions along a dimension: a box that the Shard
+  axes cut out, and a range of its flattened prefix.
 
-All results are cached: they depend on placements, mesh shape and tensor shape alone (units, local shapes, offsets:
-the metadata that veScale-FSDP, arXiv 2602.22437, keeps beside a tensor).
+All results are cached: they depend only on placements, mesh shape and tensor shape (the metadata that veScale-FSDP,
+arXiv 2602.22437, keeps with a tensor).
 """
 
 import math
@@ -28,18 +28,18 @@ REDUCTIONS = ("sum", "avg")
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An N-d box: where it begins and how long it is along each dimension."""
+    """An N-d box: its offset and size along each dimension."""
 
     offsets: Ints
     sizes: Ints
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the tensor that its coordinates refer to."""
+        """The box as an index into the tensor that its offsets refer to."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, by: Ints) -> "Box":
@@ -47,7 +47,7 @@ class Box:
         return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def intersection(self, other: "Box") -> "Box | None":
-        """What both have in common, or None."""
+        """The box that both have in common, or None."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -60,9 +60,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What one rank holds: elements [start, stop) of a box's flattened first ``prefix`` dims, whole beyond them.
+    """What one rank holds: elements [start, stop) of a box's flattened first ``prefix`` dims, and all of the others.
 
-    Without a ragged axis ``prefix`` is 0 and the range [0, 1): the whole box.
+    Without a ragged axis ``prefix`` is 0 and the range is [0, 1): the entire box.
     """
 
     box: Box
@@ -73,13 +73,13 @@ class Region:
 
     @property
     def local_shape(self) -> Ints:
-        """Shape of the local tensor: the one rule ``(local_prefix, *rest)``; the box's own when nothing is ragged."""
+        """Shape of the local tensor: ``(local_prefix, *rest)``, or the box's own shape if nothing is ragged."""
         if not self.ragged:
             return self.box.sizes
         return (self.stop - self.start, *self.box.sizes[self.prefix :])
 
     def boxes(self) -> tuple[Box, ...]:
-        """The fewest boxes of the full tensor that cover the region, in row-major order; none when empty."""
+        """The fewest boxes of the full tensor that cover the region, in row-major order; none if it is empty."""
         return _boxes_of(self)
 
 
@@ -97,9 +97,9 @@ def _boxes_of(held: Region) -> tuple[Box, ...]:
 def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
     """Boxes that cover elements [start, stop) of a row-major tensor: at most ``2 * len(sizes) - 1`` of them.
 
-    sizes (4, 5), range [3, 14)         . . . a a        a: the end of a first row
+    sizes (4, 5), range [3, 14)         . . . a a        a: the end of the first row
                                         b b b b b        b: whole rows
-                                        c c c c .        c: the beginning of a last row
+                                        c c c c .        c: the beginning of the last row
                                         . . . . .
     """
     if start >= stop:
@@ -127,12 +127,9 @@ def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
     return tuple(found)
 
 
-def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """What ``Shard`` gives part ``index`` of a dimension.
-
-    Torch.chunk's equal chunks, the last ones short or empty.
-    """
-    step = -(-size // parts)
+def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """The range of a dimension that ``Shard`` gives to rank ``index``: torch.chunk's, the last ones short or empty."""
+    step = -(-size // chunks)
     return min(size, step * index), min(size, step * (index + 1))
 
 
@@ -173,11 +170,13 @@ def region(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: In
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of a base tensor along one mesh axis.
+class Extent:
+    """What one rank holds of a base tensor along one mesh axis.
 
-    ``flat`` is its range of the flattened base where it is one run, else None; ``boxes`` covers it; ``shape``
-    is its local tensor's.
+    Attributes:
+        flat: its range of the flattened base, or None if it is not one run.
+        boxes: boxes of the base that cover it.
+        shape: its local tensor's shape.
     """
 
     flat: tuple[int, int] | None
@@ -186,16 +185,16 @@ class Part:
 
 
 @lru_cache(maxsize=65536)
-def axis_parts(base: Ints, placement: Any, num_ranks: int) -> tuple[Part, ...]:
-    """Each rank's part of a base tensor under one placement (Ragged, Shard, or whole for Replicate and Partial)."""
-    parts = []
+def axis_extents(base: Ints, placement: Any, num_ranks: int) -> tuple[Extent, ...]:
+    """Each rank's extent of a base tensor with one placement on an axis; all of it for Replicate and Partial."""
+    extents = []
     for rank in range(num_ranks):
         if isinstance(placement, RaggedShard):
             k = len(placement.dims)
             rest = math.prod(base[k:])
             start, stop = ragged_range(placement, base, rank)
             held = Region(Box((0,) * len(base), base), k, start, stop, True)
-            parts.append(Part((start * rest, stop * rest), held.boxes(), held.local_shape))
+            extents.append(Extent((start * rest, stop * rest), held.boxes(), held.local_shape))
         else:
             box = shard_box((placement,), (num_ranks,), base, (rank,))
             flat: tuple[int, int] | None = None
@@ -203,8 +202,8 @@ def axis_parts(base: Ints, placement: Any, num_ranks: int) -> tuple[Part, ...]:
                 rest = math.prod(base[placement.dim + 1 :]) if type(placement) is Shard else 1
                 start = box.offsets[placement.dim] * rest if type(placement) is Shard else 0
                 flat = (start, start + box.numel)
-            parts.append(Part(flat, (box,) if box.numel else (), box.sizes))
-    return tuple(parts)
+            extents.append(Extent(flat, (box,) if box.numel else (), box.sizes))
+    return tuple(extents)
 
 
 def normalize(placements: Any, ndim: int) -> Placements:
@@ -218,18 +217,18 @@ def normalize(placements: Any, ndim: int) -> Placements:
 
 
 def validate(placements: Placements, mesh_shape: Ints, shape: Ints) -> None:
-    """Raise unless the layout means something: same on every rank, since it looks at global metadata only.
+    """Raise if the placements do not fit the mesh or the tensor. Looks at global metadata only: alike on all ranks.
 
     Raises:
-        ValueError: wrong number of placements or units, units that do not divide, a cut through a Shard's dimension.
-        NotImplementedError: two ragged axes, or a placement that does not go with a ragged one.
+        ValueError: wrong number of placements or shares, shares that do not divide, a cut through a Shard's dimension.
+        NotImplementedError: two ragged axes, or a placement that cannot be combined with a ragged one.
     """
     where = f"placements {placements} of a tensor of shape {tuple(shape)} on a mesh of shape {mesh_shape}"
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{where}: expected {len(mesh_shape)} placements, one for each mesh axis")
     for placement in placements:
         if type(placement) is Shard and not 0 <= placement.dim < len(shape):
-            raise ValueError(f"{where}: {placement} names no dimension of a {len(shape)}-d tensor")
+            raise ValueError(f"{where}: {placement} is outside the dimensions of a {len(shape)}-d tensor")
     ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if not ragged:
         return
@@ -239,8 +238,8 @@ def validate(placements: Placements, mesh_shape: Ints, shape: Ints) -> None:
         known = isinstance(placement, RaggedShard) or type(placement) in (Shard, Replicate, Partial)
         if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
             raise NotImplementedError(
-                f"{where}: {placement!r} does not go with a ragged axis; "
-                "known are Replicate, Shard(d), Partial('sum') and Partial('avg')"
+                f"{where}: {placement!r} cannot be combined with a ragged axis; "
+                "use Replicate, Shard(d), Partial('sum') or Partial('avg')"
             )
     _validate_ragged(placements, mesh_shape, shape, ragged[0], where)
 
@@ -254,20 +253,22 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
         raise ValueError(
             f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
         )
-    # Shards on axes to the left cut first anyway; those to the right would cut the ragged parts, unless it is strided.
-    after = [i for i, p in enumerate(placements) if i > axis and type(p) is Shard and p.dim < k]
+    # Shards on axes to the left cut first anyway; those to the right would cut the ragged ranges, unless strided.
+    # An axis of size 1 cuts nothing.
+    right = range(axis + 1, len(placements))
+    after = [i for i in right if mesh_shape[i] > 1 and type(placements[i]) is Shard and placements[i].dim < k]
     if isinstance(placement, StridedRaggedShard):
-        parts = math.prod(mesh_shape[i] for i in after)
-        if not after or parts != placement.split_factor:
+        slices = math.prod(mesh_shape[i] for i in after)
+        if not after or slices != placement.split_factor:
             raise ValueError(
                 f"{where}: split_factor={placement.split_factor}, but the Shard axes to its right make "
-                f"{parts if after else 'no'} parts of dims {placement.dims}"
+                f"{slices if after else 'no'} slices of dims {placement.dims}"
             )
         after = []
     first = tuple(Replicate() if i in after else p for i, p in enumerate(placements))
     for coordinate in _corners(mesh_shape):
         base = shard_box(first, mesh_shape, shape, coordinate).sizes
-        _check_divides(base, placement, where if base == shape else f"{where}, in the part at {coordinate}")
+        _check_divides(base, placement, where if base == shape else f"{where}, in the slice at {coordinate}")
         for i in after:
             _check_uncut(base, placement, placements[i].dim, where)
 
@@ -278,7 +279,7 @@ def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: str) -> No
     if any(cut % slab for cut in cuts):
         raise ValueError(
             f"{where}: a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
-            "StridedRaggedShard, which cuts inside each of its parts"
+            "StridedRaggedShard, which cuts inside each of its slices"
         )
 
 
@@ -286,8 +287,8 @@ def _check_divides(shape: Ints, placement: RaggedShard, where: str) -> None:
     prefix_numel = math.prod(shape[: len(placement.dims)])
     if prefix_numel % placement.total_units:
         raise ValueError(
-            f"{where}: the {prefix_numel} elements of dims {placement.dims} do not divide into "
-            f"sum(local_units)={placement.total_units} units; choose units whose sum divides {prefix_numel}"
+            f"{where}: the {prefix_numel} elements of dims {placement.dims} are not divisible by "
+            f"sum(local_units)={placement.total_units}; choose shares whose sum divides {prefix_numel}"
         )
 
 

@@ -1,50 +1,52 @@
 """The placements: which share of a tensor's flattened leading dimensions each rank holds.
 
-    tensor (4, 6), RaggedShard(dims=(0,), local_units=(1, 2, 1))     one unit = 1 row
+    tensor (4, 6), RaggedShard(dims=(0,), local_units=(1, 2, 1))     a share of 1 is 1 row
 
       row 0  . . . . . .   rank 0: local (1, 6)
       row 1  . . . . . .   rank 1: local (2, 6)
       row 2  . . . . . .
       row 3  . . . . . .   rank 2: local (1, 6)
 
-A placement is a value: frozen, hashable, cheap to compare, picklable. It knows no mesh and no shape;
-`_geometry` puts the three together.
+A placement is a value: frozen, hashable, cheap to compare, picklable. It knows neither mesh nor shape; `_geometry`
+puts the three together.
 """
 
 import math
 import operator
-from typing import Any
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any, NoReturn
 
-from torch.distributed.tensor import Placement
-
-from ragged_shard._torch_compat import refuse_torch_rules
+from torch.distributed.tensor import Shard
 
 
-def _checked_ints(name: str, values: Any) -> tuple[int, ...]:
+def _checked_ints(name: str, values: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
 
 
-class RaggedShard(Placement):
-    """Each rank of a mesh axis holds a contiguous run of units of the flattened leading dimensions.
+class RaggedShard(Shard):
+    """Each rank of a mesh axis holds a contiguous run of the flattened leading dimensions, of its own length.
 
-    The format of that name in veScale-FSDP (arXiv 2602.22437).
+    The format of that name in veScale-FSDP (arXiv 2602.22437). It derives from torch's ``Shard`` only so that torch
+    does not overlook it: torch's code ignores placements that it does not know, and then takes a rank's local tensor
+    for the full one. It has no `dim`, and reading `dim` raises, so a plain DTensor cannot carry this placement.
 
     Args:
         dims: the dimensions that are flattened and cut: a prefix ``(0, 1, ..., k-1)``; ``()`` cuts nothing
             and puts the whole tensor on one rank (the only choice for a 0-d tensor).
-        local_units: rank r's share, in units of ``prefix_numel / sum(local_units)`` elements of the prefix,
-            one entry for each rank of the mesh axis. Zeros are ordinary; they are kept in lowest terms, so
-            equal layouts compare and hash equal.
+        local_units: each rank's share, relative to their sum, one for each rank of the mesh axis. The sum must
+            divide the number of elements of the flattened dims. Zeros are ordinary. Kept in lowest terms, so
+            equal placements compare and hash equal.
 
-    The local tensor of rank r has shape ``(prefix_numel * units[r] / sum(units), *shape[k:])``.
+    The local tensor of rank r has shape ``(prefix_numel * local_units[r] / sum(local_units), *shape[k:])``.
 
     Raises:
-        TypeError: dims or units are no sequence of integers.
-        ValueError: dims are no prefix; units are empty, negative or all zero; ``dims=()`` with more than one
-            holder.
+        TypeError: dims or local_units are not sequences of integers.
+        ValueError: dims are not a prefix; local_units are empty, negative or all zero; ``dims=()`` with more than
+            one holder.
     """
 
     __slots__ = ("_hash", "_starts", "dims", "local_units")
@@ -54,13 +56,13 @@ class RaggedShard(Placement):
     _starts: tuple[int, ...]
     _hash: int
 
-    def __init__(self, dims: Any = (0,), local_units: Any = (1,)) -> None:
-        super().__init__()
+    def __init__(self, dims: Iterable[Any] = (0,), local_units: Iterable[Any] = (1,)) -> None:
+        super().__init__(0)
         checked_dims = _checked_ints("RaggedShard dims", dims)
         units = _checked_ints("RaggedShard local_units", local_units)
         if checked_dims != tuple(range(len(checked_dims))):
             raise ValueError(
-                f"RaggedShard dims={checked_dims} is no prefix of a tensor's dimensions: "
+                f"RaggedShard dims={checked_dims} is not a prefix of a tensor's dimensions: "
                 f"expected {tuple(range(len(checked_dims)))}, the leading dimensions in order"
             )
         if not units or min(units) < 0 or max(units) == 0:
@@ -71,28 +73,36 @@ class RaggedShard(Placement):
         units = tuple(unit // divisor for unit in units)
         if not checked_dims and sum(units) != 1:
             raise ValueError(
-                f"RaggedShard(dims=(), local_units={units}) cuts a tensor that has nothing to cut: "
-                f"with dims=() give one rank all of it, as in {(1,) + (0,) * (len(units) - 1)}"
+                f"RaggedShard(dims=(), local_units={units}) has no dimension to cut: "
+                f"with dims=() give one rank all of the tensor, as in {(1,) + (0,) * (len(units) - 1)}"
             )
-        starts = [0]
-        for unit in units:
-            starts.append(starts[-1] + unit)
         setattr_ = object.__setattr__
         setattr_(self, "dims", checked_dims)
         setattr_(self, "local_units", units)
-        setattr_(self, "_starts", tuple(starts))
+        setattr_(self, "_starts", tuple(accumulate(units, initial=0)))
         setattr_(self, "_hash", hash((type(self).__name__, *self._key())))
 
     def _key(self) -> tuple[Any, ...]:
         return (self.dims, self.local_units)
 
     @property
+    def dim(self) -> NoReturn:  # type: ignore[override]
+        """Raises NotImplementedError: there is no single dim, and code that asks for one is torch's own for Shard."""
+        raise NotImplementedError(
+            f"{self} cannot be handled as torch's Shard(dim): a plain DTensor with this placement, and functions of "
+            "torch that slice a full tensor by it (distribute_tensor, set_model_state_dict and "
+            "set_optimizer_state_dict with full_state_dict=True), would give a rank elements that are not its own. "
+            "Use ragged_shard.distribute_tensor, distribute_like, redistribute or RaggedDTensor.from_local for a "
+            "tensor, ragged_shard.load_full_state_dict for a module, load_full_optimizer_state_dict for an optimizer"
+        )
+
+    @property
     def total_units(self) -> int:
-        """Sum of the shares: how many units the flattened prefix is cut into."""
+        """Sum of the shares."""
         return self._starts[-1]
 
     def unit_range(self, rank: int) -> tuple[int, int]:
-        """First unit of ``rank`` and the one after its last."""
+        """Where the run of ``rank`` begins and ends: the shares before it, and those up to and including it."""
         return self._starts[rank], self._starts[rank + 1]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,7 +117,6 @@ class RaggedShard(Placement):
         return self._key() == other._key()
 
     def __hash__(self) -> int:
-        refuse_torch_rules(self)
         return self._hash
 
     def __repr__(self) -> str:
@@ -120,11 +129,11 @@ class RaggedShard(Placement):
         return (type(self), self._key())
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """False: torch's own code must not take this for a ``Shard``."""
+        """False: it does not shard a dimension evenly, as ``Shard`` does."""
         return False
 
     def is_replicate(self) -> bool:
-        """False: ranks hold different parts."""
+        """False: ranks hold different elements."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
@@ -135,30 +144,32 @@ class RaggedShard(Placement):
 class StridedRaggedShard(RaggedShard):
     """A RaggedShard of a tensor that another mesh axis has already cut along one of the same dimensions.
 
-    With tensor or expert parallelism on dimension 0 the ragged cut is made inside each ``Shard(0)`` part, so that
-    a rank's elements are not one run of the full tensor. As torch's ``_StridedShard`` does for FSDP with TP, this
-    placement remembers that: ``(StridedRaggedShard(..., split_factor=2), Shard(0))`` on a mesh (fsdp=3, tp=2) is
+    With tensor or expert parallelism on dimension 0 the ragged cut is made inside each rank's ``Shard(0)``, so a rank's
+    elements are not one run of the full tensor. As torch's ``_StridedShard`` does for FSDP with TP, this placement
+    records that: ``(StridedRaggedShard(..., split_factor=2), Shard(0))`` on a mesh (fsdp=3, tp=2) is
 
         full tensor   [    tp 0     |    tp 1     ]     Shard(0) first,
-                      [ f0 | f1 |f2 | f0 | f1 |f2 ]     then the ragged cut inside each part.
+                      [ f0 | f1 |f2 | f0 | f1 |f2 ]     then the ragged cut inside each of its slices.
 
     Args:
         dims: as for RaggedShard.
-        local_units: as for RaggedShard; relative to one part.
-        split_factor: how many parts the Shard axes to the right make of the prefix: the product of their sizes, at
-            least 2. Shard axes to the left cut first anyway: beside them a plain RaggedShard does.
+        local_units: as for RaggedShard, of one slice.
+        split_factor: how many slices the Shard axes to the right make of the dims: the product of their sizes, at
+            least 2. Shard axes to the left cut first anyway; with those a plain RaggedShard is enough.
     """
 
     __slots__ = ("split_factor",)
 
     split_factor: int
 
-    def __init__(self, dims: Any = (0,), local_units: Any = (1,), split_factor: int = 2) -> None:
+    def __init__(
+        self, dims: Iterable[Any] = (0,), local_units: Iterable[Any] = (1,), split_factor: int = 2
+    ) -> None:
         factor = operator.index(split_factor)
         if factor < 2:
             raise ValueError(
-                f"StridedRaggedShard split_factor={factor}: expected the number of parts that Shard axes make of "
-                "the same dimensions, at least 2; with none of them use RaggedShard"
+                f"StridedRaggedShard split_factor={factor}: expected the number of slices that Shard axes make of "
+                "the same dimensions, at least 2; without such axes use RaggedShard"
             )
         object.__setattr__(self, "split_factor", factor)
         super().__init__(dims, local_units)

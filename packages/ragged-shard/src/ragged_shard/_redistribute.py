@@ -1,4 +1,4 @@
-"""From one layout to another: which steps, and what each step sends.
+"""From one sharding to another: which steps, and what each step sends.
 
 Along one mesh axis of N ranks, for a base tensor (what the other axes leave) of T bytes, of which rank r holds
 own(r):
@@ -10,19 +10,19 @@ own(r):
                                    all_to_all  (else)     (N-1) * own
     Ragged      Ragged, Shard(d)   all_to_all             the bytes of own that other ranks will hold
     Shard(d)    Ragged             all_to_all             the bytes of own that other ranks will hold
-    Replicate   Ragged             none                   0 (a copy of this rank's part)
+    Replicate   Ragged             none                   0 (a copy of this rank's range)
     Partial     Ragged             reduce_scatter (equal) T - own' (own': what this rank will hold)
                                    all_to_all     (else)  T - own', then summed in rank order
-    Ragged      Partial            none                   0 (own part in zeros; times N for avg)
+    Ragged      Partial            none                   0 (its own range, zeros elsewhere; times N for avg)
 
-where no byte changes rank there is no collective. Uneven shares are never padded: an all-gather padded to the
-largest share would send (N-1) * max(own) from every rank, never less than the all_to_all. Changes on an axis
-that is not ragged, while another is, act on local tensors through torch's own redistribution (an all-reduce for
-(Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of such steps: un-rag, let torch change
-the rest, rag again.
+If no byte changes rank there is no collective. Uneven shares are never padded: an all-gather padded to the largest
+share would send (N-1) * max(own) from every rank, which is never less than the all_to_all. A change on a mesh axis
+other than the ragged one acts on local tensors through torch's own redistribution (an all-reduce for
+(Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of such steps: to Replicate on the ragged
+axis, torch's redistribution of the rest, and back to Ragged.
 
-After veScale-FSDP (arXiv 2602.22437); the published code gathers in full for Ragged -> Shard and
-all-reduces for Partial -> Ragged.
+After veScale-FSDP (arXiv 2602.22437); the published code gathers the full tensor for Ragged -> Shard and all-reduces
+for Partial -> Ragged.
 """
 
 import math
@@ -33,45 +33,45 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_shard import _comm
 from ragged_shard._comm import Pending, done
-from ragged_shard._geometry import REDUCTIONS, Box, Part, Placements, axis_parts, shard_box
-from ragged_shard._layout import Layout
+from ragged_shard._geometry import REDUCTIONS, Box, Extent, Placements, axis_extents, shard_box
 from ragged_shard._placement import RaggedShard
+from ragged_shard._sharding import Sharding, contiguous_stride
 
 
-def start(local: torch.Tensor, source: Layout, target: Layout) -> Pending:
-    """Start turning this rank's part under ``source`` into its part under ``target``.
+def start(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
+    """Start the transfer of a local tensor from sharding ``source`` to ``target``.
 
-    Of several steps all but the last are done on return; the last is under way. The result never shares storage with
-    ``local`` unless the layouts are equal.
+    If there are several steps, all but the last have completed on return. The result shares no storage with ``local``
+    unless the shardings are equal.
     """
     if source == target:
         return done(local)
     pending, current = done(local), source
-    for following in plan(source, target):
+    for following in path_between(source, target):
         pending = _step(pending.wait().detach(), current, following)
         current = following
     return pending
 
 
-def plan(source: Layout, target: Layout) -> list[Layout]:
-    """The layouts on the way from source (not included) to target, each one step from the last."""
-    path: list[Layout] = []
+def path_between(source: Sharding, target: Sharding) -> list[Sharding]:
+    """The shardings on the way from source (not included) to target, each one step from the one before."""
+    path: list[Sharding] = []
     current = source
 
-    def go(following: Layout) -> None:
+    def go(following: Sharding) -> None:
         nonlocal current
         if following != current:
             path.append(following)
             current = following
 
-    for axis, goal in enumerate(target.placements):  # what can change while the tensor is still ragged
+    for axis, goal in enumerate(target.placements):  # changes that are possible while the tensor is ragged
         if current.axis is None or axis == current.axis:
             continue
         keeps_axis = target.axis == current.axis
-        if _acts_on_local(current, axis, goal) and (keeps_axis or isinstance(goal, (Shard, Replicate))):
+        if _acts_on_local(current, axis, goal) and (keeps_axis or type(goal) in (Shard, Replicate)):
             if keeps_axis or type(current.placements[axis]) is Partial:
                 go(current.replace(axis, goal))
-        elif type(current.placements[axis]) is Partial and isinstance(goal, Shard):
+        elif type(current.placements[axis]) is Partial and type(goal) is Shard:
             go(current.replace(axis, Replicate()))
     if current == target:
         return path
@@ -81,7 +81,7 @@ def plan(source: Layout, target: Layout) -> list[Layout]:
         if others_fit and (isinstance(goal, RaggedShard) or _commutes(current, current.axis, goal)):
             go(target)
             return path
-        direct = not isinstance(goal, (RaggedShard, Shard)) or (
+        direct = not isinstance(goal, Shard) or (
             type(goal) is Shard and _commutes(current, current.axis, goal)
         )
         go(current.replace(current.axis, goal if direct else Replicate()))
@@ -100,31 +100,34 @@ def plan(source: Layout, target: Layout) -> list[Layout]:
     return path
 
 
-def _others(layout: Layout, axis: int) -> Placements:
-    return layout.placements[:axis] + layout.placements[axis + 1 :]
+def _others(sharding: Sharding, axis: int) -> Placements:
+    return sharding.placements[:axis] + sharding.placements[axis + 1 :]
 
 
-def _commutes(layout: Layout, axis: int, placement: Any) -> bool:
-    """Whether ``placement`` on this axis cuts no dimension that a Shard on another axis cuts."""
+def _commutes(sharding: Sharding, axis: int, placement: Any) -> bool:
+    """Whether ``placement`` on this axis cuts none of the dimensions that a Shard on another axis cuts."""
     if type(placement) is not Shard:
         return type(placement) in (Replicate, Partial)
-    return all(type(p) is not Shard or p.dim != placement.dim for p in _others(layout, axis))
+    if sharding.axis_size(axis) == 1:
+        return True
+    others = (p for a, p in enumerate(sharding.placements) if a != axis and sharding.axis_size(a) > 1)
+    return all(type(p) is not Shard or p.dim != placement.dim for p in others)
 
 
-def _acts_on_local(layout: Layout, axis: int, goal: Any) -> bool:
-    """Whether the change to ``goal`` on a non-ragged axis can be made on local tensors, the ragged cut untouched."""
-    k = len(layout.ragged.dims)
+def _acts_on_local(sharding: Sharding, axis: int, goal: Any) -> bool:
+    """Whether a non-ragged axis can change to ``goal`` on local tensors alone, without changing the ragged cut."""
+    k, single = len(sharding.ragged.dims), sharding.axis_size(axis) == 1
 
     def outside_prefix(p: Any) -> bool:
-        return type(p) in (Replicate, Partial) or (type(p) is Shard and p.dim >= k)
+        return type(p) in (Replicate, Partial) or (type(p) is Shard and (p.dim >= k or single))
 
-    here = layout.placements[axis]
+    here = sharding.placements[axis]
     if not (outside_prefix(here) and outside_prefix(goal)):
         return False
-    return _commutes(layout, axis, goal) and _commutes(layout, axis, here)
+    return _commutes(sharding, axis, goal) and _commutes(sharding, axis, here)
 
 
-def _step(local: torch.Tensor, source: Layout, target: Layout) -> Pending:
+def _step(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
     changed = [a for a, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)) if p != q]
     to_partial = [a for a in changed if type(target.placements[a]) is Partial]
     if source.axis is None and target.axis is None:
@@ -132,17 +135,17 @@ def _step(local: torch.Tensor, source: Layout, target: Layout) -> Pending:
     (axis,) = changed
     if axis in (source.axis, target.axis):
         return _ragged_step(local, source, target, axis)
-    return done(_beside_ragged(local, source, target, axis))
+    return done(_other_axis_step(local, source, target, axis))
 
 
-def _ragged_step(local: torch.Tensor, source: Layout, target: Layout, axis: int) -> Pending:
-    """The step along the axis where the tensor is, or will be, ragged."""
+def _ragged_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> Pending:
+    """A step along the axis on which the tensor is, or will be, ragged."""
     neutral = (*source.placements[:axis], Replicate(), *source.placements[axis + 1 :])
     mesh_shape = tuple(source.mesh.shape)
     base = shard_box(neutral, mesh_shape, tuple(source.shape), source.coordinate).sizes
     before, after = source.placements[axis], target.placements[axis]
     num_ranks, rank = mesh_shape[axis], source.coordinate[axis]
-    held, wanted = axis_parts(base, before, num_ranks), axis_parts(base, after, num_ranks)
+    held, wanted = axis_extents(base, before, num_ranks), axis_extents(base, after, num_ranks)
     group = source.mesh.get_group(axis)
     shape = wanted[rank].shape
     if type(after) is Partial:
@@ -150,27 +153,27 @@ def _ragged_step(local: torch.Tensor, source: Layout, target: Layout, axis: int)
     if type(before) is Partial:
         pending = _scatter_sum(local, wanted, rank, group, before)
     elif type(before) is Replicate:
-        return done(_take(local, base, wanted[rank]))
+        return done(_take(local, wanted[rank]))
     elif type(after) is Replicate:
         pending = _gather(local, held, rank, group)
     else:
-        pending = _exchange(local, base, held, wanted, rank, group)
+        pending = _all_to_all(local, base, held, wanted, rank, group)
     return Pending(lambda: pending.wait().view(shape))
 
 
-def _lengths(parts: tuple[Part, ...]) -> list[int]:
-    return [math.prod(part.shape) for part in parts]
+def _lengths(extents: tuple[Extent, ...]) -> list[int]:
+    return [math.prod(extent.shape) for extent in extents]
 
 
-def _take(whole: torch.Tensor, base: tuple[int, ...], part: Part) -> torch.Tensor:
-    """Replicate -> Ragged: a copy of this rank's part, so that the whole's storage can go."""
-    assert part.flat is not None
-    first, last = part.flat
-    return whole.reshape(-1)[first:last].clone().view(part.shape)
+def _take(replica: torch.Tensor, wanted: Extent) -> torch.Tensor:
+    """Replicate -> Ragged: a copy of this rank's range, so that the replica's storage can be freed."""
+    assert wanted.flat is not None
+    first, last = wanted.flat
+    return replica.reshape(-1)[first:last].clone().view(wanted.shape)
 
 
-def _gather(local: torch.Tensor, held: tuple[Part, ...], rank: int, group: Any) -> Pending:
-    """Ragged -> Replicate: see the table above for which collective."""
+def _gather(local: torch.Tensor, held: tuple[Extent, ...], rank: int, group: Any) -> Pending:
+    """Ragged -> Replicate; the table above says by which collective."""
     counts = _lengths(held)
     flat = local.contiguous().view(-1)
     holders = [r for r, count in enumerate(counts) if count]
@@ -179,18 +182,18 @@ def _gather(local: torch.Tensor, held: tuple[Part, ...], rank: int, group: Any) 
     if len(set(counts)) == 1:
         return _comm.all_gather(flat, group)
     if len(holders) == 1:
-        whole = flat.clone() if rank == holders[0] else flat.new_empty(sum(counts))
-        return _comm.broadcast(whole, holders[0], group)
+        gathered = flat.clone() if rank == holders[0] else flat.new_empty(sum(counts))
+        return _comm.broadcast(gathered, holders[0], group)
     return _comm.all_to_all(flat.repeat(len(counts)), [counts[rank]] * len(counts), counts, group)
 
 
 def _scatter_sum(
-    local: torch.Tensor, wanted: tuple[Part, ...], rank: int, group: Any, partial: Partial
+    local: torch.Tensor, wanted: tuple[Extent, ...], rank: int, group: Any, partial: Partial
 ) -> Pending:
     """Partial -> Ragged: the traffic of a reduce-scatter."""
     if local.dtype == torch.bool or (partial.reduce_op == "avg" and not local.is_floating_point()):
         raise TypeError(
-            f"{partial} of dtype {local.dtype} has no meaning: it takes numbers (avg: floating point)"
+            f"{partial} of dtype {local.dtype} is not defined: it takes numbers (avg: floating point)"
         )
     counts = _lengths(wanted)
     flat = local.contiguous().view(-1)
@@ -203,10 +206,10 @@ def _scatter_sum(
         received = _comm.all_to_all(flat, counts, [own] * num_ranks, group)
 
         def add() -> torch.Tensor:
-            parts = received.wait().view(num_ranks, own)
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
+            summands = received.wait().view(num_ranks, own)
+            total = summands[0].clone()
+            for summand in summands[1:]:
+                total += summand
             return total
 
         summed = Pending(add)
@@ -216,42 +219,41 @@ def _scatter_sum(
 
 
 def _embed(
-    local: torch.Tensor, base: tuple[int, ...], part: Part, partial: Partial, ranks: int
+    local: torch.Tensor, base: tuple[int, ...], held: Extent, partial: Partial, ranks: int
 ) -> torch.Tensor:
-    """Ragged or Shard -> Partial: this rank's part where it belongs, zeros elsewhere.
-
-    N times as much for an average.
-    """
+    """Ragged or Shard -> Partial: this rank's elements in their place, zeros elsewhere; times N for an average."""
     _check_partial_target(partial)
-    whole = local.new_zeros(base)
+    summand = local.new_zeros(base)
     if partial.reduce_op == "avg" and not local.is_floating_point():
-        raise TypeError(f"{partial} of dtype {local.dtype} has no meaning: it takes floating point numbers")
-    if part.flat is not None:
-        whole.view(-1)[part.flat[0] : part.flat[1]] = local.reshape(-1)
+        raise TypeError(f"{partial} of dtype {local.dtype} is not defined: it takes floating point numbers")
+    if held.flat is not None:
+        summand.view(-1)[held.flat[0] : held.flat[1]] = local.reshape(-1)
     else:
-        for box in part.boxes:
-            whole[box.slices()] = local
-    return whole.mul_(ranks) if partial.reduce_op == "avg" else whole
+        for box in held.boxes:
+            summand[box.slices()] = local
+    return summand.mul_(ranks) if partial.reduce_op == "avg" else summand
 
 
 def _check_partial_target(partial: Partial) -> None:
     if partial.reduce_op not in REDUCTIONS:
-        raise NotImplementedError(f"{partial!r} cannot be made: only Partial('sum') and Partial('avg') can")
+        raise NotImplementedError(
+            f"cannot redistribute to {partial!r}: only to Partial('sum') and Partial('avg')"
+        )
 
 
-def _exchange(
+def _all_to_all(
     local: torch.Tensor,
     base: tuple[int, ...],
-    held: tuple[Part, ...],
-    wanted: tuple[Part, ...],
+    held: tuple[Extent, ...],
+    wanted: tuple[Extent, ...],
     rank: int,
     group: Any,
 ) -> Pending:
-    """Between Ragged and Ragged or Shard(d): every pair of ranks exchanges what one holds and the other will."""
+    """Between Ragged and Ragged or Shard(d): each rank sends every other what it holds and the other will hold."""
     if all(h.boxes == w.boxes for h, w in zip(held, wanted, strict=True)):
         return done(local.clone(memory_format=torch.contiguous_format))
-    if all(part.flat is not None for part in held + wanted):
-        return _exchange_runs(local, held, wanted, rank, group)
+    if all(extent.flat is not None for extent in held + wanted):
+        return _all_to_all_runs(local, held, wanted, rank, group)
     outgoing = [_common(held[rank], wanted[peer]) for peer in range(len(held))]
     incoming = [_common(held[peer], wanted[rank]) for peer in range(len(held))]
     pieces = [_view(local, base, held[rank], box).reshape(-1) for boxes in outgoing for box in boxes]
@@ -272,22 +274,22 @@ def _exchange(
     return Pending(unpack)
 
 
-def _exchange_runs(
-    local: torch.Tensor, held: tuple[Part, ...], wanted: tuple[Part, ...], rank: int, group: Any
+def _all_to_all_runs(
+    local: torch.Tensor, held: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: Any
 ) -> Pending:
-    """The exchange when all parts are runs of the flattened base: the local tensor itself is the send buffer."""
+    """The same where all extents are runs of the flattened base: the local tensor itself is the send buffer."""
 
-    def overlap(a: Part, b: Part) -> int:
+    def overlap(a: Extent, b: Extent) -> int:
         assert a.flat is not None
         assert b.flat is not None
         return max(0, min(a.flat[1], b.flat[1]) - max(a.flat[0], b.flat[0]))
 
-    send_counts = [overlap(held[rank], part) for part in wanted]
-    recv_counts = [overlap(part, wanted[rank]) for part in held]
+    send_counts = [overlap(held[rank], other) for other in wanted]
+    recv_counts = [overlap(other, wanted[rank]) for other in held]
     return _comm.all_to_all(local.contiguous().view(-1), send_counts, recv_counts, group)
 
 
-def _common(a: Part, b: Part) -> list[Box]:
+def _common(a: Extent, b: Extent) -> list[Box]:
     found = (x.intersection(y) for x in a.boxes for y in b.boxes)
     return [box for box in found if box is not None]
 
@@ -296,16 +298,16 @@ def _numels(boxes_by_rank: list[list[Box]]) -> list[int]:
     return [sum(box.numel for box in boxes) for boxes in boxes_by_rank]
 
 
-def _view(local: torch.Tensor, base: tuple[int, ...], part: Part, box: Box) -> torch.Tensor:
-    """The elements of ``box`` (coordinates of the base) inside a local tensor that holds ``part``, as a view."""
-    if part.flat is None:
-        (own,) = part.boxes
+def _view(local: torch.Tensor, base: tuple[int, ...], held: Extent, box: Box) -> torch.Tensor:
+    """The elements of ``box`` (offsets in the base) in a local tensor that holds ``held``, as a view."""
+    if held.flat is None:
+        (own,) = held.boxes
         return local[box.moved(tuple(-o for o in own.offsets)).slices()]
-    return run_view(local, base, part.flat[0], box)
+    return run_view(local, base, held.flat[0], box)
 
 
 def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -> torch.Tensor:
-    """The elements of ``box`` in a contiguous tensor that holds a run of the flattened ``base`` from ``first`` on."""
+    """The elements of ``box`` in a contiguous tensor that holds the run of the flattened ``base`` from ``first`` on."""
     stride, running = [0] * len(base), 1
     for dim in reversed(range(len(base))):
         stride[dim] = running
@@ -314,13 +316,12 @@ def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -
     return local.as_strided(box.sizes, stride, local.storage_offset() + offset)
 
 
-def _beside_ragged(local: torch.Tensor, source: Layout, target: Layout, axis: int) -> torch.Tensor:
-    """A step on another axis than the ragged one.
-
-    Local tensors take the part of whole ones, dims counted from the cut.
-    """
-    shift = len(source.ragged.dims) - 1
+def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> torch.Tensor:
+    """A step on an axis other than the ragged one, on local tensors: their dim 0 stands for the flattened dims."""
     ranks = source.axis_size(axis)
+    if ranks == 1:
+        return local.clone()
+    shift = len(source.ragged.dims) - 1
     neutral = source.replace(axis, Replicate())
     assert neutral.local_shape is not None
     shape = neutral.local_shape
@@ -328,41 +329,40 @@ def _beside_ragged(local: torch.Tensor, source: Layout, target: Layout, axis: in
     def local_placement(p: Any) -> Any:
         return Shard(p.dim - shift) if type(p) is Shard else p
 
-    before, after = (local_placement(layout.placements[axis]) for layout in (source, target))
+    before, after = (local_placement(sharding.placements[axis]) for sharding in (source, target))
     if type(after) is Partial:
-        (*_, coordinate) = (source.coordinate[axis],)
-        return _make_partial(local, tuple(shape), before, after, ranks, coordinate)
-    ones: list[Any] = [Replicate()] * len(source.placements)
-    there, here = list(ones), list(ones)
-    there[axis], here[axis] = before, after
-    return _torch_redistribute(local, source.mesh, there, here, shape)
+        return _make_partial(local, tuple(shape), before, after, ranks, source.coordinate[axis])
+    replicas: list[Any] = [Replicate()] * len(source.placements)
+    old, new = list(replicas), list(replicas)
+    old[axis], new[axis] = before, after
+    return _torch_redistribute(local, source.mesh, old, new, shape)
 
 
 def _by_torch(
-    local: torch.Tensor, source: Layout, target: Layout, changed: list[int], to_partial: list[int]
+    local: torch.Tensor, source: Sharding, target: Sharding, changed: list[int], to_partial: list[int]
 ) -> torch.Tensor:
-    """Between layouts of torch's own: torch does it, except towards Partial, which it leaves to its ops."""
+    """Between torch's own placements: torch does it, except to Partial, which it does not offer."""
     if len(changed) == 1 and to_partial:  # Shard -> Partial alone: no need to gather first
         (axis,) = changed
         before = source.placements[axis]
         if type(before) is Shard and _commutes(source, axis, before):
             return _ragged_step(local, source, target, axis).wait()
-    whole = list(target.placements)
+    between = list(target.placements)
     for axis in to_partial:
-        whole[axis] = source.placements[axis] if type(source.placements[axis]) is Partial else Replicate()
-    if tuple(whole) != source.placements:
-        local = _torch_redistribute(local, source.mesh, list(source.placements), whole, source.shape)
+        between[axis] = source.placements[axis] if type(source.placements[axis]) is Partial else Replicate()
+    if tuple(between) != source.placements:
+        local = _torch_redistribute(local, source.mesh, list(source.placements), between, source.shape)
     for axis in to_partial:
         base = tuple(local.shape)
         after, ranks = target.placements[axis], source.axis_size(axis)
-        local = _make_partial(local, base, whole[axis], after, ranks, source.coordinate[axis])
+        local = _make_partial(local, base, between[axis], after, ranks, source.coordinate[axis])
     return local
 
 
 def _make_partial(
     local: torch.Tensor, base: tuple[int, ...], before: Any, after: Any, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Any of torch's placements -> Partial on one axis, without communication."""
+    """From any of torch's placements to Partial on one axis, without communication."""
     if type(before) is Partial:
         if before.reduce_op == after.reduce_op:
             return local.clone()
@@ -373,7 +373,7 @@ def _make_partial(
         return local * ranks if after.reduce_op == "avg" else local / ranks
     _check_partial_target(after)
     if type(before) is Shard:
-        return _embed(local, base, axis_parts(base, before, ranks)[rank], after, ranks)
+        return _embed(local, base, axis_extents(base, before, ranks)[rank], after, ranks)
     if after.reduce_op == "avg" or rank == 0:
         return local.clone()
     return torch.zeros_like(local)
@@ -382,13 +382,11 @@ def _make_partial(
 def _torch_redistribute(
     local: torch.Tensor, mesh: Any, before: list[Any], after: list[Any], shape: torch.Size
 ) -> torch.Tensor:
-    from ragged_shard._layout import contiguous_stride
-
-    whole = DTensor.from_local(
+    theirs = DTensor.from_local(
         local, mesh, before, run_check=False, shape=shape, stride=contiguous_stride(shape)
     )
-    moved = whole.redistribute(mesh, after).to_local()
-    wait = getattr(moved, "wait", None)  # torch hands out a tensor that may still be under way
+    moved = theirs.redistribute(mesh, after).to_local()
+    wait = getattr(moved, "wait", None)  # torch may return a tensor that is still being received
     moved = wait() if wait is not None else moved
     moved = moved.contiguous()
     return (

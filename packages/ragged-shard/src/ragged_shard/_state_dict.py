@@ -18,9 +18,9 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 from ragged_shard import _comm
 from ragged_shard._distribute import scatter
-from ragged_shard._geometry import axis_parts, shard_box
-from ragged_shard._layout import Layout, describe_mesh
-from ragged_shard._ops.operands import local_part
+from ragged_shard._geometry import axis_extents, shard_box
+from ragged_shard._ops.operands import local_from_full
+from ragged_shard._sharding import Sharding, describe_mesh
 from ragged_shard._tensor import RaggedDTensor
 
 
@@ -127,10 +127,10 @@ def _load(target: torch.Tensor, whole: torch.Tensor | None, rank0_only: bool) ->
     elif isinstance(target, (DTensor, RaggedDTensor)):
         # Shape and dtype are all that a receiving rank is asked for: one element, expanded, costs nothing.
         whole = torch.empty((), device=device, dtype=dtype).expand(target.shape)
-    if isinstance(target, RaggedDTensor) and target._layout.axis is not None:
+    if isinstance(target, RaggedDTensor) and target._sharding.axis is not None:
         assert whole is not None
-        layout = target._layout
-        part = scatter(whole, layout, 0) if rank0_only else local_part(whole, layout)
+        sharding = target._sharding
+        part = scatter(whole, sharding, 0) if rank0_only else local_from_full(whole, sharding)
         target._local_tensor.copy_(part)
     elif isinstance(target, (DTensor, RaggedDTensor)):
         assert whole is not None
@@ -185,12 +185,12 @@ def full_state_dict(
 
 def _whole(value: torch.Tensor, rank0_only: bool) -> torch.Tensor:
     if isinstance(value, RaggedDTensor):
-        layout = value._layout
-        if rank0_only and layout.axis is not None and not layout.partial:
-            first = _to_first(value._local_tensor, layout)
-            if layout.cut_axes == (layout.axis,):
+        sharding = value._sharding
+        if rank0_only and sharding.axis is not None and not sharding.partial:
+            first = _to_first(value._local_tensor, sharding)
+            if sharding.cut_axes == (sharding.axis,):
                 return first
-            rest = layout.replace(layout.axis, Replicate())
+            rest = sharding.replace(sharding.axis, Replicate())
             return RaggedDTensor._wrap(first, rest).full_tensor()
         return value.full_tensor()
     if isinstance(value, DTensor):
@@ -198,22 +198,22 @@ def _whole(value: torch.Tensor, rank0_only: bool) -> torch.Tensor:
     return value.detach().clone()
 
 
-def _to_first(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """Ragged -> whole on the first rank of the ragged axis.
 
     Other ranks get a tensor of that shape without its values.
     """
-    axis = layout.axis
+    axis = sharding.axis
     assert axis is not None
-    neutral = layout.replace(axis, Replicate())
+    neutral = sharding.replace(axis, Replicate())
     base = shard_box(
-        neutral.placements, tuple(layout.mesh.shape), tuple(layout.shape), layout.coordinate
+        neutral.placements, tuple(sharding.mesh.shape), tuple(sharding.shape), sharding.coordinate
     ).sizes
-    ranks, rank = layout.axis_size(axis), layout.coordinate[axis]
-    counts = [math.prod(part.shape) for part in axis_parts(base, layout.ragged, ranks)]
+    ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
+    counts = [math.prod(part.shape) for part in axis_extents(base, sharding.ragged, ranks)]
     if ranks == 1:
         return local.clone().view(base)
     send = [counts[rank]] + [0] * (ranks - 1)
     receive = counts if rank == 0 else [0] * ranks
-    flat = _comm.all_to_all(local.reshape(-1), send, receive, layout.mesh.get_group(axis)).wait()
+    flat = _comm.all_to_all(local.reshape(-1), send, receive, sharding.mesh.get_group(axis)).wait()
     return flat.view(base) if rank == 0 else local.new_zeros(()).expand(base).contiguous()

@@ -3,11 +3,10 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, and
-`distributed_c10d._world` (which groups there are, for the test harness).
+`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, DTensor's dispatcher (whether
+implicit replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -55,15 +54,31 @@ IMPORTED_LATE = ("torch._dynamo",)
 BASE_CLASS: Any = DTensor if SUBCLASSES_DTENSOR else TensorWrapper
 
 
+class RaggedSpec(DTensorSpec):
+    """The DTensorSpec of a tensor with a ragged placement.
+
+    torch's own reads the `dim` of every kind of Shard when it is made, which a RaggedShard answers with an error. That
+    is how a plain DTensor cannot carry one; a RaggedDTensor, whose spec this is, can.
+    """
+
+    def __post_init__(self) -> None:
+        self.use_strided_shard_as_shard_order = False
+        object.__setattr__(self, "shard_order", ())  # past torch's check of it; nothing here reads it
+        self._hash = None
+
+
 def make_spec(
     mesh: DeviceMesh,
     placements: tuple[Any, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     dtype: torch.dtype,
+    *,
+    ragged: bool,
 ) -> DTensorSpec:
     """What DTensor calls a spec: mesh, placements and the global shape, stride and dtype."""
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    kind = RaggedSpec if ragged else DTensorSpec
+    return kind(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 if SUBCLASSES_DTENSOR:
@@ -114,6 +129,11 @@ def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, gro
     return scatter(output, source, op=op, group=group, async_op=True)
 
 
+def implicitly_replicated() -> bool:
+    """Whether `torch.distributed.tensor.experimental.implicit_replication` is in effect."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def num_groups() -> int:
     """How many process groups this process has, the default one included."""
     return len(dist.distributed_c10d._world.pg_map)
@@ -125,19 +145,3 @@ def group_by_name(name: str) -> dist.ProcessGroup:
         if names == name:
             return group
     raise KeyError(name)
-
-
-def refuse_torch_rules(placement: Any) -> None:
-    """Raise when torch's own DTensor code is what hashes ``placement``.
-
-    RaggedDTensor answers for its own ops and never asks. So this is a plain DTensor that claims the placement,
-    or is asked to become one: torch's redistribution keeps each rank's tensor as it is and labels it so, and
-    its helper for full state dicts wraps whole tensors for parameters on the meta device. Both lie. Their hash
-    of mesh and placements is the first thing, and the only one, that tells.
-    """
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.tensor._dtensor_spec":
-        raise NotImplementedError(
-            f"an op on, or a redistribution of, a plain DTensor with placement {placement}: torch does not understand "
-            "it, and the local tensor need not be the part that it names. Use ragged_shard's redistribute, "
-            "distribute_tensor or load_full_state_dict, or RaggedDTensor.from_local"
-        )

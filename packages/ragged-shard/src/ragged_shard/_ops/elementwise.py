@@ -1,55 +1,55 @@
-"""Rules for ops that act on each element by itself: on local tensors, where the layouts agree."""
+"""Rules for elementwise ops: they run on local tensors if the operands' shardings agree."""
 
 from typing import Any
 
 import torch
 
-from ragged_shard._autograd import local_and_layout
-from ragged_shard._layout import Layout
+from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._ops.registry import Handler
+from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import RaggedDTensor
 
 _wrap = RaggedDTensor._wrap
 
 
 def pointwise(op: Any) -> Handler:
-    """``out[i] = op(a[i], b[i], ...)``; an op whose name ends in an underscore writes its first operand."""
+    """``out[i] = op(a[i], b[i], ...)``; an op whose name ends with an underscore writes its first operand."""
     in_place = op._schema.name.endswith("_") or any(a.is_out for a in op._schema.arguments)
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout: Layout | None = None
+        sharding: Sharding | None = None
         local_args: list[Any] = []
         for arg in args:
             if type(arg) is RaggedDTensor:
-                if layout is None:
-                    layout = arg._layout
-                elif arg._layout is not layout:
+                if sharding is None:
+                    sharding = arg._sharding
+                elif arg._sharding is not sharding:
                     return _mixed(func, args, kwargs, in_place)
                 local_args.append(arg._local_tensor)
             elif isinstance(arg, torch.Tensor):
                 return _mixed(func, args, kwargs, in_place)
             else:
                 local_args.append(arg)
-        if layout is None or not layout.ordinary or kwargs:
+        if sharding is None or not sharding.ordinary or kwargs:
             return _mixed(func, args, kwargs, in_place)
         result = func(*local_args)
-        return args[0] if in_place else _wrap(result, layout)
+        return args[0] if in_place else _wrap(result, sharding)
 
     return handle
 
 
 def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
-    """The same for operands that are not all of one ordinary layout."""
+    """The same for operands that do not all have one ordinary sharding."""
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-    target = operands.ragged_layout(values)
+    target = operands.ragged_sharding(values)
     if target is None:
         return fallback(func, args, kwargs)
     written = kwargs.get("out", args[0]) if in_place else None
-    if in_place and not (isinstance(written, RaggedDTensor) and written._layout == target):
+    if in_place and not (isinstance(written, RaggedDTensor) and written._sharding == target):
         raise ValueError(
-            f"{func} writes an operand that is not laid out like the ragged one ({target}); "
+            f"{func} writes an operand that is not distributed like the ragged one ({target}); "
             "redistribute or distribute_like it first"
         )
     if target.partial:
@@ -65,21 +65,21 @@ def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: b
 
 
 def foreach(op: Any) -> Handler:
-    """The pointwise rule for each position of lists of tensors; fused optimizer steps too."""
+    """The pointwise rule for each position of lists of tensors. Used for fused optimizer steps too."""
     in_place = op._schema.name.endswith("_")
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            layouts = [t._layout for t in args[0]]
+            shardings = [t._sharding for t in args[0]]
         except AttributeError:
             return _foreach_mixed(func, args, kwargs)
         local_args: list[Any] = []
         for arg in args:
             if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
                 if type(arg[0]) is not torch.Tensor:
-                    # Only ragged tensors have a layout; list equality tests identity first, in C.
+                    # Only ragged tensors have a _sharding; comparing lists tests identity first, in C.
                     try:
-                        if arg is not args[0] and [t._layout for t in arg] != layouts:
+                        if arg is not args[0] and [t._sharding for t in arg] != shardings:
                             return _foreach_mixed(func, args, kwargs)
                     except AttributeError:
                         return _foreach_mixed(func, args, kwargs)
@@ -89,28 +89,25 @@ def foreach(op: Any) -> Handler:
             elif isinstance(arg, torch.Tensor) and (type(arg) is not torch.Tensor or arg.ndim):
                 arg = _scalar(arg, func)
             local_args.append(arg)
-        if not all([layout.ordinary for layout in layouts]):  # noqa: C419  # a list is faster
+        if not all([sharding.ordinary for sharding in shardings]):  # noqa: C419  # a list is faster
             return _foreach_mixed(func, args, kwargs)
         result = func(*local_args, **{k: _scalar(v, func) for k, v in kwargs.items()})
         if in_place:
             return None
-        return [_wrap(t, layout) for t, layout in zip(result, layouts, strict=True)]
+        return [_wrap(t, sharding) for t, sharding in zip(result, shardings, strict=True)]
 
     return handle
 
 
 def _scalar(value: Any, func: Any) -> Any:
-    """A single number for all positions.
-
-    A plain or Replicate 0-d tensor (one element will do), or no tensor at all.
-    """
+    """One number for all positions: a plain or Replicate tensor of one element, or not a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if not operands.is_distributed(value) and value.numel() == 1:
         return value
     if operands.is_distributed(value):
-        local, layout = local_and_layout(value)
-        if layout.replicate and local.numel() == 1:
+        local, sharding = local_and_sharding(value)
+        if sharding.replicate and local.numel() == 1:
             return local
     raise ValueError(
         f"{func}: expected one number for all positions, a plain or Replicate 0-d tensor, got {value}"
@@ -118,11 +115,11 @@ def _scalar(value: Any, func: Any) -> Any:
 
 
 def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Positions of ragged tensors go one way, all others back to torch; the results are put together again."""
+    """Ragged positions go to their local tensors, all others back to torch; then the results are merged."""
     is_list = [isinstance(a, (list, tuple)) for a in args]
     count = len(args[0])
     targets = [
-        operands.ragged_layout(
+        operands.ragged_sharding(
             [a[i] for a, lst in zip(args, is_list, strict=True) if lst and len(a) == count]
         )
         for i in range(count)
@@ -142,7 +139,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return [operands.to_local(arg[i], targets[i], func) for i in ragged]  # type: ignore[arg-type]
 
     results: list[Any] = [None] * count
-    # The others first: if torch refuses them, nothing ragged has been written yet. DTensors and plain tensors apart.
+    # The others first: if torch refuses them, nothing ragged has been written yet. DTensors separate from plain ones.
     for group in _by_kind(args[0], others):
         rest = [
             [a[i] for i in group] if lst and len(a) == count else a
@@ -165,12 +162,14 @@ def _by_kind(tensors: Any, positions: list[int]) -> list[list[int]]:
 
 
 def _check_position(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Layout | None
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Sharding | None
 ) -> None:
     assert target is not None
     first = args[0][i]
-    if func._schema.name.endswith("_") and not (isinstance(first, RaggedDTensor) and first._layout == target):
-        raise ValueError(f"{func} writes tensor {i} of its first list, which is not laid out as {target}")
+    if func._schema.name.endswith("_") and not (
+        isinstance(first, RaggedDTensor) and first._sharding == target
+    ):
+        raise ValueError(f"{func} writes tensor {i} of its first list, which is not distributed as {target}")
     if target.partial:
         values = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         operands.check_linear(func, target, values[:2], kwargs)
@@ -179,39 +178,39 @@ def _check_position(
 
 
 def like(op: Any) -> Handler:
-    """A tensor in the layout of the first operand, made from local tensors: copies, casts, ``*_like``."""
+    """A tensor with the sharding of the first operand, made from its local tensor: copies, casts, ``*_like``."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[0]
-        layout: Layout = source._layout
-        if layout.axis is None:
+        sharding: Sharding = source._sharding
+        if sharding.axis is None:
             return fallback(func, args, kwargs)
         if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
             raise NotImplementedError(
-                f"{func} with {kwargs['memory_format']}: ragged tensors are row-major ({layout})"
+                f"{func} with {kwargs['memory_format']}: ragged tensors are row-major ({sharding})"
             )
-        if layout.partial:
-            operands.check_linear(func, layout, [source], kwargs)
-        return _wrap(func(source._local_tensor, *args[1:], **kwargs), layout)
+        if sharding.partial:
+            operands.check_linear(func, sharding, [source], kwargs)
+        return _wrap(func(source._local_tensor, *args[1:], **kwargs), sharding)
 
     return handle
 
 
 def new(op: Any) -> Handler:
-    """``x.new_zeros(size)`` and the like: of x's own shape, in x's layout; any other shape is refused."""
+    """``x.new_zeros(size)`` and the like: if the shape is that of x, with its sharding; other shapes are refused."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, size = args[0], torch.Size(args[1])
-        layout: Layout = source._layout
-        if layout.axis is None:
+        sharding: Sharding = source._sharding
+        if sharding.axis is None:
             return fallback(func, args, kwargs)
-        if size != layout.shape:
+        if size != sharding.shape:
             raise NotImplementedError(
-                f"{func} of shape {tuple(size)} from a ragged tensor ({layout}): nobody said how it "
-                "is to lie. Make it with ragged_shard.distribute_tensor, or plain with torch.zeros and so on"
+                f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
+                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc."
             )
-        if layout.partial:
-            operands.check_linear(func, layout, [source], kwargs)
-        return _wrap(func(source._local_tensor, layout.local_shape, *args[2:], **kwargs), layout)
+        if sharding.partial:
+            operands.check_linear(func, sharding, [source], kwargs)
+        return _wrap(func(source._local_tensor, sharding.local_shape, *args[2:], **kwargs), sharding)
 
     return handle

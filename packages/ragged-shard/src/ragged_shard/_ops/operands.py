@@ -1,9 +1,10 @@
-"""What operands an op on a ragged tensor takes, and what of them is local.
+"""Which operands an op on a ragged tensor accepts, and what becomes local of them.
 
-another ragged tensor     the very same layout, else both layouts are printed
-Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's part of it
-plain tensor              0-d only: nobody knows how a larger one is meant to lie
-Python number             as it is
+another ragged tensor     the same sharding, else the error prints both
+Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it
+plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
+                          implicit_replication() says that plain tensors are the same on all ranks
+Python number             unchanged
 """
 
 from typing import Any
@@ -11,78 +12,80 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ragged_shard._autograd import local_and_layout
+from ragged_shard._autograd import local_and_sharding
 from ragged_shard._geometry import Box
-from ragged_shard._layout import Layout
 from ragged_shard._redistribute import run_view
+from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import implicitly_replicated
 
 
 def is_distributed(value: Any) -> bool:
-    """A RaggedDTensor or a DTensor of torch's."""
+    """Whether it is a RaggedDTensor or a DTensor of torch's."""
     return isinstance(value, (RaggedDTensor, DTensor))
 
 
-def ragged_layout(values: Any) -> Layout | None:
-    """The layout of the first ragged operand, or None."""
+def ragged_sharding(values: Any) -> Sharding | None:
+    """The sharding of the first ragged operand, or None."""
     for value in values:
-        if isinstance(value, RaggedDTensor) and value._layout.axis is not None:
-            return value._layout
+        if isinstance(value, RaggedDTensor) and value._sharding.axis is not None:
+            return value._sharding
     return None
 
 
-def to_local(value: Any, target: Layout, func: Any) -> Any:
-    """The local form of one operand of an op on tensors of layout ``target``.
+def to_local(value: Any, target: Sharding, func: Any) -> Any:
+    """The local form of one operand of an op on tensors of sharding ``target``.
 
     Raises:
-        ValueError: a distributed operand in another layout, or of a shape that does not broadcast; a plain
-        tensor that
-            is not 0-d.
+        ValueError: a distributed operand with another sharding, or of a shape that does not broadcast; a plain
+            tensor that is not 0-d.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if not is_distributed(value):
         if value.ndim == 0:
             return value
+        if implicitly_replicated():
+            return local_from_full(value, target, func)
         raise ValueError(  # not a TypeError: Python's operators would swallow its message
-            f"{func}: a plain tensor of shape {tuple(value.shape)} beside a ragged one ({target}); "
-            "distribute it first with ragged_shard.distribute_like, or use to_local() on both"
+            f"{func}: a plain tensor of shape {tuple(value.shape)} together with a ragged one ({target}); "
+            "distribute it first with ragged_shard.distribute_like, use to_local() on both, or say with torch's "
+            "implicit_replication() that all ranks have the same"
         )
-    local, layout = local_and_layout(value)
-    if layout == target:
+    local, sharding = local_and_sharding(value)
+    if sharding == target:
         return local
-    if layout.replicate and layout.mesh == target.mesh:
-        return local if layout.shape.numel() == 1 and local.ndim == 0 else local_part(local, target, func)
+    if sharding.replicate and sharding.mesh == target.mesh:
+        return (
+            local if sharding.shape.numel() == 1 and local.ndim == 0 else local_from_full(local, target, func)
+        )
     raise ValueError(
-        f"{func}: operands in different layouts:\n  {target}\n  {layout}\nredistribute one of them to the other's"
+        f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nredistribute one like the other"
     )
 
 
-def local_part(whole: torch.Tensor, target: Layout, func: Any = "local part") -> torch.Tensor:
-    """This rank's part, under a ragged layout, of a tensor that broadcasts to the layout's shape.
-
-    No communication.
-    """
+def local_from_full(full: torch.Tensor, target: Sharding, func: Any = "local tensor") -> torch.Tensor:
+    """This rank's local tensor of a full one that broadcasts to the sharding's shape: a copy, no communication."""
     try:
-        expanded = whole.expand(target.shape)
+        expanded = full.expand(target.shape)
     except RuntimeError:
         raise ValueError(
-            f"{func}: an operand of shape {tuple(whole.shape)} does not broadcast to the ragged {target}"
+            f"{func}: an operand of shape {tuple(full.shape)} does not broadcast to the ragged {target}"
         ) from None
     region = target.region
     assert region is not None
     assert target.local_shape is not None
     base, rest = region.box.sizes, torch.Size(region.box.sizes[region.prefix :]).numel()
-    part = whole.new_empty(target.local_shape)
+    local = full.new_empty(target.local_shape)
     origin = tuple(-offset for offset in region.box.offsets)
     for box in region.boxes():
-        run_view(part, base, region.start * rest, box.moved(origin)).copy_(expanded[box.slices()])
-    return part
+        run_view(local, base, region.start * rest, box.moved(origin)).copy_(expanded[box.slices()])
+    return local
 
 
 def box_views(tensor: RaggedDTensor) -> list[tuple[Box, torch.Tensor]]:
-    """This rank's boxes, in coordinates of the full tensor, each with the view of the local tensor that holds it."""
-    region = tensor._layout.region
+    """This rank's boxes of the full tensor, each with the view of the local tensor that holds it."""
+    region = tensor._sharding.region
     assert region is not None
     rest = torch.Size(region.box.sizes[region.prefix :]).numel()
     origin = tuple(-offset for offset in region.box.offsets)
@@ -92,9 +95,9 @@ def box_views(tensor: RaggedDTensor) -> list[tuple[Box, torch.Tensor]]:
     ]
 
 
-# What keeps a pending sum right: op(sum of parts) == sum of op(part). Value: which operands may be what.
+# Ops that keep a pending sum right: op(sum of x) == sum of op(x). Value: which operands may be what.
 _ANY = "any"
-_SAME = "every tensor operand pending in the same layout, no numbers"
+_SAME = "every tensor operand pending in the same sharding, no numbers"
 _ONE = "one pending operand, the others numbers or Replicate"
 _FIRST = "the first operand pending, the others numbers or Replicate"
 LINEAR = {
@@ -105,11 +108,11 @@ LINEAR = {
 }  # fmt: skip
 
 
-def check_linear(func: Any, target: Layout, operands: list[Any], kwargs: dict[str, Any]) -> None:
+def check_linear(func: Any, target: Sharding, operands: list[Any], kwargs: dict[str, Any]) -> None:
     """Raise unless the op is linear in an operand with a pending reduction (`Partial`)."""
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
     rule = LINEAR.get(name.rstrip("_"))
-    pending = [isinstance(o, RaggedDTensor) and o._layout.partial for o in operands]
+    pending = [isinstance(o, RaggedDTensor) and o._sharding.partial for o in operands]
     fits = rule == _ANY or (
         (rule == _SAME and all(pending))
         or (rule == _ONE and sum(pending) == 1)
@@ -120,6 +123,10 @@ def check_linear(func: Any, target: Layout, operands: list[Any], kwargs: dict[st
     if not fits:
         raise NotImplementedError(
             f"{func} on a tensor with a pending reduction ({target}): "
-            + (f"it takes {rule}" if rule else "it is not linear, so applied to the parts it would be wrong")
+            + (
+                f"it takes {rule}"
+                if rule
+                else "it is not linear, so applying it to the summands would be wrong"
+            )
             + "; redistribute Partial to Replicate first"
         )

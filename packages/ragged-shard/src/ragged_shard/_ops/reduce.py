@@ -1,11 +1,11 @@
-"""Rules for ops that sum up over elements: norms, sum, mean, min, max, any, all.
+"""Rules for ops that reduce over elements: norms, sum, mean, min, max, any, all.
 
-Over all elements, or over a dimension that is cut, each rank reduces what it holds and one all-reduce for each
-cut mesh axis (8 bytes per tensor for a norm, the size of the result otherwise) puts the parts together; the
-result is Replicate there. Over dimensions that no rank cuts it is local and the result stays ragged. Axes that
-hold replicas take no part, so an HSDP tensor reduces only over its ragged axis.
+Over all elements, or over a dim that is cut, each rank reduces what it holds, and one all-reduce for each mesh axis
+that cuts the tensor (8 bytes per tensor for a norm, the size of the result otherwise) combines the ranks' results;
+the result is Replicate there. Over dims that are not cut the reduction is local and the result stays ragged. Axes of
+replicas are not involved, so an HSDP tensor reduces over its ragged axis only.
 
-NaN is carried through min, max and the infinity norm beside the values: not every backend's MAX keeps it.
+For min, max and the infinity norm NaNs travel in a second row: not every backend's MAX keeps them.
 """
 
 import math
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import _comm
-from ragged_shard._layout import Layout, layout_of
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.registry import Handler
+from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -30,13 +30,13 @@ _REPLICATE = Replicate()
 
 @dataclass(frozen=True)
 class Reduction:
-    """How parts are made, joined and finished.
+    """How a reduction is computed on each rank, combined over ranks, and finished.
 
-    ``part(x, dims)`` keeps the dims with size 1 and gives ``work`` dtype; ``join`` is the all-reduce op; ``empty``
-    is the value of no elements; ``finish(total, count)`` makes the result of ``count`` elements each.
+    ``local(x, dims)`` keeps the dims with size 1 and returns dtype ``work``; ``join`` is the all-reduce op; ``empty``
+    is the result over no elements; ``finish(total, count)`` makes the final result over ``count`` elements each.
     """
 
-    part: Callable[[torch.Tensor, list[int]], torch.Tensor]
+    local: Callable[[torch.Tensor, list[int]], torch.Tensor]
     join: Any
     work: torch.dtype
     empty: float | int
@@ -57,48 +57,52 @@ def _dims(dim: Any, ndim: int) -> list[int] | None:
 
 def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Any) -> Any:
     """The reduction of a ragged tensor over ``dims`` (None: all)."""
-    layout = tensor._layout
-    if layout.partial and not how.linear:
+    sharding = tensor._sharding
+    if sharding.partial and not how.linear:
         raise NotImplementedError(
-            f"{func} on a tensor with a pending reduction ({layout}): it is not linear; redistribute Partial "
+            f"{func} on a tensor with a pending reduction ({sharding}): it is not linear; redistribute Partial "
             "to Replicate first"
         )
-    over = list(range(len(layout.shape))) if dims is None else dims
-    count = math.prod(layout.shape[d] for d in over)
-    if dims is not None and _uncut(layout, over):
+    over = list(range(len(sharding.shape))) if dims is None else dims
+    count = math.prod(sharding.shape[d] for d in over)
+    if dims is not None and _uncut(sharding, over):
         return _within_rank(tensor, how, over, keepdim, count)
     if dims is None:
-        buffer = _part(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
+        buffer = _local(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
     else:
         buffer = _scattered(tensor, how, over)
-    buffer = _joined(buffer, how, layout)
-    shape = list(layout.shape)
+    buffer = _joined(buffer, how, sharding)
+    shape = list(sharding.shape)
     for d in reversed(over):
         shape[d : d + 1] = [1] if keepdim else []
     result = how.finish(buffer, count).reshape(shape)
-    after = tuple(p if isinstance(p, Partial) else _REPLICATE for p in layout.placements)
-    return RaggedDTensor._wrap(result, layout_of(layout.mesh, after, torch.Size(shape)))
+    after = tuple(p if isinstance(p, Partial) else _REPLICATE for p in sharding.placements)
+    return RaggedDTensor._wrap(result, sharding_of(sharding.mesh, after, torch.Size(shape)))
 
 
-def _part(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+def _local(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     if all(x.shape[d] for d in dims):
-        return how.part(x, dims)
+        return how.local(x, dims)
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     return torch.full(shape, how.empty, dtype=how.work, device=x.device)
 
 
-def _uncut(layout: Layout, dims: list[int]) -> bool:
-    cut = {p.dim for p in layout.placements if type(p) is Shard}
-    return all(d >= len(layout.ragged.dims) and d not in cut for d in dims)
+def _uncut(sharding: Sharding, dims: list[int]) -> bool:
+    cut = {
+        p.dim
+        for axis, p in enumerate(sharding.placements)
+        if type(p) is Shard and sharding.axis_size(axis) > 1
+    }
+    return all(d >= len(sharding.ragged.dims) and d not in cut for d in dims)
 
 
 def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim: bool, count: int) -> Any:
-    """No rank needs another: the result is ragged as the tensor was, with dims counted anew."""
-    layout = tensor._layout
-    shift = len(layout.ragged.dims) - 1
-    result = how.finish(_part(how, tensor._local_tensor, [d - shift for d in dims]), count)
-    placements = list(layout.placements)
-    shape = list(layout.shape)
+    """A reduction over uncut dims: local, and the result is ragged as the tensor, with dims renumbered."""
+    sharding = tensor._sharding
+    shift = len(sharding.ragged.dims) - 1
+    result = how.finish(_local(how, tensor._local_tensor, [d - shift for d in dims]), count)
+    placements = list(sharding.placements)
+    shape = list(sharding.shape)
     if keepdim:
         for d in dims:
             shape[d] = 1
@@ -106,40 +110,42 @@ def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim
         result = result.squeeze([d - shift for d in dims])
         shape = [n for d, n in enumerate(shape) if d not in dims]
         for axis, p in enumerate(placements):
-            if type(p) is Shard:
-                placements[axis] = Shard(p.dim - sum(d < p.dim for d in dims))
+            if type(p) is Shard:  # one whose dim is gone is on an axis of size 1
+                placements[axis] = (
+                    _REPLICATE if p.dim in dims else Shard(p.dim - sum(d < p.dim for d in dims))
+                )
     return RaggedDTensor._wrap(
-        result.contiguous(), layout_of(layout.mesh, tuple(placements), torch.Size(shape))
+        result.contiguous(), sharding_of(sharding.mesh, tuple(placements), torch.Size(shape))
     )
 
 
 def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.Tensor:
-    """This rank's contribution to every element of the result: its boxes reduced, each where it belongs."""
-    shape = [1 if d in dims else n for d, n in enumerate(tensor._layout.shape)]
+    """This rank's contribution to every element of the result: its boxes, reduced into their place."""
+    shape = [1 if d in dims else n for d, n in enumerate(tensor._sharding.shape)]
     buffer = torch.full(shape, how.empty, dtype=how.work, device=tensor._local_tensor.device)
     for box, view in operands.box_views(tensor):
         place = tuple(slice(0, 1) if d in dims else s for d, s in enumerate(box.slices()))
-        part = how.part(view, dims)
+        value = how.local(view, dims)
         if how.join is dist.ReduceOp.SUM:
-            buffer[place] += part
+            buffer[place] += value
         else:
             joined = torch.maximum if how.join is dist.ReduceOp.MAX else torch.minimum
-            buffer[place] = joined(buffer[place], part)
+            buffer[place] = joined(buffer[place], value)
     return buffer
 
 
-def _joined(buffer: torch.Tensor, how: Reduction, layout: Layout) -> torch.Tensor:
+def _joined(buffer: torch.Tensor, how: Reduction, sharding: Sharding) -> torch.Tensor:
     """All-reduce over every mesh axis that cuts the tensor."""
-    axes = [a for a in layout.cut_axes if layout.axis_size(a) > 1]
+    axes = [a for a in sharding.cut_axes if sharding.axis_size(a) > 1]
     if how.join is dist.ReduceOp.SUM or not buffer.is_floating_point():
         for axis in axes:
-            buffer = _comm.all_reduce(buffer, how.join, layout.mesh.get_group(axis))
+            buffer = _comm.all_reduce(buffer, how.join, sharding.mesh.get_group(axis))
         return buffer
     sign = 1.0 if how.join is dist.ReduceOp.MAX else -1.0
     nan = buffer.isnan()
     packed = torch.stack([torch.where(nan, how.empty, buffer), nan.to(buffer.dtype) * sign])
     for axis in axes:
-        packed = _comm.all_reduce(packed, how.join, layout.mesh.get_group(axis))
+        packed = _comm.all_reduce(packed, how.join, sharding.mesh.get_group(axis))
     return torch.where(packed[1] != 0, math.nan, packed[0])
 
 
@@ -177,36 +183,33 @@ def _logical(x: torch.Tensor, every: bool) -> Reduction:
     op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
     out = torch.uint8 if x.dtype == torch.uint8 else torch.bool
 
-    def part(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
         for d in dims:
             v = test(v, d, keepdim=True)
         return v.to(torch.uint8)
 
-    return Reduction(part, op, torch.uint8, int(every), lambda total, count: total.to(out))
+    return Reduction(local, op, torch.uint8, int(every), lambda total, count: total.to(out))
 
 
 def _norm(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
-    """A vector norm: the parts' own norms to the power of p.
-
-    Summed in ``wide`` so that large ones do not overflow.
-    """
+    """A vector norm: local norms to the power of p, summed in ``wide`` so that large ones do not overflow."""
     out = dtype or x.dtype
     inner = torch.float32 if out in _HALVES else out
 
-    def part(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
         found: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
         return found if math.isinf(order) or order == 0 else found.to(wide).pow(order)
 
     if math.isinf(order):
         op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-        return Reduction(part, op, inner, 0.0 if order > 0 else math.inf, lambda t, n: t.to(out))
+        return Reduction(local, op, inner, 0.0 if order > 0 else math.inf, lambda t, n: t.to(out))
     if order == 0:
-        return Reduction(part, dist.ReduceOp.SUM, inner, 0.0, lambda t, n: t.to(out))
-    return Reduction(part, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
+        return Reduction(local, dist.ReduceOp.SUM, inner, 0.0, lambda t, n: t.to(out))
+    return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in."""
+    """Arguments by name, with defaults filled in."""
     bound = {}
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -217,17 +220,17 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 
 def reduction(op: Any) -> Handler:
-    """Handler of one reducing op."""
+    """A reduction over all or some dims."""
     kind = op._schema.name.removeprefix("aten::")
     if kind in ("max", "min") and len(op._schema.returns) > 1:
         return lambda func, args, kwargs: _refuse_indices(func, args, kwargs)
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if not isinstance(tensor, RaggedDTensor) or tensor._layout.axis is None:
+        if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
             return fallback(func, args, kwargs)
         given = _bound(func, args, kwargs)
-        local, shape = tensor._local_tensor, tensor._layout.shape
+        local, shape = tensor._local_tensor, tensor._sharding.shape
         dims = _dims(given.get("dim"), len(shape))
         keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
         if kind in ("sum", "mean"):
@@ -249,19 +252,19 @@ def reduction(op: Any) -> Handler:
 
 
 def _refuse_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0]._layout.axis is None:
+    if args[0]._sharding.axis is None:
         return fallback(func, args, kwargs)
-    raise refusal(func, args[0]._layout)
+    raise refusal(func, args[0]._sharding)
 
 
 def _check_not_empty(func: Any, shape: torch.Size, dims: list[int] | None) -> None:
     over = range(len(shape)) if dims is None else dims
     if any(shape[d] == 0 for d in over):
-        raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)} has no elements to take it of")
+        raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)}: not defined over no elements")
 
 
 def foreach_norm(op: Any) -> Handler:
-    """Norms of a list of tensors: one all-reduce of 8 bytes a tensor for all that share their cut mesh axes."""
+    """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut by the same mesh axes."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, given = args[0], _bound(func, args, kwargs)
@@ -270,16 +273,16 @@ def foreach_norm(op: Any) -> Handler:
         groups: dict[Any, list[int]] = {}
         others = []
         for i, tensor in enumerate(tensors):
-            layout = getattr(tensor, "_layout", None)
-            if layout is None or layout.axis is None:
+            sharding = getattr(tensor, "_sharding", None)
+            if sharding is None or sharding.axis is None:
                 others.append(i)
-            elif layout.partial:
+            elif sharding.partial:
                 raise NotImplementedError(
-                    f"{func} on a tensor with a pending reduction ({layout}): a norm is not linear; "
+                    f"{func} on a tensor with a pending reduction ({sharding}): a norm is not linear; "
                     "redistribute Partial to Replicate first"
                 )
             else:
-                groups.setdefault((layout.mesh, layout.cut_axes, tensor.dtype), []).append(i)
+                groups.setdefault((sharding.mesh, sharding.cut_axes, tensor.dtype), []).append(i)
         if others:
             torch_args = ([tensors[i] for i in others], *args[1:])
             found = func(*torch_args, **kwargs) if groups else fallback(func, torch_args, kwargs)
@@ -295,19 +298,19 @@ def foreach_norm(op: Any) -> Handler:
 
 
 def _norms(tensors: list[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[Any]:
-    """Norms of tensors that are cut along the same mesh axes: computed together, joined in one go."""
-    layout = tensors[0]._layout
+    """Norms of tensors that are cut by the same mesh axes: computed and combined together."""
+    sharding = tensors[0]._sharding
     out = dtype or tensors[0]._local_tensor.dtype
     inner = torch.float32 if out in _HALVES else out
     how = _norm(tensors[0]._local_tensor, order, dtype, torch.float64)
     locals_ = [t._local_tensor for t in tensors]
-    if order > 0:  # torch's norms of nothing are 0, but for the infinity norm, which it does not take
+    if order > 0:  # torch's norms over no elements are 0, except the infinity norm, which it refuses
         filled = [x if x.numel() else x.new_zeros(1) for x in locals_]
-        parts = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
+        values = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
         if not math.isinf(order):
-            parts = parts.to(torch.float64).pow_(order)
+            values = values.to(torch.float64).pow_(order)
     else:
-        parts = torch.stack([_part(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
-    totals = how.finish(_joined(parts, how, layout), 0)
-    after = layout_of(layout.mesh, (_REPLICATE,) * len(layout.placements), torch.Size(()))
+        values = torch.stack([_local(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
+    totals = how.finish(_joined(values, how, sharding), 0)
+    after = sharding_of(sharding.mesh, (_REPLICATE,) * len(sharding.placements), torch.Size(()))
     return [RaggedDTensor._wrap(total, after) for total in totals.unbind()]

@@ -1,4 +1,4 @@
-"""The handlers by op. Empty until `table` fills it; apart from it so that the tensor class can look one up."""
+"""The handlers by op, filled by `table`. A module of its own, so that the tensor class can look handlers up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Handlers(dict[Any, Handler]):
-    """Op -> handler; ops outside of the table get the fallback, which knows torch's own layouts only."""
+    """Op -> handler; an op that is not in the table gets the fallback, which refuses ragged operands."""
 
     fallback: Handler
 

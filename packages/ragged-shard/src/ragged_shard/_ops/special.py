@@ -1,4 +1,4 @@
-"""Rules of ops that are one of a kind."""
+"""Rules that serve a single op or two."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_shard import _comm
-from ragged_shard._autograd import local_and_layout
+from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.registry import Handler
@@ -14,30 +14,27 @@ from ragged_shard._tensor import RaggedDTensor
 
 
 def unscale(op: Any) -> Handler:
-    """GradScaler's check and unscale.
-
-    On local tensors, then one all-reduce (4 bytes) of found_inf per cut mesh axis.
-    """
+    """GradScaler's check and unscale on local tensors, then one all-reduce (4 bytes) of found_inf per cut mesh axis."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, found_inf, inv_scale = args
-        ragged = [t for t in tensors if isinstance(t, RaggedDTensor) and t._layout.axis is not None]
-        others = [t for t in tensors if not (isinstance(t, RaggedDTensor) and t._layout.axis is not None)]
+        ragged = [t for t in tensors if isinstance(t, RaggedDTensor) and t._sharding.axis is not None]
+        others = [t for t in tensors if not (isinstance(t, RaggedDTensor) and t._sharding.axis is not None)]
         if not ragged:
             return fallback(func, args, kwargs)
         for tensor in ragged:
-            if tensor._layout.partial:
-                raise NotImplementedError(f"{func} on a tensor with a pending reduction ({tensor._layout})")
-        flag, scale = (local_and_layout(v)[0] if operands.is_distributed(v) else v for v in args[1:])
+            if tensor._sharding.partial:
+                raise NotImplementedError(f"{func} on a tensor with a pending reduction ({tensor._sharding})")
+        flag, scale = (local_and_sharding(v)[0] if operands.is_distributed(v) else v for v in args[1:])
         if others:
             func(others, found_inf, inv_scale)
         func([t._local_tensor for t in ragged], flag, scale)
         groups = {}
         for tensor in ragged:
-            layout = tensor._layout
-            for axis in layout.cut_axes:
-                if layout.axis_size(axis) > 1:
-                    groups[(layout.mesh, axis)] = layout.mesh.get_group(axis)
+            sharding = tensor._sharding
+            for axis in sharding.cut_axes:
+                if sharding.axis_size(axis) > 1:
+                    groups[(sharding.mesh, axis)] = sharding.mesh.get_group(axis)
         for group in groups.values():
             _comm.all_reduce(flag, dist.ReduceOp.MAX, group)
         return None
@@ -46,11 +43,11 @@ def unscale(op: Any) -> Handler:
 
 
 def equal(op: Any) -> Handler:
-    """``torch.equal``, ``allclose``: compared on each rank, then one all-reduce per cut mesh axis."""
+    """``torch.equal`` and ``allclose``: compared on each rank, then one all-reduce per cut mesh axis."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pair = args[:2]
-        target = operands.ragged_layout(pair)
+        target = operands.ragged_sharding(pair)
         if target is None:
             return fallback(func, args, kwargs)
         if func._schema.name == "aten::equal" and pair[0].shape != pair[1].shape:
@@ -67,27 +64,27 @@ def equal(op: Any) -> Handler:
 
 
 def random(op: Any) -> Handler:
-    """``uniform_`` and its like: the whole is drawn from this rank's generator, of which its part is kept.
+    """``uniform_`` and the like: draw the full tensor from this rank's generator and keep this rank's range.
 
-    So equal seeds give what the unsharded tensor would get, and generators stay in step. Replicas agree whatever
-    their seeds: one broadcast per mesh axis of replicas. Takes memory of the whole while it draws.
+    So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree whatever their
+    seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws.
     """
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        layout = tensor._layout
-        if layout.partial or layout.axis is None or any(isinstance(a, torch.Tensor) for a in args[1:]):
-            raise refusal(func, layout)
+        sharding = tensor._sharding
+        if sharding.partial or sharding.axis is None or any(isinstance(a, torch.Tensor) for a in args[1:]):
+            raise refusal(func, sharding)
         local = tensor._local_tensor
         if local.is_meta:
             return tensor
-        whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
-        func(whole, *args[1:], **kwargs)
-        local.copy_(operands.local_part(whole, layout, func))
-        for axis in range(layout.mesh.ndim):
-            if axis not in layout.cut_axes and layout.axis_size(axis) > 1:
+        full = torch.empty(sharding.shape, dtype=local.dtype, device=local.device)
+        func(full, *args[1:], **kwargs)
+        local.copy_(operands.local_from_full(full, sharding, func))
+        for axis in range(sharding.mesh.ndim):
+            if axis not in sharding.cut_axes and sharding.axis_size(axis) > 1:
                 flat = local.detach().reshape(-1)
-                _comm.broadcast(flat, 0, layout.mesh.get_group(axis)).wait()
+                _comm.broadcast(flat, 0, sharding.mesh.get_group(axis)).wait()
                 local.copy_(flat.view(local.shape))
         return tensor
 
@@ -95,7 +92,7 @@ def random(op: Any) -> Handler:
 
 
 def query(op: Any) -> Handler:
-    """Questions about storage, answered by the local tensor."""
+    """Questions about storage: passed on to the local tensor."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._local_tensor, *args[1:], **kwargs)
@@ -104,12 +101,12 @@ def query(op: Any) -> Handler:
 
 
 def item(op: Any) -> Handler:
-    """``.item()``: only where every rank has the number."""
+    """``.item()``: only if every rank has the number."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if not tensor._layout.replicate:
-            raise refusal(func, tensor._layout)
+        if not tensor._sharding.replicate:
+            raise refusal(func, tensor._sharding)
         return func(tensor._local_tensor)
 
     return handle

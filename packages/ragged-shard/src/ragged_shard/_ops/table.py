@@ -1,7 +1,7 @@
-"""The table: which op follows which rule. What is not in it is refused; the README prints it.
+"""The table: which op follows which rule. What is not in it is refused; `docs/ops.md` prints it.
 
-Names are aten's; a rule covers the op's functional and in-place overloads (``out=`` where pointwise). `RULES`
-is data: rule -> (what it does, how handlers are made, ops).
+Names are aten's; a rule covers the op's functional and in-place overloads (for pointwise ops ``out=`` too). `RULES` is
+data: rule -> (what it does, what it communicates, how handlers are made, ops).
 """
 
 from collections.abc import Callable
@@ -58,13 +58,13 @@ RULES: dict[str, Rule] = {
         "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
     ),
     "copy, cast, like": Rule(
-        "a tensor in the same layout",
+        "a tensor in the same sharding",
         "nothing",
         elementwise.like,
         "_to_copy clone detach alias lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
     ),
     "new": Rule(
-        "a tensor of the same shape in the same layout",
+        "a tensor of the same shape in the same sharding",
         "nothing",
         elementwise.new,
         "new_empty new_full new_ones new_zeros",
@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
     ),
     "foreach norm": Rule(
         "a Replicate 0-d norm for each tensor",
-        "one all_reduce per cut mesh axis for the whole list, 8 bytes a tensor",
+        "one all_reduce per cut mesh axis for the list, 8 bytes per tensor",
         reduce.foreach_norm,
         "_foreach_norm",
     ),
@@ -100,12 +100,12 @@ RULES: dict[str, Rule] = {
         "allclose equal",
     ),
     "random": Rule(
-        "the whole drawn from this rank's generator, its part kept: equal seeds give the plain tensor's values",
-        "nothing; one broadcast of the local part per mesh axis of replicas",
+        "draws the full tensor from this rank's generator, keeps its range: equal seeds give the plain tensor's values",
+        "nothing; one broadcast of the local tensor per mesh axis of replicas",
         special.random,
         "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
     ),
-    "query": Rule("asked of the local tensor", "nothing", special.query, "is_pinned record_stream"),
+    "query": Rule("passed on to the local tensor", "nothing", special.query, "is_pinned record_stream"),
     "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
 }
 
@@ -142,7 +142,7 @@ _fill()
 
 
 def markdown() -> str:
-    """The table as the README shows it."""
+    """The table as Markdown, as in docs/ops.md."""
     lines = ["| rule | ops | what it does | communicates |", "| --- | --- | --- | --- |"]
     for name, rule in RULES.items():
         ops = ", ".join(f"`{op}`" for op in rule.ops.split())

@@ -1,4 +1,4 @@
-"""How tests start ranks, and how they count what ranks send. Needs nothing but torch; usable by any package.
+"""Start ranks in tests, count what they send, and simulate ranks that do not exist. Needs only torch.
 
     from ragged_shard.testing import run_ranks
 
@@ -10,12 +10,26 @@
     def test_all_reduce_sums():
         assert run_ranks(3, total) == [3.0, 3.0, 3.0]
 
-How it works (`_pool`, `_zygote`, `_worker`, `_ship`): the first call of a process starts one helper, which
-imports torch once and forks ranks from it in milliseconds; ranks of one world size stay, process group and all,
-for the next call.
+    with simulated_ranks(1024):        # SIMULATION: this process is one of 1024 ranks, the others do not exist
+        mesh = init_device_mesh("cpu", (1024,))
+
+How `run_ranks` works (`_pool`, `_fork_server`, `_worker`, `_pickling`): the first call of a process starts one
+helper, which imports torch once and forks ranks from it in milliseconds; the ranks of a world size stay alive, with
+their process group, for the next call.
 """
 
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._pool import RankError, run_ranks, shut_down
+from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 
-__all__ = ["Collective", "RankError", "Record", "record_collectives", "run_ranks", "shut_down"]
+__all__ = [
+    "Collective",
+    "Network",
+    "RankError",
+    "Record",
+    "Simulation",
+    "record_collectives",
+    "run_ranks",
+    "shut_down",
+    "simulated_ranks",
+]

@@ -1,12 +1,12 @@
-"""What a rank's collectives send, counted where they are dispatched.
+"""Count what a rank's collectives send, where they are dispatched.
 
-Bytes are what this rank hands to *other* ranks, by the amount that the collective's result needs of it, whichever
-algorithm the backend picks (N ranks):
+Bytes are what this rank must send to *other* ranks for the collective's result, whichever algorithm the backend
+chooses (N ranks):
 
     all_to_all       the entries for other ranks
-    all_gather       (N-1) x its own part
+    all_gather       (N-1) x its input
     broadcast        (N-1) x the tensor at the source, 0 elsewhere
-    reduce_scatter   (N-1)/N x the whole input
+    reduce_scatter   (N-1)/N x the input
     all_reduce       2 (N-1)/N x the tensor (a reduce-scatter and an all-gather)
 """
 
@@ -24,7 +24,7 @@ from ragged_shard._torch_compat import group_by_name
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, how many ranks, and the bytes that this one sends to others."""
+    """One collective: its kind, its number of ranks, and the bytes that this rank sends to others."""
 
     kind: str
     ranks: int
@@ -44,7 +44,7 @@ class Record:
 
     @property
     def bytes_sent(self) -> float:
-        """What this rank sent to others in all of them."""
+        """Bytes that this rank sent to others in all of them."""
         return sum(event.bytes_sent for event in self.events)
 
 
@@ -70,7 +70,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # let the subclass run first: its collectives come back here
+            return NotImplemented  # the subclass runs first; its collectives come back here
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional", "c10d_functional") and name not in _NOT_COLLECTIVES:
             self.record.events.append(_event(name.rstrip("_"), func, args))
@@ -123,13 +123,13 @@ def _group(args: Any) -> Any:
                 return group_by_name(arg)
             except KeyError:
                 continue
-    raise RuntimeError("a collective without a process group")
+    raise RuntimeError("found no process group among the arguments of a collective")
 
 
 class record_collectives:  # noqa: N801  # reads as a function: with record_collectives() as record
-    """Context manager: the collectives that this thread starts inside, as a `Record`.
+    """Context manager that returns a `Record` of the collectives that this thread starts inside it.
 
-    Sees torch.distributed's calls and DTensor's functional collectives; a kind it does not know raises.
+    It sees torch.distributed's calls and DTensor's functional collectives; an unknown kind raises.
     """
 
     def __enter__(self) -> Record:

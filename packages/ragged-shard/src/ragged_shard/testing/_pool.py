@@ -1,4 +1,4 @@
-"""The test process's side: ranks by world size, kept warm; jobs out, results and errors and stacks in."""
+"""The test process's side: keeps ranks by world size, sends them jobs, collects results, errors and stacks."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ragged_shard.testing import _ship
+from ragged_shard.testing import _pickling
 
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch
 _GRACE = 3.0  # seconds that the other ranks get once one has failed
@@ -26,7 +26,8 @@ _GRACE = 3.0  # seconds that the other ranks get once one has failed
 class RankError(AssertionError):
     """One or more ranks raised, died or hung. The message has each one's traceback or stack.
 
-    ``causes`` the exceptions by rank.
+    Attributes:
+        causes: the exceptions of those that raised, by rank.
     """
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
@@ -43,23 +44,22 @@ def run_ranks(
     seed: int | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on every rank of a process group; return the results, a list by rank.
+    """Call ``fn(*args, **kwargs)`` on every rank of a process group; return the results as a list by rank.
 
-    Ranks are real processes with torch.distributed initialised (gloo on CPU, NCCL with one GPU for each rank on
-    CUDA) and one thread each; they stay for the next call. ``fn`` must be a top-level function (or a partial of
-    one), of a test module too; arguments and results are pickled. Every rank starts from the same random seed.
+    Ranks are real processes with torch.distributed initialised (gloo on CPU; NCCL with one GPU per rank on CUDA)
+    and one thread each; they stay alive for the next call. ``fn`` must be a top-level function (or a partial of
+    one), possibly of a test module; arguments and results are pickled. Every rank starts from the same random seed.
 
     Args:
         world_size: number of ranks.
-        fn: what every rank calls; it finds its rank by ``torch.distributed.get_rank()``.
-        timeout: seconds until ranks that have not answered are taken to hang.
+        fn: the function to call; ``torch.distributed.get_rank()`` tells it its rank.
+        timeout: seconds after which ranks that have not answered count as hanging.
         device: "cpu" or "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.
 
     Raises:
         RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has
-        every rank's
-            Python stack.
+            every rank's Python stack.
         ValueError: an unknown device or a world size below 1.
         RuntimeError: fewer GPUs than ranks.
     """
@@ -76,13 +76,13 @@ def run_ranks(
             )
     if seed is None:
         seed = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0].encode())
-    job = _ship.dumps({"fn": fn, "args": args, "kwargs": kwargs, "seed": seed})
+    job = _pickling.dumps({"fn": fn, "args": args, "kwargs": kwargs, "seed": seed})
     key = (world_size, device)
     pool = _pools.get(key)
     if pool is None:
         pool = _pools[key] = _Pool(world_size, device)
     try:
-        results, dirty = pool.run(job, timeout, _ship.where(fn))
+        results, dirty = pool.run(job, timeout, _pickling.where(fn))
     except BaseException:
         _discard(key)
         raise
@@ -92,17 +92,17 @@ def run_ranks(
 
 
 _pools: dict[tuple[int, str], "_Pool"] = {}
-_zygote: "_Zygote | None" = None
+_fork_server: "_ForkServer | None" = None
 
 
 def shut_down() -> None:
-    """Stop all ranks. Called at exit; a later run_ranks starts new ones."""
-    global _zygote
+    """Stop all ranks. Called at exit; a later `run_ranks` starts new ones."""
+    global _fork_server
     for key in list(_pools):
         _discard(key)
-    if _zygote is not None:
-        _zygote.stop()
-        _zygote = None
+    if _fork_server is not None:
+        _fork_server.stop()
+        _fork_server = None
 
 
 atexit.register(shut_down)
@@ -114,7 +114,7 @@ def _discard(key: tuple[int, str]) -> None:
         pool.stop()
 
 
-class _Zygote:
+class _ForkServer:
     """The helper that forks ranks, seen from the test process."""
 
     def __init__(self) -> None:
@@ -125,7 +125,14 @@ class _Zygote:
         preload = ",".join(name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules)
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
-        command = [sys.executable, "-m", "ragged_shard.testing._zygote", str(theirs.fileno()), path, preload]
+        command = [
+            sys.executable,
+            "-m",
+            "ragged_shard.testing._fork_server",
+            str(theirs.fileno()),
+            path,
+            preload,
+        ]
         environment["PYTHONPATH"] = path
         self.process = subprocess.Popen(
             command,
@@ -149,13 +156,13 @@ class _Zygote:
         pid = int(self.control.recv(32))
         return _Rank(pid, Connection(ours.detach()), stacks)
 
-    def reap(self, pid: int) -> int:
-        """Exit status of a rank that is ending; negative for a signal."""
-        self.control.send(f"reap {pid}".encode())
+    def wait_for(self, pid: int) -> int:
+        """Wait for a rank that is ending and return its exit status; negative for a signal."""
+        self.control.send(f"wait {pid}".encode())
         return int(self.control.recv(32))
 
     def stop(self) -> None:
-        """End it and what it left on disk."""
+        """Stop the process and remove its files."""
         self.control.close()
         if self.owner == os.getpid():
             try:
@@ -172,11 +179,11 @@ class _Rank:
     def __init__(self, pid: int, connection: Connection, stacks: Path) -> None:
         self.pid, self.connection, self.stacks = pid, connection, stacks
 
-    def kill(self, zygote: _Zygote) -> int:
+    def kill(self, fork_server: _ForkServer) -> int:
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        return zygote.reap(self.pid)
+        return fork_server.wait_for(self.pid)
 
     def stack(self) -> str:
         """Every thread's Python stack, as the rank's own fault handler writes it."""
@@ -197,29 +204,29 @@ class _Pool:
     """The ranks of one world size on one device."""
 
     def __init__(self, world_size: int, device: str) -> None:
-        global _zygote
-        if _zygote is None or _zygote.owner != os.getpid():
-            _zygote = _Zygote()
-        self.zygote = _zygote
+        global _fork_server
+        if _fork_server is None or _fork_server.owner != os.getpid():
+            _fork_server = _ForkServer()
+        self.fork_server = _fork_server
         self.ranks: list[_Rank] = []
-        store = str(self.zygote.folder / f"store-{self.zygote.forks}")
+        store = str(self.fork_server.folder / f"store-{self.fork_server.forks}")
         for rank in range(world_size):
-            self.ranks.append(self.zygote.fork())
+            self.ranks.append(self.fork_server.fork())
             setup = {"rank": rank, "world_size": world_size, "store": store, "device": device}
             self.ranks[-1].connection.send_bytes(pickle.dumps(setup))
         self._collect(_START_LIMIT, "starting the process group")
 
     def run(self, job: bytes, timeout: float, what: str) -> tuple[list[Any], bool]:
-        """Results by rank, and whether the ranks are spoilt for another job."""
+        """Results by rank, and whether the job left the ranks unusable for another one."""
         for rank in self.ranks:
             rank.connection.send_bytes(job)
         answers = self._collect(timeout, what)
         return [answer[1] for answer in answers], any(answer[2] for answer in answers)
 
     def stop(self) -> None:
-        """End all ranks at once."""
+        """Stop all ranks at once."""
         for rank in self.ranks:
-            rank.kill(self.zygote)
+            rank.kill(self.fork_server)
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
         answers: dict[int, Any] = {}
@@ -235,7 +242,7 @@ class _Pool:
                 try:
                     answer = pickle.loads(self.ranks[i].connection.recv_bytes())
                 except (EOFError, OSError):
-                    failed[i] = (None, self._obituary(i))
+                    failed[i] = (None, self._death_notice(i))
                 else:
                     if answer[0] == "error":
                         failed[i] = answer[1]
@@ -247,8 +254,8 @@ class _Pool:
             raise self._error(what, timeout, failed, sorted(by_connection.values()))
         return [answers[i] for i in range(len(self.ranks))]
 
-    def _obituary(self, i: int) -> str:
-        status = self.zygote.reap(self.ranks[i].pid)
+    def _death_notice(self, i: int) -> str:
+        status = self.fork_server.wait_for(self.ranks[i].pid)
         reason = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"the process died ({reason})\n{self.ranks[i].stacks.read_text()}"
 

@@ -1,4 +1,4 @@
-"""One rank: waits for jobs on its socket, runs them, sends back what they return or raise."""
+"""One rank: receives jobs on its socket, runs them, and sends back what they return or raise."""
 
 import contextlib
 import faulthandler
@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from ragged_shard._torch_compat import num_groups
-from ragged_shard.testing import _ship
+from ragged_shard.testing import _pickling
 
 
 def main(fd: int, stacks: str) -> None:
-    """Serve until the socket closes; leaves by os._exit, since gloo may abort in a normal exit."""
-    out = open(stacks, "w")  # noqa: SIM115  # open as long as the process lives: faulthandler writes to it
+    """Serve until the socket closes. Leaves by os._exit, since gloo may abort during a normal exit."""
+    out = open(stacks, "w")  # noqa: SIM115  # faulthandler writes to it as long as the process lives
     faulthandler.enable(out)
     faulthandler.register(signal.SIGUSR1, out, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C
     connection = Connection(socket.socket(fileno=fd).detach())
     try:
         setup = pickle.loads(connection.recv_bytes())
@@ -59,20 +59,20 @@ def _set_up(rank: int, world_size: int, store: str, device: str) -> None:
 
 
 def _run(message: bytes) -> bytes:
-    """Run one job; the answer says too whether this rank can take another."""
+    """Run one job; the answer also says whether this rank can run another."""
     try:
         job = pickle.loads(message)
         _seed(job["seed"])
         result = job["fn"](*job["args"], **job["kwargs"])
-        answer = ("done", result, _leftovers())
-        return _ship.dumps(answer)
+        answer = ("done", result, _unusable())
+        return _pickling.dumps(answer)
     except BaseException as error:
         text = traceback.format_exc()
         try:
-            shipped = _ship.dumps(("error", (error, text)))
+            shipped = _pickling.dumps(("error", (error, text)))
             pickle.loads(shipped)
         except Exception:
-            shipped = _ship.dumps(("error", (None, text)))
+            shipped = _pickling.dumps(("error", (None, text)))
         return shipped
 
 
@@ -84,8 +84,8 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _leftovers() -> str | None:
-    """What a job left that the next one would trip over; and what can be put in order is."""
+def _unusable() -> str | None:
+    """Why this rank cannot run another job, or None; resets what can be reset."""
     if not dist.is_initialized():
         return "the process group was destroyed"
     threads = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
@@ -94,6 +94,6 @@ def _leftovers() -> str | None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     if num_groups() > 1:
-        # Destroying them is not enough: torch's caches take an equal mesh of the next job for this one's.
+        # Destroying them is not enough: torch's caches confuse an equal mesh of the next job with this one's.
         return "it made process groups"
     return None

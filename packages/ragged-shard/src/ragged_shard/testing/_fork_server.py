@@ -1,9 +1,8 @@
-"""A process that imports torch once and forks ranks from itself: a rank costs milliseconds and shares the
-imported pages.
+"""A process that imports torch once and forks ranks: a rank costs milliseconds and shares the imported pages.
 
-It has one thread and starts no process group, so forking it is safe. Commands come over a socket, one message
-each: ``fork`` (with the rank's own socket as file descriptor) answers with a pid, ``reap <pid>`` with an exit
-status. When the socket closes, the test process is gone, and so is this.
+It has one thread and no process group, so forking is safe. Commands arrive over a socket, one message each:
+``fork`` (with the rank's own socket as a file descriptor) is answered with a pid, ``wait <pid>`` with an exit status.
+When the socket closes, the test process has ended, and this one ends too.
 """
 
 import os
@@ -38,11 +37,11 @@ def main(control_fd: int, modules: list[str]) -> None:
                 os._exit(0)
             os.close(fds[0])
             control.send(str(pid).encode())
-        elif command == "reap":
-            control.send(str(_reap(int(argument))).encode())
+        elif command == "wait":
+            control.send(str(_exit_status(int(argument))).encode())
 
 
-def _reap(pid: int) -> int:
+def _exit_status(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:

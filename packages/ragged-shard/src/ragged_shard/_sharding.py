@@ -1,4 +1,4 @@
-"""A layout: mesh, placements and shape together, and what follows from them on this rank. Interned, so cheap."""
+"""A sharding: mesh, placements and shape together, and what follows from them on this rank. Interned."""
 
 import math
 from collections import OrderedDict
@@ -12,14 +12,14 @@ from ragged_shard import _geometry as geo
 from ragged_shard._placement import RaggedShard
 from ragged_shard._torch_compat import Spec, make_spec
 
-_CACHE: "OrderedDict[tuple[Any, ...], Layout]" = OrderedDict()
+_CACHE: "OrderedDict[tuple[Any, ...], Sharding]" = OrderedDict()
 _CACHE_SIZE = 16384
 
 
-class Layout:
-    """Where a tensor of one shape lies on one mesh, and this rank's part of it.
+class Sharding:
+    """How a tensor of one shape is spread over one mesh, and what this rank holds of it.
 
-    Made by `layout_of`, which hands out one object for equal arguments: comparing layouts is mostly an identity test.
+    Made by `sharding_of`, which returns the same object for equal arguments: comparing is mostly an identity test.
     """
 
     __slots__ = (
@@ -43,31 +43,31 @@ class Layout:
         geo.validate(placements, mesh_shape, tuple(shape))
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(
-                f"this rank is not in {mesh}: only ranks of a mesh can hold a part of a tensor on it"
-            )
+            raise ValueError(f"this rank is not in {mesh}: only the ranks of a mesh can hold tensors on it")
         self.mesh = mesh
         self.placements = placements
         self.shape = shape
         self.stride = contiguous_stride(shape)
         self.coordinate = tuple(coordinate)
         self.axis = geo.ragged_axis(placements)  # the ragged mesh axis, or None
-        self.cut_axes = tuple(a for a, p in enumerate(placements) if isinstance(p, (RaggedShard, Shard)))
+        self.cut_axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Shard))
         self.partial = any(isinstance(p, Partial) for p in placements)
         self.replicate = all(isinstance(p, Replicate) for p in placements)
-        self.ordinary = self.axis is not None and not self.partial  # what the ops' fast paths take
+        self.ordinary = self.axis is not None and not self.partial  # what the fast paths of ops accept
         self.region: geo.Region | None = None
-        self.local_shape: torch.Size | None = None  # None: torch's own layouts that are not ours to know
+        self.local_shape: torch.Size | None = None  # None: a placement of torch's that is not known here
         if all(type(p) in (Shard, Replicate, Partial) or isinstance(p, RaggedShard) for p in placements):
             self.region = geo.region(placements, mesh_shape, tuple(shape), self.coordinate)
             self.local_shape = torch.Size(self.region.local_shape)
         self._specs: dict[torch.dtype, Spec] = {}
 
     def spec(self, dtype: torch.dtype) -> Spec:
-        """The DTensorSpec of a tensor of this layout and dtype (cached)."""
+        """The DTensorSpec of a tensor of this sharding and dtype (cached)."""
         found = self._specs.get(dtype)
         if found is None:
-            found = make_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
+            found = make_spec(
+                self.mesh, self.placements, self.shape, self.stride, dtype, ragged=self.axis is not None
+            )
             self._specs[dtype] = found
         return found
 
@@ -81,25 +81,25 @@ class Layout:
         assert self.axis is not None
         return self.placements[self.axis]
 
-    def with_placements(self, placements: Any) -> "Layout":
-        """The same tensor, laid out in another way on the same mesh."""
-        return layout_of(self.mesh, placements, self.shape)
+    def with_placements(self, placements: Any) -> "Sharding":
+        """The sharding of the same shape with other placements on the same mesh."""
+        return sharding_of(self.mesh, placements, self.shape)
 
-    def replace(self, axis: int, placement: Any) -> "Layout":
-        """The same tensor with another placement on one mesh axis."""
+    def replace(self, axis: int, placement: Any) -> "Sharding":
+        """The sharding of the same shape with another placement on one mesh axis."""
         return self.with_placements((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout):
+        if not isinstance(other, Sharding):
             return NotImplemented
         return self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
 
     def __hash__(self) -> int:
         return hash((self.shape, self.placements))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sharding":
         return self
 
     def __repr__(self) -> str:
@@ -107,13 +107,13 @@ class Layout:
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:
-    """A mesh in a few words, for error messages."""
+    """A short description of a mesh, for error messages."""
     names = f", {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
     return f"mesh({mesh.device_type} {tuple(mesh.shape)}{names})"
 
 
 def contiguous_stride(shape: Any) -> tuple[int, ...]:
-    """Row-major strides, as torch counts them (a dimension of size 0 counts as 1)."""
+    """Row-major strides as torch computes them (a dimension of size 0 counts as 1)."""
     stride, running = [], 1
     for size in reversed(shape):
         stride.append(running)
@@ -122,7 +122,7 @@ def contiguous_stride(shape: Any) -> tuple[int, ...]:
 
 
 def check_stride(shape: Any, stride: Any, what: str) -> None:
-    """Raise unless a tensor of this shape and stride is row-major contiguous, as a run of elements must be."""
+    """Raise unless a tensor of this shape and stride is row-major contiguous."""
     wanted = contiguous_stride(shape)
     if len(stride) != len(wanted):
         raise ValueError(f"{what}: stride {tuple(stride)} for a {len(wanted)}-d shape {tuple(shape)}")
@@ -133,18 +133,18 @@ def check_stride(shape: Any, stride: Any, what: str) -> None:
         )
 
 
-def layout_of(mesh: DeviceMesh, placements: Any, shape: Any) -> Layout:
-    """The layout of these three, validated once and interned.
+def sharding_of(mesh: DeviceMesh, placements: Any, shape: Any) -> Sharding:
+    """The sharding of these three, validated once and interned.
 
-    The mesh counts by identity (the entry keeps it alive, so its id is not reused): after a process group is
-    destroyed and made anew an equal mesh must not lead to the dead one's groups.
+    Meshes are compared by identity (an entry keeps its mesh alive, so ids are not reused): after process groups were
+    destroyed and created again, an equal mesh must not lead to the destroyed ones.
     """
     placements = placements if type(placements) is tuple else tuple(placements)
     key = (id(mesh), placements, shape)
     found = _CACHE.get(key)
     if found is None:
         size = torch.Size(shape)
-        found = Layout(mesh, geo.normalize(placements, len(size)), size)
+        found = Sharding(mesh, geo.normalize(placements, len(size)), size)
         _CACHE[(id(mesh), found.placements, size)] = found
         _CACHE[(id(mesh), placements, size)] = found
         while len(_CACHE) > _CACHE_SIZE:

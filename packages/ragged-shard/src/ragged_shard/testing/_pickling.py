@@ -1,7 +1,4 @@
-"""Pickling that finds test modules by their file.
-
-Pytest's importlib mode makes modules that no other process can import.
-"""
+"""Pickling that finds test modules by their file, since other processes cannot import them by name."""
 
 import contextlib
 import functools
@@ -17,7 +14,7 @@ from typing import Any
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle; functions and classes of modules that are not importable by name go as (name, file, qualified name)."""
+    """Pickle; functions and classes of modules that cannot be imported by name go as (name, file, qualified name)."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -34,7 +31,7 @@ class _Pickler(pickle.Pickler):
         if "<locals>" in qualname or "<lambda>" in qualname:
             raise TypeError(
                 f"{qualname} of {file} cannot be sent to another process: make it a top-level function, and "
-                "hand it what it closes over as arguments"
+                "pass what it closes over as arguments"
             )
         if module is None or file is None or _importable(str(name), file):
             return NotImplemented
@@ -44,7 +41,7 @@ class _Pickler(pickle.Pickler):
 
 @functools.lru_cache(maxsize=4096)
 def _importable(name: str, file: str) -> bool:
-    """Whether a plain ``import name`` elsewhere, with this process's sys.path, gives that file."""
+    """Whether ``import name`` in another process with this one's sys.path loads that file."""
     if name == "__main__":
         return False
     if name.partition(".")[0] in sys.stdlib_module_names:
@@ -62,9 +59,9 @@ _loaded: dict[tuple[str, str], tuple[int, types.ModuleType]] = {}
 
 
 def _find(name: str, file: str, changed: int, qualname: str) -> Any:
-    """The object: in a rank its module is loaded from its file, under the name that it has in the test process.
+    """The object of that name; in a rank its module is loaded from its file, under the test process's name for it.
 
-    In the test process, on the way back, the module is there, and must not become a second one with other classes.
+    In the test process, for results, the module exists already and must not be loaded twice with other classes.
     """
     key = (name, file)
     here = sys.modules.get("__main__" if name == "__ranks_main__" else name)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
-from layout_planner._rules import even_rows, lcm_rule
+from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
+from layout_planner.baselines import even_rows, in_given_order, lcm_rule
 from layout_planner.models import load_model
 
 BLOCKS = st.one_of(
@@ -25,8 +25,8 @@ def tensors(draw):
     return TensorSpec("w", shape, draw(BLOCKS), period)
 
 
-def least_unit(spec):
-    """The least number of dimension-0 slices whose every multiple inside the tensor is a cut point, by trying."""
+def fewest_slices(spec):
+    """Elements of the fewest slices of dimension 0 of which every multiple is a cut point, by trying."""
     rows = spec.numel // spec.shape[0]
     return next(
         rows * count
@@ -36,15 +36,15 @@ def least_unit(spec):
 
 
 @given(tensors(), st.integers(1, 20))
-def test_even_rows_is_the_least_equal_chunk_of_whole_units(spec, world_size):
-    unit = least_unit(spec)
-    chunk = next(size for size in range(unit, spec.numel + unit + 1, unit) if size * world_size >= spec.numel)
+def test_even_rows_is_the_least_equal_chunk_of_whole_blocks(spec, world_size):
+    step = fewest_slices(spec)
+    chunk = next(size for size in range(step, spec.numel + step + 1, step) if size * world_size >= spec.numel)
     assert even_rows([spec], world_size) == world_size * chunk
 
 
 @given(st.lists(tensors(), min_size=1, max_size=3), st.integers(1, 20))
-def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_units(specs, world_size):
-    chunk, total = math.lcm(*map(least_unit, specs)), sum(spec.numel for spec in specs)
+def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_chunks(specs, world_size):
+    chunk, total = math.lcm(*map(fewest_slices, specs)), sum(spec.numel for spec in specs)
     padded = lcm_rule(specs, world_size)
     assert padded % (world_size * chunk) == 0
     assert padded - world_size * chunk < total <= padded
@@ -86,6 +86,33 @@ def test_lcm_rule_on_gpt_oss_attention_and_router_is_as_known(world_size, paddin
 
 @pytest.mark.parametrize("rule", [even_rows, lcm_rule])
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
-def test_a_world_size_that_is_none_is_refused(rule, world_size):
-    with pytest.raises(ValueError, match="it is an integer from 1 up"):
+def test_a_bad_world_size_is_refused(rule, world_size):
+    with pytest.raises(ValueError, match=r"world_size is .*; expected an integer of at least 1"):
         rule([TensorSpec("a", (3,))], world_size)
+
+
+LAYER = [TensorSpec("a", (12, 5), Rows(3)), TensorSpec("b", (40, 7)), TensorSpec("c", (9, 4), Whole())]
+
+
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
+def test_the_given_order_is_kept_in_one_segment_of_a_valid_layout(specs, world_size, lcm):
+    named = [TensorSpec(f"t{i}", s.shape, s.block, s.period) for i, s in enumerate(specs)]
+    (segment,) = in_given_order(named, world_size, align=2, lcm=lcm).segments  # a Layout checks itself
+    assert segment.names == tuple(spec.name for spec in named)
+
+
+def test_the_shard_size_in_the_given_order_is_a_multiple_of_the_largest_tensor_s_block_or_of_all():
+    (single,) = in_given_order(LAYER, 3, align=1).segments
+    (common,) = in_given_order(LAYER, 3, align=1, lcm=True).segments
+    assert single.shard_size % 7 == 0
+    assert common.shard_size % math.lcm(15, 7, 36) == 0
+    assert common.shard_size > single.shard_size
+
+
+def test_planning_pads_no_more_than_the_given_order():
+    assert plan(LAYER, 3).padded_numel <= in_given_order(LAYER, 3).padded_numel
+
+
+def test_the_given_order_of_no_tensors_is_refused():
+    with pytest.raises(ValueError, match="the group has no tensors"):
+        in_given_order([], 2)
