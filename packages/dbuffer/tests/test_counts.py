@@ -6,6 +6,7 @@ spy looks away there.
 
 import pytest
 import torch
+import torch.distributed as dist
 from dbuffer_helpers import make, mesh_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -29,6 +30,7 @@ class Spy(TorchDispatchMode):
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.is_write:
                     self.bytes_written += _nbytes(value)
+            self.bytes_written += _nbytes((kwargs or {}).get("out"))
             written = any(argument.is_write for argument in func._schema.arguments)
             viewed = any(returned.alias_info for returned in func._schema.returns)
             if not written and not viewed:
@@ -134,3 +136,29 @@ def test_an_operation_on_the_whole_group_is_one_call(layout):
     for ops, values in run_ranks(2, whole_group, layout):
         assert len(ops) == 3
         assert values == {4.5}
+
+
+def on_transport(transport):
+    """`(ops, bytes)` of a large gather and of a large reduction, those of the transport included."""
+    layout = plan([TensorSpec("w", (1 << 10, 1 << 10))], dist.get_world_size())
+    buffer = DBuffer(layout, mesh_of(), dtype=torch.float32, transport=transport)
+    buffer.all_gather().wait()  # connects
+    with Spy() as gathering:
+        buffer.all_gather().wait()
+    with Spy() as reducing:
+        buffer.reduce_scatter(op="avg").wait()
+    padding = sum(gap.nbytes for gap in buffer.memory.gaps)
+    return buffer.shard[0].nbytes, gathering.bytes_written, reducing.ops, reducing.bytes_written - padding
+
+
+@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_direct_transports_copy_a_shard_in_a_gather_and_hold_what_others_gave_in_a_reduction(
+    ranks, transport
+):
+    for shard, gathered, ops, reduced in run_ranks(ranks, on_transport, transport):
+        digests = 16 * (ranks - 1) if transport == "sends" else 0
+        assert gathered == shard + digests
+        held, sums, average = (ranks - 1) * shard, (ranks - 1) * shard, shard
+        assert reduced == held + sums + average + digests
+        assert [op for op in ops if "add" in op] == ["aten::add"] + ["aten::add_"] * (ranks - 2)
