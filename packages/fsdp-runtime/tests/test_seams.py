@@ -77,7 +77,9 @@ def no_planner():
 
 
 def test_a_planner_that_is_not_a_function_is_refused():
-    with pytest.raises(RankError, match=r"planner is 'best'; expected a function such as layout_planner.plan"):
+    with pytest.raises(
+        RankError, match=r"planner is 'best'; expected a function such as layout_planner.plan"
+    ):
         run_ranks(1, no_planner)
 
 

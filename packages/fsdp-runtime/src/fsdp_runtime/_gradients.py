@@ -41,9 +41,8 @@ class Gradients:
         self.accepting = False
         self.partial = False
         self._kept: list[tuple[int, torch.Tensor]] = []  # of the written, those that are still to be copied
-        self.scaling: Scaling
         self.options = ReduceOptions()
-        self.scale(self.options)
+        self.scaling = self._scaling_of(self.options)
 
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
@@ -51,11 +50,15 @@ class Gradients:
         if self._made is not None:
             self._made.name = f"gradients of {name}"
 
-    def scale(self, options: ReduceOptions) -> None:
-        """Follow the unit's options from the next reduction on."""
+    def scale(self, options: ReduceOptions) -> bool:
+        """Follow the unit's options from the next reduction on. Returns whether gradients are scaled otherwise then."""
+        before, self.scaling = self.scaling, self._scaling_of(options)
         self.options = options
+        return self.scaling != before
+
+    def _scaling_of(self, options: ReduceOptions) -> Scaling:
         data = self._plan.data
-        self.scaling = scaling(options, self._plan.dtypes.reduce, data.shard_size, data.num_replicas)
+        return scaling(options, self._plan.dtypes.reduce, data.shard_size, data.num_replicas)
 
     @property
     def buffer(self) -> DBuffer:

@@ -1,18 +1,20 @@
 """`FSDPModule`: what a module can do after `fully_shard`. FSDP2's methods, with FSDP2's meaning."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from typing_extensions import deprecated
 
 from . import _hooks
 from ._model import Member, member_of
 from ._scaling import AllReduceHook
+from ._torch_state import StateForTorch
 from ._unit import Unit
 
 _initialise_new = True
@@ -29,7 +31,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _initialise_new = before
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """An unshard under way; from `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, unit: Unit | None = None) -> None:
@@ -42,8 +44,10 @@ class UnshardHandle:
             unit.unshard()
 
 
-class FSDPModule:
-    """Mixed into the class of each module that `fully_shard` was called on.
+class FSDPModule(fsdp.FSDPModule):
+    """Mixed into the class of each module that `fully_shard` was called on. A subclass of torch's.
+
+    Every public method of torch's class is this package's own, or raises NotImplementedError with its name.
 
     Methods with `recurse` act on this module's unit and, if true, on all units inside. None communicates unless it
     says so.
@@ -51,7 +55,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Indexing a container makes a new one of its own class: that is a plain container of the original class.
-        original = cls.__mro__[2]
+        original = cls.__mro__[cls.__mro__.index(fsdp.FSDPModule) + 1]
         module = original.__new__(original, *args, **kwargs)
         if _initialise_new:
             module.__init__(*args, **kwargs)
@@ -187,19 +191,26 @@ class FSDPModule:
             unit.configure(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward; else the next forward need not gather them."""
-        for unit in _units(self, recurse):
+        """Whether parameters are freed after backward; else the next forward need not gather them.
+
+        False, said between forward and backward, gathers them at once (one all-gather a unit): a schedule that computes
+        weight gradients by themselves looks for the unsharded parameters in the module before backward runs.
+        """
+        units = _units(self, recurse)
+        for unit in units:
             unit.configure(reshard_after_backward=reshard_after_backward)
+        if not reshard_after_backward:
+            _member(self).passes.gather_for_backward(units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this unit's parameters; an embedding's, for one, it does not."""
         _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Which units to gather ahead in forward when this one runs, instead of those that came next last time."""
         _unit(self).configure(forward_prefetch=_listed(modules))
 
-    def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Which units to gather ahead in backward when this one runs, instead of the expected ones."""
         _unit(self).configure(backward_prefetch=_listed(modules))
 
@@ -252,15 +263,31 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are asynchronous always, and allocate on known streams."""
 
+    def _get_fsdp_state(self) -> Any:
+        """What torch's own functions ask; see `_torch_state`."""
+        return StateForTorch(_member(self))
+
     # -- moving -----------------------------------------------------------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `half` and so on act on the sharded parameters, which then move into the buffers."""
         unit = _unit(self)
         unit.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         unit.adopt()
         return result
+
+
+def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(name, f"torch {torch.__version__} has it, this version of fsdp_runtime does not")
+
+    return method
+
+
+for _name in vars(fsdp.FSDPModule).keys() - vars(FSDPModule).keys():
+    if not _name.startswith("_"):  # a torch newer than those that were tried
+        setattr(FSDPModule, _name, _refuse_by_name(_name))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -5,7 +5,7 @@ backward   first output's gradient: enter_backward(unit) ... leave_backward(unit
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Pass:
         self._backward: Schedule[Unit] = Schedule()
         self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
         self._in_backward_of: set[Unit] = set()  # entered, and not left
-        self._left_backward: set[Unit] = set()
+        self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
         self._last_backward: list[Unit] = []
 
@@ -186,19 +186,38 @@ class Pass:
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
-            recycler = self.streams.recycler
-            recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
-            for unit in reversed(self.units):
-                if self._has_work_left(unit):
-                    self.leave_backward(unit)
-            self._left_backward.clear()
-            if self.backward.is_last:
-                self.backward.finish()
-                self._left = []
-                recycler.trim()  # the optimizer has the memory to itself
+            self.finish_backward()
             self._last_backward = self._backward.seen
             self._backward.end()
             self.in_backward = False
+
+    def finish_backward(self) -> None:
+        """Do what post-backwards have left; after the last backward of a step, wait for the reductions."""
+        recycler = self.streams.recycler
+        recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
+        for unit in reversed(self.units):
+            if self._has_work_left(unit):
+                self.leave_backward(unit)
+        self._left_backward.clear()
+        if self.backward.is_last:
+            self.backward.finish()
+            self._left = []
+            recycler.trim()  # the optimizer has the memory to itself
+
+    def leave_backward_by_hand(self, unit: Unit) -> None:
+        """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
+        for param in unit.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                self.backward.accept(unit, param)
+        self.leave_backward(unit)
+
+    def gather_for_backward(self, units: Iterable[Unit]) -> None:
+        """Unshard those of the units that have run forward since the last backward, and stay so after the next."""
+        if self.in_backward:
+            return
+        for unit in units:
+            if unit in self._left and unit.options.unshard_in_backward:
+                unit.unshard()
 
     def _has_work_left(self, unit: Unit) -> bool:
         """Whether the end of backward must do what a post-backward of this unit has not, or not completely."""

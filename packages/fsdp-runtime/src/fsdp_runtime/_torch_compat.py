@@ -4,8 +4,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
-`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), and the two attributes by which dynamo
-recognises modules whose parameters are swapped.
+`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
+recognizes modules whose parameters are swapped, and the keys under which composable APIs keep their state.
 """
 
 import operator
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -105,6 +106,13 @@ def mark_for_dynamo(module: torch.nn.Module) -> None:
     """Tell torch.compile that the module's parameters are swapped by hooks, so that it takes them as inputs."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def set_fsdp_state(module: torch.nn.Module, state: Any) -> None:
+    """Let `torch.distributed.fsdp.fully_shard.state(module)` find this, and composable APIs see that it is sharded."""
+    applied: Any = fsdp.fully_shard
+    module.__dict__.setdefault(STATE_KEY, {})[applied.__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def default_device_type() -> str:

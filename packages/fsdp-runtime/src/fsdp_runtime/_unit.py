@@ -117,9 +117,9 @@ class Unit:
             self._neighbors = None
         self.options = replace(self.options, **changes)
         if "reduction" in changes:
-            for group in self.groups:
-                group.gradients.scale(self.options.reduction)
-            self._reductions.clear()
+            changed = [group.gradients.scale(self.options.reduction) for group in self.groups]
+            if any(changed):
+                self._reductions.clear()
 
     @property
     def reshard_after_forward(self) -> bool:

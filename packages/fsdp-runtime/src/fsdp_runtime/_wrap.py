@@ -15,7 +15,7 @@ from dbuffer import TransportChoice
 from layout_planner import plan
 from ragged_shard import RaggedDTensor
 
-from . import _hooks, _optimizers, _state_dict
+from . import _hooks, _optimizers, _state_dict, _torch_state
 from . import _torch_compat as compat
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
@@ -128,6 +128,7 @@ def fully_shard(
         compat.mark_for_dynamo(inner)
     register(member)
     _hooks.attach(member)
+    _torch_state.attach(member)
     _state_dict.attach(unit)
     _optimizers.watch()
     for one_module in modules:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,9 @@ class _Mode(TorchDispatchMode):
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+        if any(
+            t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and t is not FakeTensor for t in types
+        ):
             return NotImplemented  # the subclass runs first; its collectives come back here
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional", "c10d_functional") and name not in _NOT_COLLECTIVES:
