@@ -1,4 +1,6 @@
-"""A unit around others frees and reduces its large parts in backward as soon as they are done with."""
+"""A unit around others frees and reduces its large children in backward as soon as they are done with."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,8 +35,22 @@ class Watched(Body):
         return self.head(self.norm(x))
 
 
-def step(make=Watched, parts=1, **attributes):
-    _plan.MIN_CHILD = parts
+@contextmanager
+def children_from(elements):
+    """Inside, children of so many elements have a buffer of their own. Ranks live on, so it is set back."""
+    before, _plan.MIN_CHILD = _plan.MIN_CHILD, elements
+    try:
+        yield
+    finally:
+        _plan.MIN_CHILD = before
+
+
+def step(make=Watched, children=1, **attributes):
+    with children_from(children):
+        return step_inside(make, **attributes)
+
+
+def step_inside(make, **attributes):
     model, reference = seeded(make), seeded(make)
     shard(model)
     for name, value in attributes.items():
@@ -56,8 +72,8 @@ def test_the_heads_memory_is_free_while_the_blocks_run_backward(ranks):
         assert seen == [{"embed.weight"}]
 
 
-def test_small_parts_stay_to_the_end_and_are_reduced_together():
-    for seen, reductions in run_ranks(2, step, parts=1 << 18):
+def test_small_children_stay_to_the_end_and_are_reduced_together():
+    for seen, reductions in run_ranks(2, step, children=1 << 18):
         assert seen == [{"embed.weight", "norm.weight", "norm.bias", "head.weight"}]
         assert reductions == 4  # three blocks and the root
 
@@ -68,7 +84,7 @@ def test_what_autograd_still_holds_is_not_freed():
 
 
 class InRuns(Body):
-    """One part of the root in several checkpointed regions, each a run of autograd inside the run."""
+    """One child of the root in several checkpointed regions, each a run of autograd inside the run."""
 
     seen = ()
 
@@ -82,14 +98,18 @@ class InRuns(Body):
         return self.head(x)
 
 
-def test_a_part_used_in_several_reentrant_checkpoints_is_kept_and_summed():
+def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     run_ranks(2, step, make=InRuns)
 
 
 def twice():
     """A second backward through the same graph needs what the first one freed."""
-    _plan.MIN_CHILD = 1
-    model = shard(seeded(Body), reshard_after_forward=True)
+    with children_from(1):
+        model = shard(seeded(Body), reshard_after_forward=True)
+        second_backward(model)
+
+
+def second_backward(model):
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
     once = [p.grad.full_tensor() for p in model.parameters()]
@@ -102,16 +122,16 @@ def test_a_second_backward_gathers_what_the_first_freed():
     run_ranks(2, twice)
 
 
-def in_parts():
-    _plan.MIN_CHILD = 1
-    model = shard(seeded(Body))
+def in_own_buffers():
+    with children_from(1):
+        model = shard(seeded(Body))
     assert len(member_of(model).unit.groups) == 3
     return list(model.state_dict()), [name for name, _ in model.named_parameters()]
 
 
-def test_parts_change_neither_names_nor_their_order():
+def test_own_buffers_change_neither_names_nor_their_order():
     plain = Body()
-    assert run_ranks(1, in_parts)[0] == (
+    assert run_ranks(1, in_own_buffers)[0] == (
         list(plain.state_dict()),
         [name for name, _ in plain.named_parameters()],
     )
@@ -128,8 +148,12 @@ class Sometimes(Watched):
 
 
 def on_one_rank_only():
-    _plan.MIN_CHILD = 1
-    model = shard(seeded(Sometimes))
+    with children_from(1):
+        model = shard(seeded(Sometimes))
+        use_on_one_rank(model)
+
+
+def use_on_one_rank(model):
     model.set_reduce_scatter_unused_params(True)
     model(tokens()).square().sum().backward()
     alone = seeded(Watched)

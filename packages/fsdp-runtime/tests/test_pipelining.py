@@ -129,7 +129,9 @@ def test_so_it_does_where_parameters_are_freed_after_forward(name):
     for gathers, their_gathers, reductions, their_reductions in run_ranks(4, check, name, True, timeout=120):
         assert gathers == their_gathers
         if name in SPLITTING:
-            assert reductions == 4  # two layers in each of two stages; those that FSDP2 has lost it does not reduce
+            assert (
+                reductions == 4
+            )  # two layers in each of two stages; those that FSDP2 has lost it does not reduce
         else:
             assert reductions == their_reductions
 

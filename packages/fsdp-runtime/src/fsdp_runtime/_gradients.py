@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dbuffer import DBuffer
-
 from . import _torch_compat as compat
+from ._grad_memory import GradientMemory, TrainedMemory
 from ._param import ManagedParam
 from ._plan import GroupPlan, as_sharded
 from ._scaling import ReduceOptions, Scaling, scaling
@@ -20,10 +19,10 @@ Params = list[ManagedParam[Any]]
 
 
 class Gradients:
-    """Gradient memory of a group; none until the first gradient comes.
+    """The gradients of a group between backward and `.grad`.
 
     Attributes:
-        buffer: the memory.
+        memory: the buffer, and what is where in it; another one after parameters were frozen or unfrozen.
         options, scaling: the unit's options, and what follows from them: what is divided when.
         written: the numbers of the parameters whose gradients wait in the gathered memory.
         accepting: whether that memory is there and no reduction uses it.
@@ -35,11 +34,11 @@ class Gradients:
         self._plan = plan
         self._params = params
         self._streams = streams
-        self._made: DBuffer | None = None
-        self._views: list[torch.Tensor] = []
+        self.memory = self._whole = GradientMemory(name, plan, streams)
         self.written: set[int] = set()
         self.accepting = False
         self.partial = False
+        self._training_changed = True
         self._kept: list[tuple[int, torch.Tensor]] = []  # of the written, those that are still to be copied
         self.options = ReduceOptions()
         self.scaling = self._scaling_of(self.options)
@@ -47,8 +46,8 @@ class Gradients:
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
         self._name = name
-        if self._made is not None:
-            self._made.name = f"gradients of {name}"
+        for memory in {self._whole, self.memory}:
+            memory.rename(name)
 
     def scale(self, options: ReduceOptions) -> bool:
         """Follow the unit's options from the next reduction on. Returns whether gradients are scaled otherwise then."""
@@ -60,120 +59,108 @@ class Gradients:
         data = self._plan.data
         return scaling(options, self._plan.dtypes.reduce, data.shard_size, data.num_replicas)
 
-    @property
-    def buffer(self) -> DBuffer:
-        """The memory; made at the first use."""
-        if self._made is None:
-            plan = self._plan
-            self._made = DBuffer(
-                plan.layout,
-                plan.data.mesh,
-                full_dtype=plan.dtypes.reduce,
-                recycler=self._streams.recycler,
-                alias=False,
-                name=f"gradients of {self._name}",
-                check_ranks=False,
-                **plan.buffer_options(),
-            )
-            self._made.give_shard()
-            self._views = list(self._made.empty_views.values())
-        return self._made
+    def training_changed(self) -> None:
+        """Parameters were frozen or unfrozen: from the next reduction on only those that are trained travel."""
+        self._training_changed = True
+
+    def _follow_training(self) -> None:
+        self._training_changed = False
+        trained = frozenset(param.index for param in self._params if param.sharded.requires_grad)
+        if len(trained) in (0, len(self._params)):
+            self.memory = self._whole
+        elif trained != self.memory.indices:
+            self.memory = TrainedMemory(self._name, self._plan, self._streams, trained)
 
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     def accept(self) -> None:
         """Have memory for gradients. No reduction may use it any more."""
+        if self._training_changed and not self.partial:
+            self._follow_training()
         if not self.options.copy_late:
-            self.buffer.materialize()
+            self.memory.buffer.materialize()
         self.accepting = True
 
     def write(self, index: int, grad: torch.Tensor) -> None:
-        """Put one gradient into the memory, or add it to what is there since the last reduction."""
+        """Put one gradient into the memory, or add it to what is there since the last reduction.
+
+        Raises:
+            RuntimeError: the parameter was unfrozen while gradients of others wait for their reduction.
+        """
         if index in self.written:
             self._copy_kept()
-            self._views[index].add_(grad, alpha=self.scaling.before)
+            self.memory.add(index, grad, self.scaling.before)
             return
+        if index not in self.memory.indices:
+            raise RuntimeError(
+                f"{self._params[index].name} in {self._name} was unfrozen while gradients of other parameters of its "
+                "group wait to be reduced; change requires_grad between optimizer steps"
+            )
         self.written.add(index)
         if self.options.copy_late:
             self._kept.append((index, grad))
         else:
-            self._copy(index, grad)
-
-    def _copy(self, index: int, grad: torch.Tensor) -> None:
-        view, scale = self._views[index], self.scaling.before
-        if scale == 1.0:
-            view.copy_(grad)
-        elif view.dtype == grad.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
-            view.copy_(grad).mul_(scale)
+            self.memory.put(index, grad, self.scaling.before)
 
     def _copy_kept(self) -> None:
         """Bring the gradients into the memory that were kept as autograd made them."""
-        self.buffer.materialize()
+        self.memory.buffer.materialize()
         kept, self._kept = self._kept, []
         for index, grad in kept:
-            self._copy(index, grad)
+            self.memory.put(index, grad, self.scaling.before)
 
-    def close(self) -> list[ManagedParam[Any]]:
+    def close(self) -> Params:
         """Zero what no gradient came for, so that all of it may be reduced. Returns the others' parameters.
 
         Afterwards there is a shard for what the reduction brings: a new one, or a partial sum to add to.
         """
-        self._copy_kept()
+        if not self.accepting:
+            self.accept()
+        if self._kept or not self.memory.buffer.materialized:
+            self._copy_kept()
         written, self.written = self.written, set()
         self.accepting = False
         if not self.partial:
-            self.buffer.new_shard()
-        if len(written) == len(self._views):
+            self.memory.buffer.new_shard()
+        if len(written) == len(self._params):
             return self._params
-        compat.zero([view for index, view in enumerate(self._views) if index not in written])
+        if missing := [index for index in self.memory.indices if index not in written]:
+            self.memory.zero(missing)
         return [param for param in self._params if param.index in written]
 
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
         self.written = set()
         self._kept = []
+        if self.accepting and self.memory.buffer.materialized:
+            self.memory.buffer.wait()
+            self.memory.buffer.release()
         self.accepting = self.partial = False
-        if self._made is not None and self._made.materialized:
-            self._made.wait()
-            self._made.release()
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 
-    def release(self, *, partial: bool) -> None:
-        """Free the gathered memory; what was reduced from it is in the shard, perhaps a partial sum."""
-        self.buffer.release()
+    def free(self, memory: GradientMemory, *, partial: bool) -> None:
+        """A reduction has completed: free the gathered memory. What it brought may be a partial sum."""
+        memory.buffer.release()
         self.partial = partial
 
-    def add_unused(self, used: list[ManagedParam[Any]], all_of_them: bool) -> list[ManagedParam[Any]]:
-        """Add parameters that got no gradient on this rank: all, or those to which other ranks contributed.
-
-        What others contributed shows in this rank's shard. On CUDA looking waits for the device; it happens only where
-        a parameter went unused.
-        """
-        if len(used) == len(self._params):
-            return used
-        missing = [p for p in self._params if p.sharded.requires_grad and p not in used]
-        if all_of_them or not missing:
-            return used + missing
-        local = self.buffer.local_views
-        asked = [p for p in missing if p.sharded.grad is None and local[p.name].numel()]
-        largest = compat.largest([local[p.name] for p in asked]) if asked else ()
-        return used + [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
-
-    def publish(self, params: list[ManagedParam[Any]]) -> None:
+    def publish(self, memory: GradientMemory, used: Params, *, all_unused: bool) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
+
+        Args:
+            memory: what was reduced.
+            used: those that got a gradient on this rank.
+            all_unused: show those of the other trained parameters too; else where other ranks contributed.
         """
-        buffer, planned = self.buffer, self._plan.params
-        views = buffer.local_views
+        planned = self._plan.params
+        params = used if len(used) == len(self._params) else self._add_unused(memory, used, all_unused)
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for param in params:
             sharded: Any = param.sharded
-            view, grad = views[param.name], sharded.grad
+            view, grad = memory.local(param.index), sharded.grad
             if grad is None:
                 sharded.grad = sharded.with_local(view)
             else:
@@ -183,6 +170,25 @@ class Gradients:
         if held:
             with torch.no_grad():
                 compat.add(held, added)
-        buffer.give_shard()
+        memory.buffer.give_shard()
         for param, hook in compat.post_accumulate_hooks(params):
             hook(param.sharded)
+
+    def _add_unused(self, memory: GradientMemory, used: Params, all_of_them: bool) -> Params:
+        """Add trained parameters that got no gradient on this rank: all, or those to which other ranks contributed.
+
+        What others contributed shows in this rank's shard. On CUDA looking waits for the device; it happens only where
+        a parameter went unused.
+        """
+        known = {param.index for param in used}
+        missing = [
+            param
+            for param in self._params
+            if param.index not in known and param.index in memory.indices and param.sharded.requires_grad
+        ]
+        if all_of_them or not missing:
+            return used + missing
+        asked = [(p, memory.local(p.index)) for p in missing if p.sharded.grad is None]
+        asked = [(param, local) for param, local in asked if local.numel()]
+        largest = compat.largest([local for _, local in asked]) if asked else ()
+        return used + [p for (p, _), norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN

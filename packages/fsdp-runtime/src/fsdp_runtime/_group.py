@@ -209,6 +209,7 @@ class Group:
             unsharded: Any = param.unsharded
             if unsharded.requires_grad is not param.sharded.requires_grad:
                 param.follow_requires_grad()
+                self.gradients.training_changed()
             for slots, attribute in param.slots:
                 slots[attribute] = unsharded
 

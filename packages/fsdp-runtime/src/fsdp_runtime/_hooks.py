@@ -52,9 +52,9 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
         member.join()
-        passes.begin_forward(unit)
+        compat.outside_transforms(passes.begin_forward, unit)
         args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
-    recomputed = passes.enter_forward(unit, module)
+    recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with label("cast_forward_inputs"):
@@ -70,9 +70,11 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
 def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
     unit, passes = member.unit, member.passes
-    recomputed = passes.leave_forward(unit, module)
+    recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
     if torch.is_grad_enabled() and not recomputed:
         _mark_outputs(member, output)
+        if compat.transforming():
+            output = map_tensors(_marker(member), output)
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
@@ -123,8 +125,31 @@ def _mark_outputs(member: Member, output: Any) -> None:
                 stacklevel=2,
             )
         if hook is None:
-            hook = torch.compiler.disable(lambda grad: member.passes.enter_backward(unit))
+            hook = _pre_backward(member)
         tensor.register_hook(hook)
+
+
+def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
+    def hook(grad: torch.Tensor) -> None:
+        if compat.transforming():
+            compat.outside_transforms(member.passes.enter_backward, member.unit)
+        else:
+            member.passes.enter_backward(member.unit)
+
+    disabled: Callable[[torch.Tensor], None] = torch.compiler.disable(hook)
+    return disabled
+
+
+def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same for outputs inside a transform of torch.func, some of which do not show that they require a gradient."""
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        marked: torch.Tensor = _PreBackward.apply(member, tensor)
+        return marked
+
+    return mark
 
 
 def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
@@ -133,17 +158,50 @@ def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
+class _PreBackward(torch.autograd.Function):
+    """Identity; in backward it says that a gradient has reached the output."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(member: Member, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.member = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _pre_backward(ctx.member)(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        # Of the tangent a gradient may come back too.
+        return None if tangent is None else _PreBackward.apply(ctx.member, tangent)
+
+
 class _PostBackward(torch.autograd.Function):
     """Identity; in backward it says that the inputs' gradients are there."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, member: Member, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.member = member
+    def forward(member: Member, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.member = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
-            member.passes.leave_backward(member.unit)
+            compat.outside_transforms(member.passes.leave_backward, member.unit)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tangents

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
 from dbuffer import Geometry, TransportChoice
-from layout_planner import Layout, Rows, TensorSpec
+from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import RaggedDTensor
 
 from ._dtypes import Dtypes, dtypes_for
@@ -152,6 +152,33 @@ def _plan_param(param: ManagedParam[Any], data: DataMesh, geometry: Geometry) ->
     mesh, placements = place(data, geometry.placement(param.name), other)
     global_shape = param.shape if other is None else tuple(other.shape)
     return ParamPlan(param.name, param.shape, global_shape, mesh, placements, other is not None)
+
+
+def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
+    """Where the gradients of some of a layout's tensors lie, so that nothing of the others travels.
+
+    A rank gets the gradient of the very elements that it holds of the parameter. Each run of elements of a tensor on a
+    rank is a tensor of its own here, `name@rank`; the shard is as large as the most that one rank holds.
+
+    Args:
+        trained: the numbers of the tensors.
+    """
+    runs: list[TensorSpec] = []
+    starts: list[tuple[int, int]] = []  # (rank, offset in its shard)
+    filled = [0] * layout.world_size
+    for index in sorted(trained):
+        name = layout.tensors[index].name
+        for rank in range(layout.world_size):
+            start, stop = layout.local_range(name, rank)
+            if stop > start:
+                runs.append(TensorSpec(f"{name}@{rank}", (stop - start,), Whole()))
+                starts.append((rank, filled[rank]))
+                filled[rank] += -(-(stop - start) // layout.align) * layout.align
+    size = max(filled)
+    order = sorted(range(len(runs)), key=starts.__getitem__)
+    names = tuple(runs[i].name for i in order)
+    offsets = tuple(starts[i][0] * size + starts[i][1] for i in order)
+    return Layout(tuple(runs), layout.world_size, layout.align, (Segment(size, names, offsets),))
 
 
 def children_of(params: Sequence[ManagedParam[Any]]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dbuffer import Handle
 
+from ._grad_memory import GradientMemory
 from ._group import Group
 from ._labels import label
 from ._scaling import AllReduceHook, Scaling
@@ -51,12 +52,14 @@ class Reduction:
         self._event: Any = None
         self._used: list[list[Param]] = []
         self._scalings: list[Scaling] = []
+        self._memories: list[GradientMemory] = []
         partial: list[bool] = []
         for group in groups:
             gradients = group.gradients
             partial.append(gradients.partial)
             self._scalings.append(gradients.scaling)
             self._used.append(gradients.close())
+            self._memories.append(gradients.memory)
         self._handles: list[Handle] = []
         with label("post_backward_reduce", unit.name):
             for call, add in unit.reductions_of(groups, partial):
@@ -76,8 +79,9 @@ class Reduction:
         with layer.on(self._streams.reduce, ()):
             for handle in handles:
                 handle.wait()
-            for group in self.groups:
-                group.gradients.release(partial=group.plan.data.hybrid and not self._options.all_reduce)
+            for group, memory in zip(self.groups, self._memories, strict=True):
+                partial = group.plan.data.hybrid and not self._options.all_reduce
+                group.gradients.free(memory, partial=partial)
             if self._options.hook is not None and not self._hybrid:
                 self._call_hook(self._options.hook)
             self._event = layer.record()
@@ -93,18 +97,16 @@ class Reduction:
             return
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self._unit_name):
-            for group, how in zip(self.groups, self._scalings, strict=True):
-                if group.plan.data.hybrid:
-                    self._handles.append(
-                        group.gradients.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
-                    )
+            for memory, how in zip(self._memories, self._scalings, strict=True):
+                handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
+                self._handles.append(handle)
             self._event = layer.record()
 
     def _call_hook(self, hook: AllReduceHook) -> None:
         layer = self._streams.layer
         with layer.on(self._options.hook_stream):
-            for group in self.groups:
-                for shard in group.gradients.buffer.shard:
+            for memory in self._memories:
+                for shard in memory.buffer.shard:
                     hook(shard)
             done = layer.record()
         layer.wait(done)
@@ -123,9 +125,9 @@ class Reduction:
         layer.wait(self._event)
         if self.groups[0].plan.offload is not None:
             self._event.synchronize()  # the optimizer on the CPU reads what a copy from the device wrote
-        for group, used in zip(self.groups, self._used, strict=True):
+        for group, memory, used in zip(self.groups, self._memories, self._used, strict=True):
             if not group.gradients.partial:
-                group.gradients.publish(group.gradients.add_unused(used, self._unused))
+                group.gradients.publish(memory, used, all_unused=self._unused)
 
     def abandon(self) -> None:
         """Wait whatever the outcome: a failed iteration is being cleared away."""

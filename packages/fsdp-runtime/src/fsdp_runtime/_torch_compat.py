@@ -5,12 +5,13 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
-recognizes modules whose parameters are swapped, and the keys under which composable APIs keep their state.
+recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, and whether
+torch.func transforms.
 """
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+T = TypeVar("T")
 _VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
@@ -27,6 +29,18 @@ DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+#: Whether a transform of torch.func (grad, jvp, vmap ...) is under way on this thread.
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def outside_transforms(call: Callable[..., T], *args: Any) -> T:
+    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
+    if not transforming():
+        return call(*args)
+    with torch._C._DisableFuncTorch():
+        return call(*args)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -159,21 +159,27 @@ class Unit:
             group.register_sharded()
             self.groups.append(group)
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
+
+        Returns:
+            whether something was copied into the shards, on the current stream.
 
         Raises:
             RuntimeError: parameters without memory, by name.
         """
+        moved = False
         for group in self.groups:
             if group.has_moved():
                 self.adopt()
+                moved = True
                 break
         for group in self.groups:
             if group.buffer is None:
                 self._refuse_meta()
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
+        return moved
 
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
@@ -304,10 +310,10 @@ class Unit:
         for group, add in zip(groups, accumulate, strict=True):
             found.setdefault((id(group.plan.data.mesh), group.gradients.scaling, add), []).append(group)
         calls = []
-        for (mesh, how, add), members in found.items():
-            key = (mesh, *map(id, members))
+        for (_, how, add), members in found.items():
+            buffers = [group.gradients.memory.buffer for group in members]
+            key = tuple(id(buffer.memory) for buffer in buffers)
             if key not in self._reductions:
-                buffers = [group.gradients.buffer for group in members]
                 self._reductions[key] = dbuffer.prepare_reduction(buffers, op=how.op, divide=how.divide)
             calls.append((self._reductions[key], add))
         return calls

@@ -1,0 +1,132 @@
+"""The buffer that a group's gradients are reduced from, and where in it each of them lies.
+
+all tensors trained     the parameters' own layout: a gradient is one view
+some frozen since       only the trained ones travel: a gradient is a view for each rank that holds some of it
+"""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch
+
+from dbuffer import DBuffer
+from layout_planner import Layout
+
+from . import _torch_compat as compat
+from ._plan import GroupPlan, trained_layout
+from ._streams import Streams
+
+
+class GradientMemory:
+    """Memory for the gradients of all tensors of a group.
+
+    Attributes:
+        indices: the numbers of the tensors that have a place here.
+        buffer: gathered memory to write gradients to, and the shard that a reduction brings.
+    """
+
+    def __init__(self, name: str, plan: GroupPlan, streams: Streams) -> None:
+        self._name, self._plan, self._streams = name, plan, streams
+        self.indices: Collection[int] = range(len(plan.params))
+
+    @cached_property
+    def buffer(self) -> DBuffer:
+        """Made at the first use."""
+        buffer = DBuffer(
+            self._layout(),
+            self._plan.data.mesh,
+            full_dtype=self._plan.dtypes.reduce,
+            recycler=self._streams.recycler,
+            alias=False,
+            name=f"gradients of {self._name}",
+            check_ranks=False,
+            **self._plan.buffer_options(),
+        )
+        buffer.give_shard()
+        return buffer
+
+    def _layout(self) -> Layout:
+        return self._plan.layout
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        return list(self.buffer.empty_views.values())
+
+    def rename(self, name: str) -> None:
+        """Call the memory by the unit's new name."""
+        self._name = name
+        if "buffer" in self.__dict__:
+            self.buffer.name = f"gradients of {name}"
+
+    def put(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Write a gradient, times `scale`."""
+        _write(self._views[index], grad, scale)
+
+    def add(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Add a gradient, times `scale`, to what is there."""
+        self._views[index].add_(grad, alpha=scale)
+
+    def zero(self, indices: Collection[int]) -> None:
+        """Set the gradients of these tensors to zero."""
+        compat.zero([self._views[index] for index in indices])
+
+    def local(self, index: int) -> torch.Tensor:
+        """This rank's slice of a reduced gradient, in its local shape."""
+        return self.buffer.local_views[self._plan.params[index].name]
+
+
+class TrainedMemory(GradientMemory):
+    """Memory for the gradients of some tensors of a group; see `_plan.trained_layout`."""
+
+    def __init__(self, name: str, plan: GroupPlan, streams: Streams, trained: frozenset[int]) -> None:
+        super().__init__(name, plan, streams)
+        self.indices = trained
+
+    def _layout(self) -> Layout:
+        return trained_layout(self._plan.layout, frozenset(self.indices))
+
+    @cached_property
+    def _runs(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        """For each tensor its runs: the first element, and the memory."""
+        layout, views = self._plan.layout, self.buffer.empty_views
+        runs: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for index in self.indices:
+            name = self._plan.params[index].name
+            for rank in range(layout.world_size):
+                if (view := views.get(f"{name}@{rank}")) is not None:
+                    runs.setdefault(index, []).append((layout.local_range(name, rank)[0], view))
+        return runs
+
+    def put(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Write a gradient, times `scale`."""
+        flat = grad.reshape(-1)
+        for start, view in self._runs[index]:
+            _write(view, flat.narrow(0, start, view.numel()), scale)
+
+    def add(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Add a gradient, times `scale`, to what is there."""
+        flat = grad.reshape(-1)
+        for start, view in self._runs[index]:
+            view.add_(flat.narrow(0, start, view.numel()), alpha=scale)
+
+    def zero(self, indices: Collection[int]) -> None:
+        """Set the gradients of these tensors to zero."""
+        compat.zero([view for index in indices for _, view in self._runs[index]])
+
+    def local(self, index: int) -> torch.Tensor:
+        """This rank's slice of a reduced gradient, in its local shape."""
+        geometry, name = self._plan.geometry, self._plan.params[index].name
+        views, shape = self.buffer.local_views, geometry.slices[name].local_shape
+        view = views.get(f"{name}@{geometry.rank}")
+        if view is None:  # this rank holds nothing of the tensor
+            return self.buffer.shard[0].new_empty(shape)
+        return view.view(shape)
+
+
+def _write(view: torch.Tensor, grad: torch.Tensor, scale: float) -> None:
+    if scale == 1.0:
+        view.copy_(grad)
+    elif view.dtype == grad.dtype:
+        torch.mul(grad, scale, out=view)
+    else:
+        view.copy_(grad).mul_(scale)
