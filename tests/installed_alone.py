@@ -1,6 +1,6 @@
 """Check an installed package from inside its own environment: no undeclared sibling, every module imports.
 
-A module may want what one of the package's own extras installs, and nothing else.
+A module may need what one of the package's own extras installs, and nothing else.
 
     python installed_alone.py PACKAGE SIBLING [SIBLING ...]
 
@@ -12,6 +12,13 @@ import pkgutil
 import re
 import sys
 from importlib import metadata
+
+
+def name_of(requirement: str) -> str:
+    """The distribution that a requirement asks for."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found, f"{requirement!r} is not a requirement"
+    return found[0]
 
 
 def declared(package: str) -> set[str]:
@@ -26,18 +33,18 @@ def declared(package: str) -> set[str]:
             requirements = metadata.requires(name) or []
         except metadata.PackageNotFoundError:  # left out by a marker: another platform's
             continue
-        waiting += [re.match(r"[\w.-]+", line)[0] for line in requirements if "extra ==" not in line]
+        waiting += [name_of(line) for line in requirements if "extra ==" not in line]
     return found
 
 
 def optional(package: str) -> set[str]:
     """The names of what the package's extras install."""
     lines = [line for line in metadata.requires(package) or [] if "extra ==" in line]
-    return {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in lines}
+    return {name_of(line).lower().replace("-", "_") for line in lines}
 
 
 def needs_an_extra(module: str, package: str) -> bool:
-    """Import a module; whether it wants something that only an extra of the package installs."""
+    """Import a module; return whether it needs something that only an extra of the package installs."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -56,7 +63,7 @@ def main(package: str, siblings: list[str]) -> None:
     names = [found.name for found in pkgutil.walk_packages(root.__path__, root.__name__ + ".")]
     names = [name for name in names if not name.endswith("__main__")]
     extra = [name for name in names if needs_an_extra(name, package)]
-    if "site-packages" not in root.__file__:
+    if "site-packages" not in str(root.__file__):
         sys.exit(f"{package} was imported from {root.__file__}, not from its wheel")
     said = f", {', '.join(extra)} only with an extra" if extra else ""
     print(f"{package} {metadata.version(package)}: alone, and its {len(names) + 1} modules import{said}")

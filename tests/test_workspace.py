@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -18,7 +20,7 @@ def project(package):
 
 
 def requirements_of(lines):
-    return {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
+    return {found[0].lower() for line in lines if (found := re.match(r"[\w.-]+", line))}
 
 
 def imports_of(package):
@@ -28,7 +30,7 @@ def imports_of(package):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 found.add(node.module.split(".")[0])
     return found
 
@@ -67,22 +69,102 @@ def test_a_package_has_all_that_a_release_needs(package):
         assert path.is_file(), path
     assert project(package)["project"]["license"] == "Apache-2.0"
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    version = re.search(r'^__version__ = "(.+)"$', (module / "__init__.py").read_text(), re.MULTILINE)[1]
-    newest = re.search(r"^## (.+)$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
-    assert newest.split(" ")[0] in (version, "Unreleased")
+    version = re.search(r'^__version__ = "(.+)"$', (module / "__init__.py").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+)", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version
+    assert newest
+    assert newest[1] in (version[1], "Unreleased")
 
 
-def test_ci_runs_the_readme_test_command():
-    commands = re.findall(
-        r"^python3 -m pip install nox && python3 -m nox -s \w+$", (ROOT / "README.md").read_text(), re.M
-    )
-    sessions = [command.rsplit(" ", 1)[1] for command in commands]
-    assert len(commands) == 2
-    assert commands[1] in (ROOT / ".ci" / "run").read_text().splitlines()
-    defined = re.findall(r"^def ([a-z]\w*)\(session", (ROOT / "noxfile.py").read_text(), re.M)
-    assert set(sessions) <= set(defined)
+def sessions_called(text):
+    """The nox sessions that the lines of a script or of a README's shell blocks run."""
+    return [line.split()[1:] for line in text.splitlines() if line.startswith("./run ")]
+
+
+def sessions_defined():
+    return set(re.findall(r"^def ([a-z]\w*)\(session", (ROOT / "noxfile.py").read_text(), re.M))
+
+
+def test_the_readme_has_two_commands_and_ci_starts_with_the_second():
+    readme = "\n".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S))
+    assert sessions_called(readme) == [["train"], ["tests"]]
+    assert sessions_called((ROOT / ".ci" / "run").read_text())[0] == ["tests"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/cpu.yml", ".github/workflows/gpu.yml"],
+)
+def test_the_sessions_that_a_file_names_exist(path):
+    text = (ROOT / path).read_text()
+    named = set(re.findall(r"(?:\./run|nox -s) +[\"']?([a-z]\w*)", text))
+    named |= {name for call in sessions_called(text) for name in call if name.isidentifier()}
+    assert named
+    assert named <= sessions_defined()
+
+
+def test_the_launcher_installs_the_nox_that_the_noxfile_needs():
+    needed = re.search(r'^nox.needs_version = "(.+)"$', (ROOT / "noxfile.py").read_text(), re.M)
+    installed = re.search(r"^nox='nox(.+)'$", (ROOT / "run").read_text(), re.M)
+    assert needed
+    assert installed
+    assert needed[1] == installed[1]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_every_expression_of_a_workflow_is_closed_and_names_a_key_of_the_matrix(path):
+    """What the linters of `./run lint` do not see."""
+    text = path.read_text()
+    expressions = re.findall(r"\$\{\{ ([^{}]+) \}\}", text)
+    assert len(expressions) == text.count("${{") == text.count("}}")
+    used = {name for expression in expressions for name in re.findall(r"\bmatrix\.(\w+)", expression)}
+    assert used == set(re.findall(r"[{,] (\w+):", text))
+
+
+def test_pre_commit_runs_the_versions_of_the_lint_session():
+    lint = re.search(r"^LINT = (\[.+\])$", (ROOT / "noxfile.py").read_text(), re.M)
+    hooks = re.findall(r"additional_dependencies: (\[.+\])", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert lint
+    assert hooks
+    assert {name for hook in hooks for name in ast.literal_eval(hook)} <= set(ast.literal_eval(lint[1]))
 
 
 def test_only_the_constraints_file_pins_torch():
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
     assert not [name for name in PACKAGES if "torch==" in str(project(name))]
+
+
+def files_of_the_repository():
+    """What is committed or would be; nothing that a tool made."""
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+@pytest.mark.skipif(
+    not (shutil.which("git") and (ROOT / ".git").exists()),
+    reason="only git knows which files belong to the repository",
+)
+def test_no_file_names_a_package_registry():
+    """A mirror or a proxy is the user's choice; pip's and uv's own settings say which."""
+    hosts = (
+        ("pypi", "org"), ("pythonhosted", "org"), ("pypi", "nvidia", "com"), ("download", "pytorch", "org"),
+        ("anaconda", "org"), ("npmjs", "org"), ("npmjs", "com"), ("deb", "debian", "org"),
+        ("archive", "ubuntu", "com"),
+    )  # fmt: skip
+    names = re.compile("|".join(re.escape(".".join(words)) for words in hosts).encode())
+    naming = [
+        str(path.relative_to(ROOT)) for path in files_of_the_repository() if names.search(path.read_bytes())
+    ]
+    assert naming == []
