@@ -13,13 +13,9 @@ PACKAGES = {
 SOURCES = {**PACKAGES, "bench": ROOT / "bench"}
 
 # Known exceptions. Delete an entry when the code no longer needs it; a test that then passes says so (strict xfail).
-CIRCULAR = {"bench", "dbuffer", "fsdp_runtime", "layout_planner", "ragged_shard"}
-CIRCULAR_ROOMS = {"bench", "dbuffer", "fsdp_runtime", "layout_planner", "ragged_shard"}
-PRIVATE_IN_TRAIN = {
-    "plan.py": ["fsdp_runtime._registry.unit_of"],
-    "systems.py": ["fsdp_runtime._registry.unit_of"],
-    "timeline.py": ["fsdp_runtime._torch_compat.fake_mode"],
-}
+CIRCULAR = {"bench"}
+CIRCULAR_ROOMS = {"bench", "ragged_shard"}
+PRIVATE_IN_TRAIN: dict[str, list[str]] = {}
 
 
 def modules_of(package: str) -> dict[str, Path]:

@@ -18,7 +18,7 @@ from ._module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from ._torch_compat import DataParallelMeshDims
+from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._wrap import fully_shard
 from .safetensors_export import save_safetensors
 
@@ -33,6 +33,7 @@ __all__ = [
     "UnshardHandle",
     "block_policies",
     "disable_fsdp_module_new_init",
+    "fake_tensors",
     "fully_shard",
     "gathered_memory",
     "get_cls_to_fsdp_cls",

@@ -11,6 +11,7 @@ torch.func transforms.
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -87,8 +88,8 @@ def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, torch.inf))
 
 
-def fake_mode() -> Any:
-    """Tensors with shapes, dtypes and devices, but without memory."""
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, new tensors have shapes, dtypes and devices, but no memory, and ops on them compute nothing."""
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode()

@@ -3,14 +3,13 @@
 import argparse
 import importlib.util
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .config import RunConfig, add_run_options, run_config
 from .errors import TrainError
+from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
 _EPILOG = "Subcommands: compare, optimizers, plan, export; each has --help."
@@ -64,24 +63,6 @@ def _train(argv: list[str]) -> int:
     finished = start_ranks(config, ranks)
     print(closing_lines(finished.summary, argv), file=sys.stderr)
     return 128 + finished.stopped_by if finished.summary.get("stopped") and finished.stopped_by else 0
-
-
-def closing_lines(summary: dict[str, Any], argv: Sequence[str] = ()) -> str:
-    """What a run says last."""
-    out, steps = summary["out"], summary["steps"]
-    if summary["stopped"]:
-        resume = shlex.join([*(a for a in argv if a != "--resume"), "--resume"])
-        if "--out" not in argv:
-            resume += f" --out {out}"
-        return f"stopped after step {steps}, saved in {out}; go on with: fsdp-train {resume}"
-    if summary["loss"] is None:
-        return f"nothing to do: {out} has all {steps} steps"
-    held = summary["held_out_loss"]
-    said = "" if held is None else f", held out {held:.4f}"
-    return (
-        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
-        f"metrics, curves.png and checkpoints are in {out}"
-    )
 
 
 def _compare(argv: list[str]) -> int:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -143,3 +145,21 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def closing_lines(summary: dict[str, Any], argv: Sequence[str] = ()) -> str:
+    """What a run says last."""
+    out, steps = summary["out"], summary["steps"]
+    if summary["stopped"]:
+        resume = shlex.join([*(a for a in argv if a != "--resume"), "--resume"])
+        if "--out" not in argv:
+            resume += f" --out {out}"
+        return f"stopped after step {steps}, saved in {out}; go on with: fsdp-train {resume}"
+    if summary["loss"] is None:
+        return f"nothing to do: {out} has all {steps} steps"
+    held = summary["held_out_loss"]
+    said = "" if held is None else f", held out {held:.4f}"
+    return (
+        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
+        f"metrics, curves.png and checkpoints are in {out}"
+    )

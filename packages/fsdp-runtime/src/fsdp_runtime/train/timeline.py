@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime._torch_compat import fake_mode
+from fsdp_runtime import fake_tensors
 
 from .memory import LiveBytes
 
@@ -60,7 +60,7 @@ def record(
         rows, seq_len: of a microbatch on one rank.
         device: whose kernels are chosen.
     """
-    with fake_mode():
+    with fake_tensors():
         with torch.device(device):
             model = make_model()
             tokens = torch.zeros(rows, seq_len, dtype=torch.int64)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .config import RunConfig, pick_device
-from .errors import TrainError, agreed, one_line
+from .errors import TrainError, one_line
+from .report import closing_lines
 
 USER_ERROR = 2  # exit status for what a user can mend
 CRASH = 1
@@ -37,8 +38,6 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
             if control and rank == 0:
                 (control / "summary.json").write_text(json.dumps(summary))
             if not quiet and not control and rank == 0:
-                from .cli import closing_lines
-
                 print(closing_lines(summary), file=sys.stderr)
         status = 0
     except TrainError as error:
@@ -116,6 +115,3 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # gloo may abort a process that takes its time to leave after the work is done
-
-
-__all__ = ["agreed", "main", "run_rank"]
