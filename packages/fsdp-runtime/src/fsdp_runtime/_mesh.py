@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ragged_shard import RaggedShard, StridedRaggedShard
 
 from . import _torch_compat as compat
+from ._errors import WrongCallError
 
 _NEIGHBORS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
@@ -98,7 +99,7 @@ def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
             "pass the sub-mesh of the data-parallel dimensions"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
+        raise WrongCallError(
             f"fully_shard got the 2D mesh {mesh} without names; give init_device_mesh "
             'mesh_dim_names=("replicate", "shard"): HSDP cuts over the last dimension and copies over the first'
         )

@@ -63,8 +63,8 @@ class FSDPModule(fsdp.FSDPModule):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise AssertionError(
-            "a module that fully_shard was called on cannot be deep-copied: its parameters are views of buffers that "
-            "process groups work on. Copy it before fully_shard, or go through state_dict()"
+            "FSDP does not support deepcopy: parameters are views of buffers that process groups work on. Copy the "
+            "module before fully_shard, or go through state_dict()"
         )
 
     # -- sharded <-> unsharded --------------------------------------------------------------------------------------

@@ -190,10 +190,13 @@ class Unit:
                 self._forget_calls()
 
     def _refuse_meta(self) -> None:
-        missing = [param.name for group in self.groups if group.buffer is None for param in group.params]
+        prefix = "" if self.root else f"{self.name}."
+        missing = [
+            prefix + param.name for group in self.groups if group.buffer is None for param in group.params
+        ]
         raise RuntimeError(
-            f"{self.name}: parameters {missing} are still on the meta device; call module.to_empty(device=...) "
-            "and initialize them (reset_parameters), or load a state dict with assign=True, before the forward"
+            f"parameters {missing} are still on the meta device; call module.to_empty(device=...) and initialize them "
+            "(reset_parameters), or load a state dict with assign=True, before the forward"
         )
 
     def _forget_calls(self) -> None:

@@ -17,6 +17,7 @@ from ragged_shard import RaggedDTensor
 
 from . import _hooks, _optimizers, _state_dict, _torch_state
 from . import _torch_compat as compat
+from ._errors import WrongCallError
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
 from ._module import FSDPModule, mix_in
@@ -151,7 +152,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
                 "Call it on each of the modules inside"
             )
         if member_of(one) is not None:
-            raise ValueError(f"fully_shard was already called on this {type(one).__name__}")
+            raise WrongCallError(f"fully_shard was already called on this {type(one).__name__}")
     inside = {id(sub) for one in given for sub in one.modules() if sub is not one}
     return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
 

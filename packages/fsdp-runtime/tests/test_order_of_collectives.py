@@ -1,0 +1,91 @@
+"""The order of collectives follows from the program, whatever completes when."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer import Handle
+from fsdp_runtime import _plan
+from fsdp_runtime._model import member_of
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+def hybrid_steps(max_buffers, late_all_reduce, small):
+    """Kinds of collectives in order, while each rank sees completions at random moments."""
+    usual, before = Handle.completed, _plan.MIN_CHILD
+    chance = random.Random(dist.get_rank())
+    Handle.completed = property(lambda handle: chance.random() < 0.5)
+    _plan.MIN_CHILD = 1 if small else before
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model, alone = shard(seeded(blocks=6), mesh=mesh), seeded(blocks=6)
+        model.set_reduce_scatter_max_input_buffers(max_buffers)
+        with record_collectives() as record:
+            for step in range(4):
+                model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
+                loss_of(model, tokens(step=step)).backward()
+    finally:
+        Handle.completed, _plan.MIN_CHILD = usual, before
+    for step in range(4):
+        for rank in range(4):
+            (loss_of(alone, tokens(step=step, rank=rank)) / 4).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
+    return record.kinds
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("late_all_reduce", [False, True])
+@pytest.mark.parametrize("max_buffers", [1, 2, 4])
+def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(max_buffers, late_all_reduce, small):
+    first, *others = run_ranks(4, hybrid_steps, max_buffers, late_all_reduce, small, timeout=120)
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(first)
+    assert all(kinds == first for kinds in others)
+
+
+class Recorder:
+    """A device layer that notes which events streams wait for."""
+
+    asynchronous = False
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.waits = []
+
+    def record(self, stream=None):
+        return "all that the current stream holds"
+
+    def wait(self, event, stream=None):
+        self.waits.append(event)
+
+    def __getattr__(self, name):
+        return getattr(self.layer, name)
+
+
+def gathers_wait_for(assign):
+    model = shard(seeded())
+    passes = member_of(model).passes
+    loss_of(model, tokens())
+    with torch.no_grad():
+        if assign:
+            block = model.blocks[1]
+            block.weight = torch.nn.Parameter(block.weight.detach() * 2)
+    model.set_post_optim_event("the optimizer's event")
+    layer = passes.streams.layer
+    passes.streams.layer = recorder = Recorder(layer)
+    try:
+        model(tokens())
+    finally:
+        passes.streams.layer = layer
+    return recorder.waits
+
+
+def test_a_gather_after_the_optimizers_event_waits_for_a_parameter_assigned_since_too():
+    assert run_ranks(1, gathers_wait_for, False) == [["the optimizer's event"]]
+    assert run_ranks(1, gathers_wait_for, True) == [
+        ["the optimizer's event", "all that the current stream holds"]
+    ]

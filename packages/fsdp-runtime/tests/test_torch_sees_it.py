@@ -1,0 +1,211 @@
+"""torch, and trainers that ask torch's classes, see a sharded module; what they call has its effect."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+
+import fsdp_runtime
+from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
+from ragged_shard.testing import record_collectives, run_ranks
+
+NAMES = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_method_of_torchs_class_is_ours_or_refused_by_name(name):
+    assert getattr(FSDPModule, name) is not getattr(torch_fsdp.FSDPModule, name)
+    assert vars(FSDPModule)[name].__module__.startswith("fsdp_runtime")
+
+
+def test_a_method_that_a_newer_torch_has_is_refused_by_name():
+    from fsdp_runtime._module import _refuse_by_name
+
+    with pytest.raises(NotImplementedError, match=r"set_warp_drive does not apply: torch .* has it"):
+        _refuse_by_name("set_warp_drive")(None, True)
+
+
+def classes():
+    model = shard(seeded())
+    assert isinstance(model, torch_fsdp.FSDPModule)
+    assert isinstance(model.blocks[0], (FSDPModule, torch_fsdp.FSDPModule))
+    assert not isinstance(model.norm, torch_fsdp.FSDPModule)
+    assert isinstance(model.unshard(async_op=True), torch_fsdp.UnshardHandle)
+    assert issubclass(UnshardHandle, torch_fsdp.UnshardHandle)
+    model.reshard()
+    assert type(model).__mro__[1:4] == (FSDPModule, torch_fsdp.FSDPModule, Body)
+    container = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert type(container[:1]) is nn.Sequential
+    assert torch_fsdp.fully_shard.state(model) is not None
+    assert torch_fsdp.fully_shard.state(model.norm) is None
+
+
+def test_a_sharded_module_is_an_instance_of_torchs_class():
+    run_ranks(2, classes)
+
+
+def torchs_functions():
+    class Two(Body):
+        def again(self, batch):
+            return self.forward(batch) * 2
+
+    model = shard(seeded(Two))
+    torch_fsdp.register_fsdp_forward_method(model, "again")
+    torch_fsdp.share_comm_ctx([model, shard(seeded())])
+    alone = seeded(Two)
+    torch.testing.assert_close(model.again(tokens()), alone.again(tokens()))
+    model.again(tokens()).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def test_torchs_own_functions_on_modules_work():
+    run_ranks(2, torchs_functions)
+
+
+def reductions_of(model, backward):
+    with record_collectives() as record:
+        backward(model)
+    return record.kinds.count("reduce_scatter")
+
+
+def fabric_no_backward_sync(module, enabled):
+    """What Lightning Fabric's model-parallel strategy does in its no_backward_sync."""
+    for mod in module.modules():
+        if isinstance(mod, torch_fsdp.FSDPModule):
+            mod.set_requires_gradient_sync(not enabled, recurse=False)
+
+
+def disable_gradient_division(model):
+    """What torchtitan does so that gradients are summed: it scales the loss itself."""
+    for module in model.modules():
+        if isinstance(module, torch_fsdp.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def trainers_loops():
+    model, alone = shard(seeded()), seeded()
+    fabric_no_backward_sync(model, True)
+    assert reductions_of(model, lambda m: loss_of(m, tokens(step=0)).backward()) == 0
+    fabric_no_backward_sync(model, False)
+    assert reductions_of(model, lambda m: loss_of(m, tokens(step=1)).backward()) == 4
+    for step in range(2):
+        for rank in range(2):
+            (loss_of(alone, tokens(step=step, rank=rank)) / 2).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+        found.grad = None
+    disable_gradient_division(model)
+    loss_of(model, tokens(step=0)).backward()
+    alone.zero_grad()
+    for rank in range(2):
+        loss_of(alone, tokens(step=0, rank=rank)).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_what_trainers_do_to_instances_of_torchs_class_has_its_effect():
+    run_ranks(2, trainers_loops)
+
+
+def replicated():
+    """Composable DDP around a model of which one child is sharded: the rest is all-reduced, the child is not."""
+    model, alone = seeded(), seeded()
+    fully_shard(model.blocks[0])
+    replicate(model)
+    loss_of(model, tokens()).backward()
+    (sum(loss_of(alone, tokens(rank=rank)) for rank in range(2)) / 2).backward()
+    for (name, found), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = found.grad.full_tensor() if name.startswith("blocks.0") else found.grad
+        torch.testing.assert_close(grad, wanted.grad, rtol=1e-5, atol=1e-7, msg=name)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model.blocks[0])
+
+
+def test_replicate_around_sharded_children():
+    run_ranks(2, replicated)
+
+
+def twice():
+    model = fully_shard(seeded())
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        torch_fsdp.fully_shard(model)
+
+
+def test_torchs_fully_shard_refuses_a_module_that_ours_has_taken():
+    run_ranks(1, twice)
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def backward_of(value, model):
+    value.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def squares(model, x):
+    return model(x).square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda m, x, t: torch.func.grad(lambda y: squares(m, y))(x),
+    "vjp": lambda m, x, t: torch.func.vjp(m, x)[1](t)[0],
+    "jvp": lambda m, x, t: torch.func.jvp(m, (x,), (t,))[1],
+    "vmap": lambda m, x, t: torch.func.vmap(m)(x),
+    "jacrev": lambda m, x, t: torch.func.jacrev(m)(x),
+    "jacfwd": lambda m, x, t: torch.func.jacfwd(m)(x),
+    "hessian": lambda m, x, t: torch.func.hessian(lambda y: squares(m, y))(x),
+    "jvp, backward of both": lambda m, x, t: backward_of(
+        sum(v.square().sum() for v in torch.func.jvp(m, (x,), (t,))), m
+    ),
+    "jvp, backward of the tangent": lambda m, x, t: backward_of(
+        torch.func.jvp(m, (x,), (t,))[1].square().sum(), m
+    ),
+    "grad, then a plain backward": lambda m, x, t: (
+        torch.func.grad(lambda y: squares(m, y))(x),
+        backward_of(squares(m, x), m),
+    )[1],
+}
+
+
+def transformed(what):
+    torch.manual_seed(0)
+    alone = Smooth()
+    model = copy.deepcopy(alone)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    found, wanted = (TRANSFORMS[what](m, x, tangent) for m in (model, alone))
+    for one, other in zip(*(v if isinstance(v, list) else [v] for v in (found, wanted)), strict=True):
+        if other is None:
+            assert one is None or not one.full_tensor().any()
+        else:
+            torch.testing.assert_close(getattr(one, "full_tensor", lambda one=one: one)(), other)
+
+
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_transforms_of_torch_func_pass_through_units(what):
+    run_ranks(2, transformed, what)
+
+
+def test_the_policies_are_torchs_own():
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert getattr(fsdp_runtime, name) is getattr(torch_fsdp, name)
+    assert dist.is_available()
