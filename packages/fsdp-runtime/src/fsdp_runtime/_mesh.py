@@ -120,8 +120,8 @@ def _named_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
             "dp_mesh_dims has no shard dimension; fully_shard cuts parameters over one (for plain data "
             "parallelism use DistributedDataParallel)"
         )
-    parts = [compat.flatten_mesh(mesh, group) for group in (replicate, shard) if group]
-    joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
+    axes = [compat.flatten_mesh(mesh, names) for names in (replicate, shard) if names]
+    joined = axes[0] if len(axes) == 1 else compat.join_meshes(axes)
     return DataMesh(joined, mesh, shard + replicate)
 
 
@@ -173,7 +173,7 @@ def take_apart(
     if mesh == data.mesh:
         raise ValueError(
             f"{name} is already a DTensor on the mesh that fully_shard was given, {mesh}; "
-            "pass the mesh dimension over which data are parallel"
+            "pass the mesh axis over which data are parallel"
         )
     for placement in placements:
         if type(placement) not in (Shard, Replicate):

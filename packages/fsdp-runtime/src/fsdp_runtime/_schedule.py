@@ -48,5 +48,5 @@ class Schedule(Generic[U]):
         return [] if self._lost else self._known[self._next :]
 
     def end(self) -> None:
-        """The pass is over: go by its order from now on."""
+        """The pass has ended: go by its order from now on."""
         self._known, self._seen, self._next = self._seen, [], 0

@@ -96,19 +96,19 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """The mesh whose dimensions are those of several sub-meshes of one root mesh, in their order."""
+    """The mesh whose axes are those of several sub-meshes of one root mesh, in their order."""
     return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """A 1-D mesh of the named dimensions; of one name the dimension itself."""
-    part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-    assert isinstance(part, DeviceMesh)
-    return part
+    """A 1-D mesh of the named axes; of one name the axis itself."""
+    flat = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    assert isinstance(flat, DeviceMesh)
+    return flat
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of other tensors, and is no DTensor."""
+    """Whether a tensor is made of other tensors, and is not a DTensor."""
     return not isinstance(tensor, DTensor) and bool(is_traceable_wrapper_subclass(tensor.data))
 
 
@@ -137,7 +137,7 @@ def default_device_type() -> str:
 
 
 def local_of_dtensor_grad(grad: torch.Tensor, like: tuple[Any, ...]) -> torch.Tensor:
-    """The local part of a gradient that another parallelism left as a DTensor, in its parameter's placements.
+    """The local tensor of a gradient that another parallelism left as a DTensor, in its parameter's placements.
 
     Communicates where the gradient is a pending sum over that mesh (one all-reduce or reduce-scatter of it).
     """

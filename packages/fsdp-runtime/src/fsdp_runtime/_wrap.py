@@ -73,18 +73,18 @@ def fully_shard(
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
     A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
-    gathered by one collective before the module's forward and backward, their gradients reduced by one behind it.
+    gathered by one collective before the module's forward and backward, their gradients reduced by one after it.
     They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
     outer first too. After veScale-FSDP (arXiv 2602.22437).
 
-    Communicates one all-gather of 32 bytes for each group of the unit (a dtype; trained or frozen), to compare layouts;
-    where an outer unit gives parameters to a new inner one, moreover what moves between ranks.
+    Issues one 32-byte all-gather per parameter group to check that all ranks planned the same layout; where an outer
+    unit gives parameters to a new inner one, also what moves between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.
         mesh: 1-D; or 2-D with names: cut over the last dimension, copied over the first (HSDP). None: all ranks.
         reshard_after_forward: free full parameters after forward and gather them again in backward. None: True, but
-            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbours.
+            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbors.
         shard_placement_fn: FSDP2's; may return None or `Shard(0)`. Use `block_policy` instead.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards in CPU memory.
@@ -263,7 +263,7 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
         )
     if compat.is_wrapper_subclass(param):
         raise NotImplementedError(
-            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the parts of a "
+            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the inner tensors of a "
             "tensor subclass; shard the plain parameter, or pass it in ignored_params"
         )
     plain, other = take_apart(name, param, data)

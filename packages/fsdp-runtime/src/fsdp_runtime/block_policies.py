@@ -86,14 +86,14 @@ def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
     """The first entry whose regular expression is found in the name (`re.search`); none: single rows.
 
     Raises:
-        ValueError: a key is no regular expression.
+        ValueError: a key is not a regular expression.
     """
     compiled = []
     for pattern, entry in table.items():
         try:
             compiled.append((re.compile(pattern), entry))
         except re.error as error:
-            raise ValueError(f"block policy: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"block policy: {pattern!r} is not a regular expression: {error}") from None
     return _ByPattern(tuple(compiled))
 
 
@@ -112,7 +112,7 @@ def declared_by(*optimizers: Any) -> BlockPolicy:
         maker = getattr(optimizer, "block_policy", None)
         if maker is None and (isinstance(optimizer, type) or not callable(optimizer)):
             raise TypeError(
-                f"{optimizer!r} declares no blocks: it has no method block_policy(), and is no policy itself"
+                f"{optimizer!r} declares no blocks: it has no method block_policy(), and is not a policy itself"
             )
         policies.append(optimizer if maker is None else maker())
     return _FirstOf(tuple(policies))
