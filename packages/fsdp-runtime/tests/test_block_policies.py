@@ -38,7 +38,7 @@ def test_each_policy_names_its_blocks_and_can_be_pickled(policy, wanted):
 
 
 def test_a_pattern_that_is_none_is_named():
-    with pytest.raises(ValueError, match=r"block policy: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"block policy: '\(' is not a regular expression"):
         bp.by_pattern({"(": Rows(1)})
 
 

@@ -8,7 +8,7 @@ from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_re
 from ._collectives import Gather, ReduceScatter
 from ._device import DeviceLayer, device_layer
 from ._handle import Handle, HandleState
-from .memory.geometry import Geometry, TensorSlice
+from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
 from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
 from .wire import CastOnWire, Encoder, WireForm
@@ -35,6 +35,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "device_layer",
+    "geometry_of",
     "prepare_gather",
     "prepare_reduction",
     "reduce_scatter",

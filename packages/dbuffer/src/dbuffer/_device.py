@@ -94,6 +94,9 @@ class CudaLayer(DeviceLayer):
         torch.cuda.synchronize(self.device)
 
 
+_layers: dict[torch.device, DeviceLayer] = {}
+
+
 def device_layer(device: torch.device | str) -> DeviceLayer:
     """The layer for a device, its index filled in.
 
@@ -103,7 +106,12 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return CudaLayer(torch.device("cuda", index))
-    if device.type == "cpu":
-        return DeviceLayer(torch.device("cpu"))
-    raise ValueError(f"device {device}: buffers live on cpu or cuda")
+        device = torch.device("cuda", index)
+    found = _layers.get(device)
+    if found is None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {device}: buffers live on cpu or cuda")
+        found = _layers[device] = (
+            CudaLayer(device) if device.type == "cuda" else DeviceLayer(torch.device("cpu"))
+        )
+    return found

@@ -6,7 +6,7 @@ import torch
 
 from ._spec import BufferSpec
 from .memory.gathered import GatheredMemory, NeighborSlices
-from .memory.geometry import Geometry
+from .memory.geometry import geometry_of
 from .memory.recycler import Recycler, hold_forever
 from .memory.shard import ShardMemory
 
@@ -29,7 +29,7 @@ class BufferMemory:
         self.name = name
         self.spec = spec
         self.recycler = recycler
-        self.geometry = Geometry(spec.layout, spec.view.rank)
+        self.geometry = geometry_of(spec.layout, spec.view.rank)
         self.shard = ShardMemory(self.geometry, spec.dtype, spec.shard_device, spec.pin_memory)
         self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
         self.gathered = GatheredMemory(

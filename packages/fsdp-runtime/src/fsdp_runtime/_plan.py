@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
-from dbuffer import Geometry, TransportChoice
+from dbuffer import Geometry, TransportChoice, geometry_of
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import RaggedDTensor
 
@@ -123,7 +123,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     dtypes = dtypes_for(params[0].dtype, request.precision)
     specs = [_spec(param, request.blocks) for param in params]
     layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
-    geometry = Geometry(layout, data.shard_rank)
+    geometry = geometry_of(layout, data.shard_rank)
     offload = request.offload if data.device.type != "cpu" else None
     return GroupPlan(
         data=data,

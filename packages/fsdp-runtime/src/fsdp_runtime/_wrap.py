@@ -263,8 +263,8 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
         )
     if compat.is_wrapper_subclass(param):
         raise NotImplementedError(
-            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the inner tensors of a "
-            "tensor subclass; shard the plain parameter, or pass it in ignored_params"
+            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the tensors "
+            "inside a tensor subclass; shard the plain parameter, or pass it in ignored_params"
         )
     plain, other = take_apart(name, param, data)
     taken: Param = ManagedParam(name, places, param, tuple(plain.shape), other, plain)

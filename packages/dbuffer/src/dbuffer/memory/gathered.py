@@ -43,10 +43,11 @@ class GatheredMemory:
             self.present = False
             self.materialize()
             self.flats, self.raw = self._flats(dtype), self._flats(dtype)
-            sizes = [segment.shard_size for segment in layout.segments]
-            self.own: Flats = tuple(
-                raw.narrow(0, geometry.rank * size, size) for raw, size in zip(self.raw, sizes, strict=True)
-            )
+            own: list[torch.Tensor] = []
+            for raw in self.raw:
+                size = raw.numel() // layout.world_size
+                own.append(raw.narrow(0, geometry.rank * size, size))
+            self.own: Flats = tuple(own)
         else:
             self.flats = self.raw = self.own = alias
             self.present = True
@@ -61,10 +62,11 @@ class GatheredMemory:
 
     def _flats(self, dtype: torch.dtype) -> Flats:
         device = self._recycler.device
-        return tuple(
-            torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
-            for storage, nbytes in self._storages
-        )
+        flats = []
+        for storage, nbytes in self._storages:
+            empty = torch.empty(0, dtype=dtype, device=device)
+            flats.append(empty.set_(storage, 0, (nbytes // dtype.itemsize,), (1,)))
+        return tuple(flats)
 
     def count_users(self) -> int:
         """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""

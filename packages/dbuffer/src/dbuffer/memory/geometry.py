@@ -6,6 +6,8 @@ rank 1's slice                [begin, begin + local_numel], counted from the sli
 """
 
 import math
+import operator
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +110,21 @@ class Geometry:
         return value.reshape(-1).narrow(0, found.first, found.local_numel).view(found.local_shape)
 
 
+# By the layout's identity, which holds while the value keeps the layout alive. Buffers of one group share a geometry.
+_known: "weakref.WeakValueDictionary[tuple[int, int], Geometry]" = weakref.WeakValueDictionary()
+
+
+def geometry_of(layout: Layout, rank: int) -> Geometry:
+    """The geometry of a layout on a rank, worked out once while somebody uses it."""
+    found = _known.get((id(layout), rank))
+    if found is None:
+        found = _known[id(layout), rank] = Geometry(layout, rank)
+    return found
+
+
 def alignment_problem(layout: Layout, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Which slice or tensor would start off a 16-byte boundary, in which dtype, and what to plan with instead."""
-    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    narrowest = min(dtypes, key=operator.attrgetter("itemsize"))
     itemsize = narrowest.itemsize
     advice = f"in {narrowest}; plan with align={ALIGNMENT // math.gcd(ALIGNMENT, itemsize)}"
     for index, segment in enumerate(layout.segments):

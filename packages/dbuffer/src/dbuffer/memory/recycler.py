@@ -78,6 +78,9 @@ class Recycler:
     stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
     use of a block has always completed.
 
+    Attributes:
+        device: where the blocks are, with index.
+
     Args:
         device: where the blocks are.
         lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
@@ -86,16 +89,12 @@ class Recycler:
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
         self._layer = device_layer(device)
+        self.device = self._layer.device
         self._lean = lean
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where the blocks are, with index."""
-        return self._layer.device
 
     @property
     def stats(self) -> RecyclerStats:
