@@ -4,7 +4,7 @@ all tensors trained     the parameters' own layout: a gradient is one view
 some frozen since       only the trained ones travel: a gradient is a view for each rank that holds some of it
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -60,7 +60,10 @@ class GradientMemory:
 
     def put(self, index: int, grad: torch.Tensor, scale: float) -> None:
         """Write a gradient, times `scale`."""
-        _write(self._views[index], grad, scale)
+        if scale == 1.0:
+            self._views[index].copy_(grad)
+        else:
+            _write(self._views[index], grad, scale)
 
     def add(self, index: int, grad: torch.Tensor, scale: float) -> None:
         """Add a gradient, times `scale`, to what is there."""
@@ -70,9 +73,9 @@ class GradientMemory:
         """Set the gradients of these tensors to zero."""
         compat.zero([self._views[index] for index in indices])
 
-    def local(self, index: int) -> torch.Tensor:
-        """This rank's slice of a reduced gradient, in its local shape."""
-        return self.buffer.local_views[self._plan.params[index].name]
+    def locals(self) -> Sequence[torch.Tensor]:
+        """This rank's slices of the reduced gradients, in their local shapes, by the tensors' numbers."""
+        return tuple(self.buffer.local_views.values())
 
 
 class TrainedMemory(GradientMemory):
@@ -113,14 +116,16 @@ class TrainedMemory(GradientMemory):
         """Set the gradients of these tensors to zero."""
         compat.zero([view for index in indices for _, view in self._runs[index]])
 
-    def local(self, index: int) -> torch.Tensor:
-        """This rank's slice of a reduced gradient, in its local shape."""
-        geometry, name = self._plan.geometry, self._plan.params[index].name
-        views, shape = self.buffer.local_views, geometry.slices[name].local_shape
-        view = views.get(f"{name}@{geometry.rank}")
-        if view is None:  # this rank holds nothing of the tensor
-            return self.buffer.shard[0].new_empty(shape)
-        return view.view(shape)
+    def locals(self) -> Sequence[torch.Tensor]:
+        """This rank's slices of the reduced gradients, in their local shapes; empty for tensors without a place."""
+        views, rank = self.buffer.local_views, self._plan.geometry.rank
+        nothing = self.buffer.shard[0].narrow(0, 0, 0)
+        found = []
+        for name, known in self._plan.geometry.slices.items():
+            view = views.get(f"{name}@{rank}")
+            empty = (0, *known.local_shape[1:])
+            found.append(nothing.view(empty) if view is None else view.view(known.local_shape))
+        return found
 
 
 def _write(view: torch.Tensor, grad: torch.Tensor, scale: float) -> None:

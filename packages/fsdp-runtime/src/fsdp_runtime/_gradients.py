@@ -4,6 +4,7 @@ autograd's gradient --copy, cast--> view of gathered memory --reduce-scatter--> 
 (freed at once)                     (released)                                  (new in each step, ends with `.grad`)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,12 +156,15 @@ class Gradients:
             all_unused: show those of the other trained parameters too; else where other ranks contributed.
         """
         planned = self._plan.params
-        params = used if len(used) == len(self._params) else self._add_unused(memory, used, all_unused)
+        views = memory.locals()
+        params = used
+        if len(used) < len(self._params):
+            params = used + self._unused(memory, views, used, all_unused)
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for param in params:
             sharded: Any = param.sharded
-            view, grad = memory.local(param.index), sharded.grad
+            view, grad = views[param.index], sharded.grad
             if grad is None:
                 sharded.grad = sharded.with_local(view)
             else:
@@ -174,8 +178,10 @@ class Gradients:
         for param, hook in compat.post_accumulate_hooks(params):
             hook(param.sharded)
 
-    def _add_unused(self, memory: GradientMemory, used: Params, all_of_them: bool) -> Params:
-        """Add trained parameters that got no gradient on this rank: all, or those to which other ranks contributed.
+    def _unused(
+        self, memory: GradientMemory, views: Sequence[torch.Tensor], used: Params, all_of_them: bool
+    ) -> Params:
+        """The trained parameters that got no gradient on this rank: all, or those to which other ranks contributed.
 
         What others contributed shows in this rank's shard. On CUDA looking waits for the device; it happens only where
         a parameter went unused.
@@ -187,8 +193,7 @@ class Gradients:
             if param.index not in known and param.index in memory.indices and param.sharded.requires_grad
         ]
         if all_of_them or not missing:
-            return used + missing
-        asked = [(p, memory.local(p.index)) for p in missing if p.sharded.grad is None]
-        asked = [(param, local) for param, local in asked if local.numel()]
-        largest = compat.largest([local for _, local in asked]) if asked else ()
-        return used + [p for (p, _), norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
+            return missing
+        asked = [p for p in missing if p.sharded.grad is None and views[p.index].numel()]
+        largest = compat.largest([views[p.index] for p in asked]) if asked else ()
+        return [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN
