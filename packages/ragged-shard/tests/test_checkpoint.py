@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import record_collectives, run_ranks
 
 SHAPES = {
@@ -227,3 +228,78 @@ def save_async(folder):
 def test_async_save_works_too(tmp_path):
     run_ranks(2, save_async, tmp_path)
     run_ranks(3, load, "ragged", tmp_path)
+
+
+SHAPES_IN_BUFFER = {"a": (6, 4), "b": (9,), "scalar": (), "c": (3, 2, 5)}
+
+
+def in_one_buffer(fill):
+    """Tensors whose local tensors lie behind one another in one buffer, as a data-parallel runtime holds them."""
+    mesh = init_device_mesh("cpu", (3,))
+    placements = {
+        "a": RaggedShard((0,), (1, 2, 0)),
+        "b": RaggedShard((0,), (1, 1, 1)),
+        "scalar": RaggedShard((), (0, 0, 1)),
+        "c": RaggedShard((0, 1), (2, 0, 4)),
+    }
+    buffer, start, tensors = torch.zeros(100), 7, {}
+    for name, shape in SHAPES_IN_BUFFER.items():
+        like = distribute_tensor(torch.full(shape, fill), mesh, [placements[name]])
+        local = buffer[start : start + like.to_local().numel()].view(like.to_local().shape)
+        tensors[name] = RaggedDTensor.from_local(
+            local.copy_(like.to_local()), mesh, [placements[name]], shape=shape
+        )
+        start += local.numel() + 5
+    return buffer, tensors
+
+
+def save_async_twice(folder):
+    buffer, tensors = in_one_buffer(2.0)
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+    for step in (1, 2):
+        staged = stager.stage(tensors)
+        for name, copied in staged.items():
+            original = tensors[name]
+            assert isinstance(copied, RaggedDTensor)
+            assert (copied.shape, copied.placements) == (original.shape, original.placements)
+            assert copied.dtype == original.dtype
+            assert torch.equal(copied.to_local(), original.to_local())
+            if copied.to_local().numel():
+                assert copied.data_ptr() != original.data_ptr()
+        dcp.save(staged, checkpoint_id=f"{folder}/{step}")
+        buffer.mul_(3)
+    stager.close()
+    future = dcp.async_save(tensors, checkpoint_id=f"{folder}/3")
+    buffer.zero_()  # staging has copied by then
+    future.result()
+
+
+def load_filled(folder):
+    for step, fill in ((1, 2.0), (2, 6.0), (3, 18.0)):
+        plain = {name: torch.zeros(shape) for name, shape in SHAPES_IN_BUFFER.items()}
+        dcp.load(plain, checkpoint_id=f"{folder}/{step}")
+        for name, tensor in plain.items():
+            assert tensor.eq(fill).all(), (step, name, tensor)
+
+
+def test_async_save_copies_tensors_that_lie_in_one_buffer(tmp_path):
+    run_ranks(3, save_async_twice, tmp_path)
+    run_ranks(1, load_filled, tmp_path)
+
+
+def foreign_storage():
+    _, tensors = in_one_buffer(1.0)
+    for tensor in (tensors["a"], tensors["a"].new_zeros(())):
+        with pytest.raises(NotImplementedError, match=r"use RaggedDTensor\.from_local"):
+            tensor.set_(torch.zeros(24).untyped_storage(), 0, (24,), (1,))
+
+
+def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
+    run_ranks(3, foreign_storage)

@@ -11,7 +11,6 @@ from ragged_shard._ops import table as _table  # noqa: F401  # fills the op tabl
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._state_dict import full_state_dict, load_full_state_dict
 from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
-from ragged_shard._torch_compat import offer_foreach
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +25,5 @@ __all__ = [
     "redistribute",
 ]
 
-offer_foreach(RaggedDTensor)
 # So that torch.load reads these back with its default, weights_only=True.
 _torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, StridedRaggedShard, _tensor._rebuild])

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._ops.registry import HANDLERS
-from ragged_shard._sharding import Sharding, check_stride, sharding_of
-from ragged_shard._torch_compat import BASE_CLASS, Spec, make_spec, new_wrapper
+from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
+from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
 
 _DATA: Any = torch.Tensor.data
 
 
-class RaggedDTensor(BASE_CLASS):
+class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     """A distributed tensor with a RaggedShard placement, or with torch's own after redistributing from one.
 
     Make one with `distribute_tensor`, `distribute_like` or `RaggedDTensor.from_local`; the constructor is not
@@ -30,9 +30,10 @@ class RaggedDTensor(BASE_CLASS):
     """
 
     # _local_tensor is named again: torch's checkpoint staging copies only the slots that a class itself names.
-    __slots__ = ("_local_tensor", "_sharding")
-    _sharding: Sharding
+    __slots__ = ("_like", "_local_tensor", "_sharding")
+    _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
     _local_tensor: torch.Tensor
+    _sharding: Sharding
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
@@ -151,6 +152,27 @@ class RaggedDTensor(BASE_CLASS):
     def data_ptr(self) -> int:
         """Address of this rank's local tensor; 0 if that is empty. Communicates nothing."""
         return self._local_tensor.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage of this rank's local tensor."""
+        return self._local_tensor.untyped_storage()
+
+    def set_(self, source: Any, storage_offset: Any = 0, size: Any = (), stride: Any = ()) -> "RaggedDTensor":
+        """For torch's checkpoint staging alone: make ``x.new_empty(())`` a tensor like x in another storage.
+
+        Staging copies any tensor that has an address by `new_empty` without a size and `set_` with the size of the
+        original, and then the slots of its class.
+        """
+        like: Sharding | None = getattr(self, "_like", None)
+        if like is None or torch.Size(size) != like.shape or not isinstance(source, torch.UntypedStorage):
+            raise NotImplementedError(
+                f"set_ on {self._sharding}: use RaggedDTensor.from_local to wrap other memory, or assign to data"
+            )
+        assert like.local_shape is not None
+        local = torch.empty(0, dtype=self.dtype, device=self.device)
+        local.set_(source, storage_offset, like.local_shape, contiguous_stride(like.local_shape))
+        self.data = RaggedDTensor._wrap(local, like)
+        return self
 
     @property
     def data(self) -> "RaggedDTensor":

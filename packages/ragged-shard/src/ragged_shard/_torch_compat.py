@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, DTensor's dispatcher (whether
-implicit replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
+`Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit replication is allowed), and
+`distributed_c10d._world` (which groups there are, for the test harness).
 """
 
 from typing import Any
@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import _foreach_supported_types as _OPTIM_FOREACH_TYPES  # noqa: N812
-from torch.utils._foreach_utils import _foreach_supported_types as _UTIL_FOREACH_TYPES  # noqa: N812
 
 Spec = DTensorSpec
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -46,6 +44,19 @@ class TensorWrapper(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
         return ["_local_tensor"], (spec.placements, spec.tensor_meta, spec.mesh, self.requires_grad)
+
+
+class EqualToDTensor(type(torch.Tensor)):  # type: ignore[misc]
+    """The metaclass of a class that compares equal to DTensor.
+
+    Where torch looks for DTensors by exact type it compares classes, and a subclass is passed over: optimizers and
+    clip_grad_norm_ then do without foreach, and CommDebugMode runs the subclass's op where it sees no collective.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is DTensor
+
+    __hash__ = type.__hash__
 
 
 # What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
@@ -105,16 +116,6 @@ else:
         wrapper._local_tensor = local
         wrapper._spec = spec
         return wrapper
-
-
-def offer_foreach(cls: type[torch.Tensor]) -> None:
-    """Tell optimizers and clip_grad_norm_ that foreach ops take tensors of this class, as torch does for DTensor.
-
-    They choose foreach by exact type; without this, clipping would make one collective for each tensor.
-    """
-    for kinds in (_OPTIM_FOREACH_TYPES, _UTIL_FOREACH_TYPES):
-        if cls not in kinds:
-            kinds.append(cls)
 
 
 def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._ops.registry import Handler
-from ragged_shard._sharding import Sharding
+from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 
 _wrap = RaggedDTensor._wrap
@@ -197,20 +198,26 @@ def like(op: Any) -> Handler:
 
 
 def new(op: Any) -> Handler:
-    """``x.new_zeros(size)`` and the like: if the shape is that of x, with its sharding; other shapes are refused."""
+    """``x.new_zeros(size)`` and the like: with the sharding of x for its own shape, Replicate for 0-d; else refused."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, size = args[0], torch.Size(args[1])
         sharding: Sharding = source._sharding
         if sharding.axis is None:
             return fallback(func, args, kwargs)
-        if size != sharding.shape:
+        target = sharding
+        if not size and sharding.shape:
+            target = sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, size)
+        elif size != sharding.shape:
             raise NotImplementedError(
                 f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
                 "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc."
             )
-        if sharding.partial:
-            operands.check_linear(func, sharding, [source], kwargs)
-        return _wrap(func(source._local_tensor, sharding.local_shape, *args[2:], **kwargs), sharding)
+        if target.partial:
+            operands.check_linear(func, target, [source], kwargs)
+        result = _wrap(func(source._local_tensor, target.local_shape, *args[2:], **kwargs), target)
+        if not size:
+            result._like = sharding  # which set_ needs
+        return result
 
     return handle

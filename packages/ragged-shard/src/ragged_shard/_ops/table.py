@@ -58,13 +58,13 @@ RULES: dict[str, Rule] = {
         "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
     ),
     "copy, cast, like": Rule(
-        "a tensor in the same sharding",
+        "a tensor with the same sharding",
         "nothing",
         elementwise.like,
         "_to_copy clone detach alias lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
     ),
     "new": Rule(
-        "a tensor of the same shape in the same sharding",
+        "a tensor of the same shape with the same sharding, or a Replicate 0-d one",
         "nothing",
         elementwise.new,
         "new_empty new_full new_ones new_zeros",
