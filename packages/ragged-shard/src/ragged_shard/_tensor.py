@@ -29,10 +29,9 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    # _local_tensor is named again: torch's checkpoint staging copies only the slots that a class itself names.
-    __slots__ = ("_like", "_local_tensor", "_sharding")
+    __slots__ = ("_like", "_sharding")
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
-    _local_tensor: torch.Tensor
+    _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -158,11 +157,16 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         return self._local_tensor.untyped_storage()
 
     def set_(self, source: Any, storage_offset: Any = 0, size: Any = (), stride: Any = ()) -> "RaggedDTensor":
-        """For torch's checkpoint staging alone: make ``x.new_empty(())`` a tensor like x in another storage.
+        """Make ``x.new_empty(())`` a tensor like x whose local tensor lies in another storage.
 
-        Staging copies any tensor that has an address by `new_empty` without a size and `set_` with the size of the
-        original, and then the slots of its class.
+        So torch's checkpoint staging copies a tensor: `new_empty` without a size, `set_` with the original's size and
+        storage offset. Its conversion to fake tensors gives a tensor its own storage once more, which changes nothing.
+
+        Raises:
+            NotImplementedError: anything else.
         """
+        if source is self._local_tensor.untyped_storage() and self.shape == torch.Size(size):
+            return self
         like: Sharding | None = getattr(self, "_like", None)
         if like is None or torch.Size(size) != like.shape or not isinstance(source, torch.UntypedStorage):
             raise NotImplementedError(
