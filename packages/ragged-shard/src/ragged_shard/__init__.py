@@ -9,7 +9,12 @@ from ragged_shard import _tensor
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
-from ragged_shard._state_dict import full_state_dict, load_full_state_dict
+from ragged_shard._state_dict import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 
 __version__ = "0.1.0"
@@ -20,7 +25,9 @@ __all__ = [
     "StridedRaggedShard",
     "distribute_like",
     "distribute_tensor",
+    "full_optimizer_state_dict",
     "full_state_dict",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "redistribute",
 ]

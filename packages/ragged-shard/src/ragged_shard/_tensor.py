@@ -192,8 +192,9 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
                 f"{type(value).__name__}; distribute it first with ragged_shard.distribute_like"
             )
         _DATA.__set__(self, value)  # torch's setter exchanges shape and dtype only
-        self._local_tensor, self._sharding = value._local_tensor, value._sharding
-        self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]  # a slot of the base
+        self._local_tensor = value._local_tensor  # type: ignore[misc]  # a slot of the base class
+        self._sharding = value._sharding
+        self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(
