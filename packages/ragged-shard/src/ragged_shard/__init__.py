@@ -6,6 +6,7 @@ After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute
 import torch as _torch
 
 from ragged_shard import _tensor
+from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
@@ -19,6 +20,7 @@ from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 
 __version__ = "0.1.0"
 __all__ = [
+    "HuggingFaceStorageWriter",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",
