@@ -654,3 +654,22 @@ def seen_by_comm_debug_mode():
 
 def test_comm_debug_mode_counts_collectives_inside_ops():
     run_ranks(3, seen_by_comm_debug_mode)
+
+
+def masked():
+    x = plain()
+    rx = spread(x)
+    kept = rx.clone()
+    rx[rx > 0.5] = 7.0
+    x = torch.where(x > 0.5, 7.0, x)
+    same(rx, x, "masked")
+    for mask in (plain() > 0.5, spread(plain() > 0.5, [RaggedShard((0,), (1, 1, 2))]), slice(0, 1)):
+        with pytest.raises((NotImplementedError, ValueError)):
+            rx[mask] = 1.0
+    with pytest.raises((NotImplementedError, ValueError)):
+        rx[rx > 3] = kept
+    same(rx, x, "nothing was written")
+
+
+def test_a_mask_of_the_same_placements_selects_what_to_overwrite():
+    run_ranks(3, masked)

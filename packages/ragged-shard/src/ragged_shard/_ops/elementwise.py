@@ -211,7 +211,8 @@ def new(op: Any) -> Handler:
         elif size != sharding.shape:
             raise NotImplementedError(
                 f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
-                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc."
+                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc. "
+                "torch.optim.Adafactor, whose state has other shapes than its parameters, cannot be used: use AdamW"
             )
         if target.partial:
             operands.check_linear(func, target, [source], kwargs)

@@ -110,3 +110,26 @@ def item(op: Any) -> Handler:
         return func(tensor._local_tensor)
 
     return handle
+
+
+def masked_put(op: Any) -> Handler:
+    """``x[mask] = number`` with a boolean mask that has the sharding of x."""
+    in_place = op._schema.name.endswith("_")
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, indices, value = args[:3]
+        target = operands.ragged_sharding([tensor, *indices])
+        if target is None:
+            return fallback(func, args, kwargs)
+        fits = (
+            len(indices) == 1 and isinstance(value, torch.Tensor) and value.ndim == 0 and not target.partial
+        )
+        for operand in (tensor, *indices):
+            fits = fits and isinstance(operand, RaggedDTensor) and operand._sharding == target
+        if not fits or indices[0].dtype != torch.bool:
+            raise refusal(func, target)
+        local = operands.to_local(value, target, func)
+        result = func(tensor._local_tensor, [indices[0]._local_tensor], local, *args[3:], **kwargs)
+        return tensor if in_place else RaggedDTensor._wrap(result, target)
+
+    return handle

@@ -105,6 +105,12 @@ RULES: dict[str, Rule] = {
         special.random,
         "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
     ),
+    "masked": Rule(
+        "x[mask] = number, with a boolean mask that has the sharding of x",
+        "nothing",
+        special.masked_put,
+        "index_put",
+    ),
     "query": Rule("passed on to the local tensor", "nothing", special.query, "is_pinned record_stream"),
     "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
 }
