@@ -39,7 +39,9 @@ def everything(folder):
     copy.deepcopy(param)
     module = nn.Module()
     module.weight = param
-    ragged_shard.load_full_state_dict(module, ragged_shard.full_state_dict(module, rank0_only=True), rank0_only=True)
+    ragged_shard.load_full_state_dict(
+        module, ragged_shard.full_state_dict(module, rank0_only=True), rank0_only=True
+    )
     saved = ragged_shard.full_optimizer_state_dict(module, optimizer)
     ragged_shard.load_full_optimizer_state_dict(module, optimizer, saved)
     dcp.save({"weight": param}, checkpoint_id=folder)
@@ -58,7 +60,9 @@ def test_starting_and_simulating_ranks_leaves_the_random_state_alone():
     assert run_ranks(2, dist.get_rank) == [0, 1]
     with simulated_ranks(4):
         mesh = init_device_mesh("cpu", (2, 2))
-        distribute_tensor(torch.ones(8, 2), mesh, [StridedRaggedShard((0,), (1, 1), 2), Shard(0)]).full_tensor()
+        distribute_tensor(
+            torch.ones(8, 2), mesh, [StridedRaggedShard((0,), (1, 1), 2), Shard(0)]
+        ).full_tensor()
     assert state() == before
 
 

@@ -6,11 +6,13 @@ each op does.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
@@ -55,7 +57,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     def from_local(
         local: torch.Tensor,
         device_mesh: DeviceMesh,
-        placements: Sequence[Any],
+        placements: Sequence[Placement],
         *,
         shape: Sequence[int],
         stride: Sequence[int] | None = None,
@@ -91,7 +93,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
             return wrapped
         return RaggedDTensor._wrap(local.detach() if local.requires_grad else local, sharding)
 
-    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor, of shape ``(local_prefix, *shape[len(dims):])``; shares storage. Differentiable.
 
         Communicates nothing. ``grad_placements`` are the placements of the result's gradient, if not this tensor's
@@ -106,13 +108,31 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         result: torch.Tensor = ToLocal.apply(self, sharding)
         return result
 
+    @overload
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = ...,
+        placements: Sequence[Placement] | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> "RaggedDTensor": ...
+
+    @overload
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = ...,
+        placements: Sequence[Placement] | None = ...,
+        *,
+        async_op: Literal[True],
+    ) -> "RedistributeHandle": ...
+
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Any] | None = None,
+        placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
-    ) -> Any:
+    ) -> "RaggedDTensor | RedistributeHandle":
         """The same tensor with other placements on the same mesh. Differentiable.
 
         The README's table says which collective a change takes and how many bytes each rank sends. If nothing
@@ -137,7 +157,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         handle = RedistributeHandle(self, target)
         return handle if async_op else handle.wait()
 
-    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor as a plain one, on every rank: redistribute to Replicate, then to_local. Differentiable.
 
         Communicates as Ragged -> Replicate does (one collective per mesh axis that is not Replicate). The backward
@@ -202,7 +222,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     ) -> Any:
         return HANDLERS[func](func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RaggedDTensor({self._sharding}, local={self._local_tensor})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
@@ -218,7 +238,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         sharding = self._sharding
         local = self._local_tensor.detach()
         state = (
@@ -244,13 +264,13 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         )
         return _wrap_traced(local, sharding, spec, requires_grad)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         return _checkpoint.write_items(fqn, self)
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return _checkpoint.chunk_list(self._sharding)
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return _checkpoint.tensor_shard(self, index)
 
 
@@ -287,7 +307,7 @@ def _wrap_traced(local: torch.Tensor, sharding: Sharding, spec: Spec, requires_g
 def _rebuild(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    placements: tuple[Any, ...],
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     requires_grad: bool,
     state: dict[str, Any],
@@ -299,7 +319,11 @@ def _rebuild(
 
 
 def _examine(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Any
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int] | None,
 ) -> tuple[Sharding | None, Exception | None]:
     """The sharding that from_local's arguments describe, or the error to raise."""
     try:

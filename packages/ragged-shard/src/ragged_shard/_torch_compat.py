@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit replication is allowed), and
-`distributed_c10d._world` (which groups there are, for the test harness).
+`OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
+replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 Spec = DTensorSpec
+Op = torch._ops.OpOverload
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 # From 2.12 on a subclass of DTensor keeps its own dispatch; before, C++ takes it for a plain DTensor and never
@@ -37,7 +38,7 @@ class TensorWrapper(torch.Tensor):
         return self._spec.mesh
 
     @property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[Placement, ...]:
         """One placement for each mesh axis."""
         return self._spec.placements
 
@@ -80,7 +81,7 @@ class RaggedSpec(DTensorSpec):
 
 def make_spec(
     mesh: DeviceMesh,
-    placements: tuple[Any, ...],
+    placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     dtype: torch.dtype,
@@ -118,16 +119,20 @@ else:
         return wrapper
 
 
-def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, shard, group=group, async_op=True)
+    work: dist.Work = gather(output, shard, group=group, async_op=True)
+    return work
 
 
-def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+def reduce_scatter_from(
+    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
     """Start a reduce-scatter into equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, source, op=op, group=group, async_op=True)
+    work: dist.Work = scatter(output, source, op=op, group=group, async_op=True)
+    return work
 
 
 def implicitly_replicated() -> bool:
