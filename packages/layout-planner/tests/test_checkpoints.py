@@ -202,3 +202,9 @@ def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{library}.*pip install layout-planner\[checkpoint\]"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"weight_map": ' + "9" * 100_000 + "}"])
+def test_an_index_nested_too_deeply_or_with_too_long_a_number_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    refused(tmp_path, r"index\.json: not JSON")

@@ -282,3 +282,16 @@ def test_a_reader_that_goes_away_ends_the_program_quietly():
         program.stdout.close()
         assert program.stderr.read() == b""
         assert program.wait() == 1
+
+
+def test_a_deeply_nested_index_is_one_line_that_names_the_file(capsys, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "index.json: not JSON" in fails(
+        capsys, ["plan", "--checkpoint", str(tmp_path), "--world-size", "8"]
+    )
+
+
+@pytest.mark.parametrize("ranks", ["1048577", "9" * 4000, "8..1048577", "1048577..2"])
+def test_a_huge_world_size_ends_at_once_with_one_line(capsys, ranks):
+    said = fails(capsys, ["sweep", "--model", "llama-3-8b", "--world-size", ranks])
+    assert "is not an integer from 1 to 1048576" in said

@@ -123,3 +123,9 @@ def test_advice_holds_for_a_single_rank():
 def test_no_plan_of_a_model_is_below_its_lower_bound(name):
     for found in sweep(load_model(name), [64, 512, 1024], [Rows(1), Rows(16), Rows(32), Rows(128)], OPTIONS):
         assert found.gap >= 0, found
+
+
+def test_advice_at_the_most_ranks_stays_within_them():
+    model = ModelShape("tiny", (GroupShape("layers.0", 1, (ShapeEntry("w", (64, 8)),)),))
+    measures = list(sweep(model, [1 << 20], [Rows(1)], Options()))
+    assert len(list(advise(model, measures, Options()))) == 4

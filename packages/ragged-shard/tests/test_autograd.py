@@ -153,3 +153,43 @@ def pointwise_graph():
 
 def test_pointwise_graphs_with_a_sum_at_the_end_differentiate():
     run_ranks(3, pointwise_graph)
+
+
+SECOND = {
+    "pointwise": lambda x: x,
+    "full_tensor": lambda x: x.full_tensor(),
+    "summands": lambda x: x.full_tensor(grad_placements=[Partial()]),
+    "to_local": lambda x: x.to_local(),
+    "ragged": lambda x: x.redistribute(placements=[RaggedShard((0, 1), (9, 0, 15))]),
+    "shard": lambda x: x.redistribute(placements=[Shard(1)]),
+    "from_local": lambda x: RaggedDTensor.from_local(
+        x.to_local() * 1, x.device_mesh, x.placements, shape=x.shape
+    ),
+    "elsewhere": lambda x: RaggedDTensor.from_local(
+        x.to_local() * 1, x.device_mesh, x.placements, shape=x.shape
+    ).redistribute(placements=[Replicate()]),
+    "average": lambda x: x.redistribute(placements=[Partial("avg")]).redistribute(placements=[RAGGED]),
+}
+
+
+def second_derivatives(name):
+    plain = ((FULL + 1) / 10).requires_grad_()
+    tensor = distribute_tensor(plain.detach(), init_device_mesh("cpu", (3,)), [RAGGED]).requires_grad_()
+
+    def derivatives(x, way, share=1.0):
+        (first,) = torch.autograd.grad((way(x) ** 3).sum() * share, x, create_graph=True)
+        (second,) = torch.autograd.grad((way(first) ** 2).sum() * share, x, create_graph=True)
+        (third,) = torch.autograd.grad(second.sum(), x)
+        return first, second, third
+
+    share = 1 / 3 if name == "summands" else 1.0  # each rank has a third of the loss
+    for got, wanted in zip(
+        derivatives(tensor, SECOND[name], share), derivatives(plain, lambda x: x), strict=True
+    ):
+        assert got.placements == tensor.placements
+        torch.testing.assert_close(got.full_tensor(), wanted.detach())
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_and_third_derivatives_are_those_of_the_unsharded_tensor(name):
+    run_ranks(3, second_derivatives, name)

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.format_utils
 import torch.nn as nn
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -16,8 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard import (
+    HuggingFaceStorageWriter,
+    RaggedDTensor,
+    RaggedShard,
+    StridedRaggedShard,
+    distribute_tensor,
+)
+from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 SHAPES = {
     "matrix": (24, 5), "vector": (12,), "cube": (4, 6, 3), "scalar": (), "tiny": (1, 3), "empty": (0, 4),
@@ -227,3 +236,155 @@ def save_async(folder):
 def test_async_save_works_too(tmp_path):
     run_ranks(2, save_async, tmp_path)
     run_ranks(3, load, "ragged", tmp_path)
+
+
+SHAPES_IN_BUFFER = {"a": (6, 4), "b": (9,), "scalar": (), "c": (3, 2, 5)}
+
+
+def in_one_buffer(fill):
+    """Tensors whose local tensors lie behind one another in one buffer, as a data-parallel runtime holds them."""
+    mesh = init_device_mesh("cpu", (3,))
+    placements = {
+        "a": RaggedShard((0,), (1, 2, 0)),
+        "b": RaggedShard((0,), (1, 1, 1)),
+        "scalar": RaggedShard((), (0, 0, 1)),
+        "c": RaggedShard((0, 1), (2, 0, 4)),
+    }
+    buffer, start, tensors = torch.zeros(100), 7, {}
+    for name, shape in SHAPES_IN_BUFFER.items():
+        like = distribute_tensor(torch.full(shape, fill), mesh, [placements[name]])
+        local = buffer[start : start + like.to_local().numel()].view(like.to_local().shape)
+        tensors[name] = RaggedDTensor.from_local(
+            local.copy_(like.to_local()), mesh, [placements[name]], shape=shape
+        )
+        start += local.numel() + 5
+    return buffer, tensors
+
+
+def save_async_twice(folder):
+    buffer, tensors = in_one_buffer(2.0)
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+    for step in (1, 2):
+        staged = stager.stage(tensors)
+        for name, copied in staged.items():
+            original = tensors[name]
+            assert isinstance(copied, RaggedDTensor)
+            assert (copied.shape, copied.placements) == (original.shape, original.placements)
+            assert copied.dtype == original.dtype
+            assert torch.equal(copied.to_local(), original.to_local())
+            if copied.to_local().numel():
+                assert copied.data_ptr() != original.data_ptr()
+        dcp.save(staged, checkpoint_id=f"{folder}/{step}")
+        buffer.mul_(3)
+    stager.close()
+    future = dcp.async_save(tensors, checkpoint_id=f"{folder}/3")
+    buffer.zero_()  # staging has copied by then
+    future.result()
+
+
+def load_filled(folder):
+    for step, fill in ((1, 2.0), (2, 6.0), (3, 18.0)):
+        plain = {name: torch.zeros(shape) for name, shape in SHAPES_IN_BUFFER.items()}
+        dcp.load(plain, checkpoint_id=f"{folder}/{step}")
+        for name, tensor in plain.items():
+            assert tensor.eq(fill).all(), (step, name, tensor)
+
+
+def test_async_save_copies_tensors_that_lie_in_one_buffer(tmp_path):
+    run_ranks(3, save_async_twice, tmp_path)
+    run_ranks(1, load_filled, tmp_path)
+
+
+def foreign_storage():
+    _, tensors = in_one_buffer(1.0)
+    for tensor in (tensors["a"], tensors["a"].new_zeros(())):
+        with pytest.raises(NotImplementedError, match=r"use RaggedDTensor\.from_local"):
+            tensor.set_(torch.zeros(24).untyped_storage(), 0, (24,), (1,))
+
+
+def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
+    run_ranks(3, foreign_storage)
+
+
+HF_VALUES = {
+    "elements": torch.arange(60.0).view(3, 4, 5),  # 5 boxes on one rank
+    "rows": torch.arange(24.0).view(6, 4),
+    "plain": torch.arange(4.0),
+}
+
+
+def hf_state(fill):
+    mesh = init_device_mesh("cpu", (2,))
+    placements = {"elements": RaggedShard((0, 1, 2), (27, 33)), "rows": RaggedShard((0,), (5, 1))}
+    return {
+        name: distribute_tensor(value * fill, mesh, [placements[name]])
+        if name in placements
+        else value * fill
+        for name, value in HF_VALUES.items()
+    }
+
+
+def save_hf(writer, folder, options):
+    dcp.save(hf_state(1.0), storage_writer=writer(str(folder), **options))
+
+
+def load_hf(folder):
+    found = hf_state(0.0)
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    for name, value in HF_VALUES.items():
+        assert torch.equal(gathered(found[name]), value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_consolidation": True}], ids=str)
+def test_torchs_hugging_face_writer_refuses_several_boxes_of_a_tensor_instead_of_losing_some(
+    options, tmp_path
+):
+    with pytest.raises(
+        RankError, match=r"elements \(shape \(3, 4, 5\) .*ragged_shard\.HuggingFaceStorageWriter"
+    ):
+        run_ranks(2, save_hf, dcp.HuggingFaceStorageWriter, tmp_path, {"save_distributed": True, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"thread_count": 2}, {"fqn_to_index_mapping": {"elements": 1, "rows": 2, "plain": 2}}],
+    ids=str,
+)
+@pytest.mark.parametrize("consolidate", [False, True])
+def test_our_hugging_face_writer_keeps_every_box(options, consolidate, tmp_path):
+    options = {**options, "save_distributed": True, "enable_consolidation": consolidate}
+    run_ranks(2, save_hf, HuggingFaceStorageWriter, tmp_path, options)
+    run_ranks(2, load_hf, tmp_path)
+    if consolidate:
+        found = {}
+        for file in tmp_path.glob("*.safetensors"):
+            found.update(load_file(file))
+        assert found.keys() == HF_VALUES.keys()
+        assert all(torch.equal(found[name], value) for name, value in HF_VALUES.items())
+
+
+def test_our_hugging_face_writer_needs_distributed_saving_for_several_boxes(tmp_path):
+    with pytest.raises(
+        RankError, match="elements: several boxes of it on one rank need save_distributed=True"
+    ):
+        run_ranks(2, save_hf, HuggingFaceStorageWriter, tmp_path, {})
+
+
+def boxes_are_plain_in_files(folder):
+    dcp.save(hf_state(1.0), checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        dcp.format_utils.dcp_to_torch_save(folder, f"{folder}/full.pt")
+        for name, value in torch.load(f"{folder}/full.pt").items():
+            assert type(value) is torch.Tensor
+            assert torch.equal(value, HF_VALUES[name])
+
+
+def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
+    run_ranks(2, boxes_are_plain_in_files, tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
@@ -29,3 +30,24 @@ def compiled():
 
 def test_a_compiled_pointwise_function_is_bit_equal():
     run_ranks(3, compiled, timeout=120)
+
+
+def compiled_in_one_buffer():
+    mesh = init_device_mesh("cpu", (3,))
+    x = torch.arange(24.0).view(6, 4) / 24
+    even = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
+    buffer = torch.zeros(60)
+    pair = []
+    for start in (3, 30):
+        local = buffer[start : start + even.to_local().numel()].view(-1, 4).copy_(even.to_local())
+        pair.append(RaggedDTensor.from_local(local, mesh, even.placements, shape=(6, 4)))
+    got = torch.compile(curve, backend="aot_eager", fullgraph=True)(*pair)
+    assert torch.equal(got.full_tensor(), curve(x, x))
+    fake = FakeTensorMode().from_tensor(pair[0])
+    assert isinstance(fake, RaggedDTensor)
+    assert fake.shape == (6, 4)
+    assert fake.to_local().shape == pair[0].to_local().shape
+
+
+def test_tensors_in_one_buffer_are_compiled_too():
+    run_ranks(3, compiled_in_one_buffer, timeout=120)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -621,3 +622,54 @@ def with_plain_tensors():
 
 def test_implicit_replication_takes_plain_tensors_to_be_the_same_on_all_ranks():
     run_ranks(3, with_plain_tensors)
+
+
+def seen_by_comm_debug_mode():
+    x = plain()
+    rx, other = spread(x), spread(x)
+    reduce_ops = torch.ops.c10d.allreduce_
+    calls = [
+        rx.norm, rx.sum, rx.max, rx.any, lambda: rx.mean(0), lambda: torch._foreach_norm([rx, other]),
+        lambda: torch.equal(rx, other),
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_([rx], torch.zeros(1), torch.ones(1)),
+    ]  # fmt: skip
+    for call in calls:
+        with CommDebugMode() as mode, record_collectives() as record:
+            call()
+        assert mode.get_total_counts() == mode.get_comm_counts()[reduce_ops] == len(record.events) == 1, call
+    hsdp = spread(x, (Replicate(), RAGGED), (1, 3))
+    with CommDebugMode() as mode:
+        hsdp.uniform_()
+        rx.add_(1)
+        rx.sum(dim=2)
+    assert mode.get_total_counts() == 0
+    parameters = [torch.nn.Parameter(rx), torch.nn.Parameter(other)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with CommDebugMode() as mode:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.optim.AdamW(parameters).step()
+    assert mode.get_total_counts() == 1  # one reduction for the list: foreach code was chosen
+
+
+def test_comm_debug_mode_counts_collectives_inside_ops():
+    run_ranks(3, seen_by_comm_debug_mode)
+
+
+def masked():
+    x = plain()
+    rx = spread(x)
+    kept = rx.clone()
+    rx[rx > 0.5] = 7.0
+    x = torch.where(x > 0.5, 7.0, x)
+    same(rx, x, "masked")
+    for mask in (plain() > 0.5, spread(plain() > 0.5, [RaggedShard((0,), (1, 1, 2))]), slice(0, 1)):
+        with pytest.raises((NotImplementedError, ValueError)):
+            rx[mask] = 1.0
+    with pytest.raises((NotImplementedError, ValueError)):
+        rx[rx > 3] = kept
+    same(rx, x, "nothing was written")
+
+
+def test_a_mask_of_the_same_placements_selects_what_to_overwrite():
+    run_ranks(3, masked)

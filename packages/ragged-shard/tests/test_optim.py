@@ -94,7 +94,40 @@ EXACT = {
     "RMSprop foreach": functools.partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
     "Adamax for-loop": functools.partial(torch.optim.Adamax, lr=1e-2, foreach=False),
     "NAdam foreach": functools.partial(torch.optim.NAdam, lr=1e-2, foreach=True),
+    "RAdam foreach": functools.partial(torch.optim.RAdam, lr=1e-2, foreach=True),
+    "Adadelta foreach": functools.partial(torch.optim.Adadelta, lr=1e-2, foreach=True),
+    "ASGD foreach": functools.partial(torch.optim.ASGD, lr=1e-2, foreach=True),
+    "Rprop foreach": functools.partial(torch.optim.Rprop, lr=1e-2, foreach=True),
+    "Rprop for-loop": functools.partial(torch.optim.Rprop, lr=1e-2, foreach=False),
 }
+# Those of torch that cannot work, and what the error says: they look at whole tensors, or at sparse gradients.
+REFUSED = {
+    "Adafactor": "torch.optim.Adafactor.*cannot be used",
+    "LBFGS": "aten.cat.default has no rule",
+    "Muon": "aten.permute.default has no rule",
+    "SparseAdam": "does not support dense gradients",
+}
+
+
+def test_every_optimizer_of_torch_is_tested_or_refused():
+    named = {name.split()[0] for name in EXACT} | {"AdamW", "Adam", "SGD"} | REFUSED.keys()
+    found = {name for name in torch.optim.__all__ if name.lower() != name} - {"Optimizer"}
+    assert found == named
+
+
+def refused(name):
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [RaggedShard((0,), (1, 2))]))
+    before = param.to_local().clone()
+    param.grad = torch.ones_like(param)
+    with pytest.raises((NotImplementedError, RuntimeError), match=REFUSED[name]):
+        getattr(torch.optim, name)([param], lr=0.1).step(*[lambda: torch.ones(())] * (name == "LBFGS"))
+    assert torch.equal(param.to_local(), before)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_work_is_refused_before_it_changes_anything(name):
+    run_ranks(2, refused, name)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)

@@ -7,21 +7,27 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import (
+    RaggedDTensor,
     RaggedShard,
     StridedRaggedShard,
+    distribute_like,
     distribute_tensor,
+    full_optimizer_state_dict,
     full_state_dict,
+    load_full_optimizer_state_dict,
     load_full_state_dict,
 )
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 
 def values():
@@ -129,8 +135,8 @@ def bad(kind, rank0_only):
         ("shape", "uneven: a tensor of shape (4, 6) for one of shape (6, 4)"),
         ("missing", "missing names ['vector']"),
         ("unexpected", "unexpected names ['other']"),
-        ("type", "vector: expected a whole plain tensor"),
-        ("meta", "are on the meta device; give them storage first"),
+        ("type", "vector: expected a full plain tensor"),
+        ("meta", "are on the meta device; allocate them first"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_written(
@@ -144,7 +150,6 @@ def meta_on_one_rank():
     device = "meta" if dist.get_rank() == 1 else "cpu"
     mesh = init_device_mesh("cpu", (3,))
     part = torch.zeros(2, 2, device=device)
-    from ragged_shard import RaggedDTensor
 
     module.w = nn.Parameter(
         RaggedDTensor.from_local(part, mesh, [RaggedShard((0,), (1, 1, 1))], shape=(6, 2))
@@ -184,24 +189,70 @@ def test_torchs_own_gathering_of_full_state_dicts_works_too():
     run_ranks(3, torch_gathers)
 
 
-def torch_loads(device, from_rank0):
+def torch_refuses(kind, device, placements, options):
+    """Every rank must raise by itself: the rank that holds all of a tensor used to go on, and wait for the others."""
+    mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
     module = nn.Module()
-    mesh = init_device_mesh("cpu", (3,))
-    blank = torch.empty(6, 4, device=device)
-    module.weight = nn.Parameter(distribute_tensor(blank, mesh, [RaggedShard((0,), (1, 2, 3))]))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
-    given = {"weight": torch.arange(24.0).view(6, 4)} if not from_rank0 or dist.get_rank() == 0 else {}
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        set_model_state_dict(module, given, options=options)
+    module.first = nn.Parameter(torch.zeros(2))
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
+    given = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
+    if kind == "distribute":
+        torch_distribute_tensor(given["weight"], mesh, module.weight.placements)
+    here = not options["broadcast_from_rank0"] or dist.get_rank() == 0
+    options = StateDictOptions(full_state_dict=True, **options)
+    if kind == "model":
+        set_model_state_dict(module, given if here else {}, options=options)
+    if kind == "optimizer":
+        plain = nn.Module()
+        for name, value in given.items():
+            setattr(plain, name, nn.Parameter(value))
+        full = get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+        optimizer = torch.optim.AdamW(module.parameters())
+        set_optimizer_state_dict(module, optimizer, full if here else {}, options=options)
+
+
+PLACEMENTS = {
+    "uneven": [RaggedShard((0,), (1, 2, 3))],
+    "one holder": [RaggedShard((0,), (0, 1, 0))],
+    "elements": [RaggedShard((0, 1), (5, 1, 6))],
+    "hsdp": [Replicate(), RaggedShard((0,), (3, 3, 0))],
+}
 
 
 @pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
 )
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("from_rank0", [True, False])
-def test_torchs_own_loading_of_full_state_dicts_raises_instead_of_mis_sizing(device, from_rank0):
-    run_ranks(3, torch_loads, device, from_rank0)
+@pytest.mark.parametrize(
+    ("kind", "device", "from_rank0", "cpu_offload"),
+    [
+        ("distribute", "cpu", False, False),
+        ("model", "cpu", False, False),
+        ("model", "cpu", True, False),
+        ("model", "cpu", True, True),
+        ("model", "meta", False, False),
+        ("model", "meta", True, False),
+        ("optimizer", "cpu", False, False),
+        ("optimizer", "cpu", True, False),
+        ("optimizer", "cpu", True, True),
+    ],
+)
+@pytest.mark.parametrize("name", list(PLACEMENTS))
+def test_torch_slicing_a_full_tensor_raises_on_every_rank_and_names_what_to_use(
+    kind, device, from_rank0, cpu_offload, name
+):
+    options = {"broadcast_from_rank0": from_rank0, "cpu_offload": cpu_offload}
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, torch_refuses, kind, device, PLACEMENTS[name], options, timeout=30)
+    assert sorted(caught.value.causes) == [0, 1, 2]
+    for error in caught.value.causes.values():
+        assert isinstance(error, NotImplementedError)
+        assert str(PLACEMENTS[name][-1]) in str(error)
+        for way_out in (
+            "ragged_shard.distribute_tensor",
+            "load_full_state_dict",
+            "load_full_optimizer_state_dict",
+        ):
+            assert way_out in str(error)
 
 
 def off_root():
@@ -218,3 +269,136 @@ def off_root():
 
 def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
     run_ranks(4, off_root, timeout=20)
+
+
+def trained(module, make):
+    """An optimizer after two steps with gradients that do not depend on how parameters are distributed."""
+    optimizers = make(module)
+    for step in range(2):
+        for name, param in module.named_parameters():
+            gradient = (values()[name] - 4) / (3 + step)
+            param.grad = distribute_like(gradient, param.detach(), src_data_rank=None)
+        for optimizer in optimizers:
+            optimizer.step()
+    return optimizers
+
+
+def reference():
+    module = nn.Module()
+    for name, value in values().items():
+        if name == "steps":
+            module.register_buffer(name, value)
+        else:
+            setattr(module, name, nn.Parameter(value.clone()))
+    return module
+
+
+def adamw(module):
+    return [torch.optim.AdamW(module.parameters(), lr=0.1, amsgrad=True)]
+
+
+def two_optimizers(module):
+    first, *rest = module.parameters()
+    groups = [{"params": rest[:2], "lr": 0.3}, {"params": rest[2:]}]
+    return [torch.optim.AdamW([first], lr=0.2), torch.optim.SGD(groups, lr=0.1, momentum=0.9)]
+
+
+def compare(found, wanted):
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for name, state in wanted["state"].items():
+        assert found["state"][name].keys() == state.keys()
+        for key, value in state.items():
+            assert type(found["state"][name][key]) is type(value)
+            assert torch.equal(found["state"][name][key], value), (name, key)
+
+
+def optimizer_round_trip(two_d, rank0_only, make):
+    plain = reference()
+    wanted = get_optimizer_state_dict(plain, trained(plain, make))
+    here = not rank0_only or dist.get_rank() == 0
+    module = model(two_d)
+    load_full_state_dict(module, values())
+    optimizers = make(module)
+    load_full_optimizer_state_dict(module, optimizers, wanted if here else {}, rank0_only=rank0_only)
+    ragged = optimizers[-1].state[module.vector]
+    assert all(value.placements == module.vector.placements for value in ragged.values() if value.ndim)
+    gathered = full_optimizer_state_dict(module, optimizers, rank0_only=rank0_only, cpu_offload=True)
+    if here:
+        compare(gathered, wanted)
+    else:
+        assert gathered == {}
+    compare(full_optimizer_state_dict(module, optimizers), wanted)
+
+
+@pytest.mark.parametrize("make", [adamw, two_optimizers])
+@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize("two_d", [True, False])
+def test_a_full_optimizer_state_dict_of_plain_training_loads_and_gathers_bit_by_bit(two_d, rank0_only, make):
+    run_ranks(4 if two_d else 3, optimizer_round_trip, two_d, rank0_only, make)
+
+
+def moves_nothing_needlessly():
+    module = model()
+    load_full_state_dict(module, values())
+    optimizers = trained(module, adamw)
+    full = full_optimizer_state_dict(module, optimizers)
+    addresses = [value.data_ptr() for value in optimizers[0].state[module.uneven].values()]
+    with record_collectives() as record:
+        load_full_optimizer_state_dict(module, optimizers, full)
+    assert record.events == []
+    assert [value.data_ptr() for value in optimizers[0].state[module.uneven].values()] == addresses
+    assert all(
+        isinstance(optimizers[0].state[module.uneven][key], RaggedDTensor)
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def test_every_rank_takes_its_range_of_a_full_optimizer_state_without_communication():
+    run_ranks(3, moves_nothing_needlessly)
+
+
+def bad_optimizer_state(change, rank0_only):
+    module = model()
+    optimizers = adamw(module)
+    full = full_optimizer_state_dict(module, optimizers)
+    weight = full["state"]["uneven"]
+    if change == "shape":
+        weight["exp_avg"] = torch.zeros(4, 6)
+    elif change == "missing":
+        del full["state"]["vector"]
+    elif change == "unexpected":
+        weight["momentum"] = torch.zeros(6, 4)
+    elif change == "kind":
+        weight["exp_avg"] = torch.zeros(6, 4, dtype=torch.uint8)
+    elif change == "number":
+        weight["exp_avg"] = 3.0
+    elif change == "groups":
+        del full["param_groups"]
+    given = full if not rank0_only or dist.get_rank() == 0 else {}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        load_full_optimizer_state_dict(module, optimizers, given, rank0_only=rank0_only)
+    assert not optimizers[0].state[module.uneven]["exp_avg"].any()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", "uneven.exp_avg: a tensor of shape (4, 6) for one of shape (6, 4)"),
+        (
+            "missing",
+            "missing names ['vector.exp_avg', 'vector.exp_avg_sq', 'vector.max_exp_avg_sq', 'vector.step']",
+        ),
+        ("unexpected", "unexpected names ['uneven.momentum']"),
+        ("kind", "uneven.exp_avg: a tensor of torch.uint8 for one of torch.float32"),
+        ("number", "uneven.exp_avg: expected a RaggedDTensor, got a float"),
+        ("groups", "the state dict has no 'param_groups'"),
+    ],
+)
+def test_an_optimizer_state_that_does_not_fit_raises_on_every_rank_before_anything_is_written(
+    change, message, rank0_only
+):
+    found = run_ranks(3, bad_optimizer_state, change, rank0_only, timeout=30)
+    assert all(message in text for text in found), found

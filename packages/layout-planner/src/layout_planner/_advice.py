@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layout_planner._blocks import Block, Rows
+from layout_planner._checks import MOST_RANKS
 from layout_planner._sweep import BF16, Measure, Options, measure
 from layout_planner._table import percent, size
 from layout_planner.models import GroupShape, ModelShape, ShapeEntry
@@ -85,7 +86,7 @@ def _on_world_sizes(
     first = -(-3 * world_size // (4 * _NODE)) * _NODE
     nearby = [
         measure(model, other, block, options)
-        for other in range(first, 5 * world_size // 4 + 1, step)
+        for other in range(first, min(5 * world_size // 4, MOST_RANKS) + 1, step)
         if other
     ]
     ranked = sorted([largest, *nearby], key=lambda m: (m.planned / m.numel, m.world_size != world_size))

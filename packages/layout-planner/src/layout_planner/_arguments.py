@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from layout_planner._blocks import Block, Rows, parse_block
+from layout_planner._checks import MOST_RANKS
 from layout_planner._sweep import Options
 from layout_planner.checkpoints import read_checkpoint
 from layout_planner.models import ModelShape, load_model, model_names, separate_experts
 
 T = TypeVar("T")
-_MOST = 1 << 20  # ranks; anything above is a typing error
 
 TABLE_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
 TABLE_WORLD_SIZES = "8..4096"
@@ -33,8 +33,8 @@ def one_line(message: object) -> str:
 
 def number(text: str) -> int:
     """A positive integer."""
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= _MOST:
-        raise ValueError(f"{text!r} is not an integer from 1 to {_MOST}")
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_RANKS:
+        raise ValueError(f"{text!r} is not an integer from 1 to {MOST_RANKS}")
     return int(text)
 
 

@@ -132,6 +132,16 @@ class BlockGrid:
         """Number of blocks in the tensor, including short ones."""
         return (self.numel // self.period) * -(-self.period // self.block)
 
+    def are_cuts(self, first: int, step: int, count: int) -> bool:
+        """Whether `first`, `first + step`, ... (`count` of them, inside the tensor) are all cut points."""
+        if count < 1:
+            return True
+        if self.uniform:
+            return first % self.block == 0 and (count == 1 or step % self.block == 0)
+        # Offsets within a period repeat after `cycle` steps.
+        cycle = self.period // math.gcd(step, self.period)
+        return all(self.is_cut(first + k * step) for k in range(min(count, cycle)))
+
     def is_cut(self, offset: int) -> bool:
         """Whether a shard may end `offset` elements into the tensor. Both ends of the tensor are cut points."""
         return (
@@ -149,7 +159,7 @@ def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None)
     """
     numel = math.prod(shape)
     width = shape[-1] if len(shape) > 1 else 1
-    if period is not None and (period < 1 or numel % period):
+    if period is not None and numel % check_integer(f"{name}: period", period, 1):
         raise ValueError(
             f"{name}: a period of {period} elements does not divide its {numel} elements (shape {shape}); "
             "pass the number of elements of one stacked matrix, or None"

@@ -1,12 +1,25 @@
 """Checks of arguments, shared by everything that takes one from a user."""
 
+MOST_RANKS = 1 << 20  # anything above is a typing error, and would take memory in proportion
 
-def check_integer(name: str, value: object, least: int) -> int:
-    """Return `value` if it is an integer of at least `least`.
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Return `value` if it is an integer of at least `least` and at most `most`.
 
     Raises:
-        ValueError: it is anything else (a bool, a float, too small); the message names the argument.
+        ValueError: it is anything else (a bool, a float, out of range); the message names the argument.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} is {value!r}; expected an integer of at most {most}")
     return value
+
+
+def check_world_size(value: object) -> int:
+    """Return `value` if it is a number of ranks.
+
+    Raises:
+        ValueError: it is not an integer from 1 to `MOST_RANKS`.
+    """
+    return check_integer("world_size", value, 1, MOST_RANKS)

@@ -17,6 +17,7 @@ from typing import Any
 
 from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
+from layout_planner._checks import check_integer, check_world_size
 from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner._svg import draw
@@ -47,6 +48,8 @@ class Layout:
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
+        check_world_size(self.world_size)
+        check_integer("align", self.align, 1)
         placed = [name for segment in self.segments for name in segment.names]
         if sorted(placed) != sorted(spec.name for spec in self.tensors) or len(set(placed)) != len(placed):
             raise ValueError(
@@ -56,8 +59,8 @@ class Layout:
             self._check_segment(index, segment)
 
     def _check_segment(self, index: int, segment: Segment) -> None:
-        size = segment.shard_size
-        if size < 1 or size % self.align or len(segment.names) != len(segment.offsets) or not segment.names:
+        size = check_integer(f"segment {index}: shard_size", segment.shard_size, 1)
+        if size % self.align or len(segment.names) != len(segment.offsets) or not segment.names:
             raise ValueError(
                 f"segment {index}: expected a shard size that is a positive multiple of {self.align} and as many "
                 f"offsets as tensors, at least one; got {size}, {len(segment.offsets)} and {len(segment.names)}"
@@ -65,17 +68,17 @@ class Layout:
         end, last = 0, "the start of the segment"
         for name, start in zip(segment.names, segment.offsets, strict=True):
             spec = self._by_name[name]
-            if start < end or start % self.align:
+            if check_integer(f"{name}: offset", start, 0) < end or start % self.align:
                 raise ValueError(
                     f"{name}: offset {start} is not a multiple of {self.align}, or overlaps {last}, which ends at {end}"
                 )
             end, last = start + spec.numel, name
-            first = start // size + 1
-            for rank in range(first, min(self.world_size, (end - 1) // size) + 1):
-                if not spec.grid.is_cut(rank * size - start):
-                    raise ValueError(
-                        f"{name}: rank {rank}'s shard starts inside a block, at element {rank * size - start}"
-                    )
+            ranks = range(start // size + 1, min(self.world_size, (end - 1) // size) + 1)
+            if not spec.grid.are_cuts(ranks.start * size - start, size, len(ranks)):
+                rank = next(rank for rank in ranks if not spec.grid.is_cut(rank * size - start))
+                raise ValueError(
+                    f"{name}: rank {rank}'s shard starts inside a block, at element {rank * size - start}"
+                )
         if end > self.world_size * size:
             raise ValueError(
                 f"segment {index}: {last} ends at {end}, past {self.world_size} shards of {size}"
@@ -208,7 +211,7 @@ class Layout:
             ValueError: `text` is not JSON, of another format, or describes an invalid layout.
         """
         try:
-            content: dict[str, Any] = json.loads(text)
+            content: Any = json.loads(text)
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
             tensors = tuple(
@@ -220,7 +223,7 @@ class Layout:
                 for segment in content["segments"]
             )
             return cls(tensors, content["world_size"], content["align"], segments)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"this is not a layout: {type(error).__name__}: {error}") from error
 
     def fingerprint(self) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from layout_planner._checks import check_integer
+from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
 from layout_planner._place import Item
 from layout_planner._segment import Segment
@@ -37,7 +37,7 @@ def plan(
         ValueError: no tensors, a repeated name, or an argument below its minimum.
     """
     tensors = tuple(tensors)
-    check_integer("world_size", world_size, 1)
+    check_world_size(world_size)
     check_integer("align", align, 1)
     check_integer("segment_cost", segment_cost, 0)
     check_integer("max_segments", max_segments, 1)

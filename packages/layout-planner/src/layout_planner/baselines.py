@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from itertools import count
 
-from layout_planner._checks import check_integer
+from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
 from layout_planner._place import Item, placer
 from layout_planner._segment import Segment
@@ -28,7 +28,7 @@ def even_rows(tensors: Sequence[TensorSpec], world_size: int) -> int:
     Raises:
         ValueError: a world size below 1.
     """
-    check_integer("world_size", world_size, 1)
+    check_world_size(world_size)
     padded = 0
     for spec in tensors:
         slices = _slices(spec)
@@ -45,7 +45,7 @@ def lcm_rule(tensors: Sequence[TensorSpec], world_size: int) -> int:
     Raises:
         ValueError: a world size below 1.
     """
-    check_integer("world_size", world_size, 1)
+    check_world_size(world_size)
     chunk = math.lcm(*(_slices(spec) for spec in tensors))
     total = sum(spec.numel for spec in tensors)
     return world_size * -(-total // (world_size * chunk)) * chunk
@@ -69,7 +69,7 @@ def in_given_order(
     Raises:
         ValueError: no tensors, a repeated name, or an argument below its minimum.
     """
-    check_integer("world_size", world_size, 1)
+    check_world_size(world_size)
     check_integer("align", align, 1)
     if not tensors:
         raise ValueError("there is nothing to lay out: the group has no tensors")

@@ -68,7 +68,7 @@ def _read_index(index: Path) -> dict[str, Shape]:
     """Shapes of all tensors that the index lists, read from the files it names."""
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{index}: not JSON ({error}); a safetensors index is JSON with a weight_map"
         ) from None

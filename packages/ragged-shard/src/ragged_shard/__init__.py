@@ -6,26 +6,33 @@ After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute
 import torch as _torch
 
 from ragged_shard import _tensor
+from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
-from ragged_shard._state_dict import full_state_dict, load_full_state_dict
+from ragged_shard._state_dict import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
-from ragged_shard._torch_compat import offer_foreach
 
 __version__ = "0.1.0"
 __all__ = [
+    "HuggingFaceStorageWriter",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",
     "StridedRaggedShard",
     "distribute_like",
     "distribute_tensor",
+    "full_optimizer_state_dict",
     "full_state_dict",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "redistribute",
 ]
 
-offer_foreach(RaggedDTensor)
 # So that torch.load reads these back with its default, weights_only=True.
 _torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, StridedRaggedShard, _tensor._rebuild])

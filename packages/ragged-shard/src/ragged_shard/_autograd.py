@@ -51,6 +51,31 @@ def _average_factor(source: Sharding, target: Sharding) -> float:
     return factor
 
 
+def _redistributed(grad: Any, given: Sharding | None, target: Sharding, tensor_class: Any) -> Any:
+    """A gradient with another sharding. Differentiable, for second derivatives, if it requires grad itself.
+
+    Args:
+        grad: a RaggedDTensor, a DTensor, or a plain local tensor.
+        given: the sharding of a plain one; None for the others.
+        target: the sharding wanted.
+        tensor_class: RaggedDTensor.
+    """
+    recorded = torch.is_grad_enabled() and grad.requires_grad
+    if given is None:
+        local, given = local_and_sharding(grad)
+        if recorded and not isinstance(grad, tensor_class):
+            grad = grad.to_local()
+    else:
+        local = grad
+    if not recorded:
+        return tensor_class._wrap(_redistribute.start(local, given, target).wait(), target)
+    if not isinstance(grad, tensor_class):
+        grad = FromLocal.apply(grad, tensor_class, given)
+    if given == target:
+        return grad
+    return Redistribute.apply(grad, target, _redistribute.start(local.detach(), given, target))
+
+
 class ToLocal(torch.autograd.Function):
     """Tensor -> its local tensor."""
 
@@ -72,10 +97,9 @@ class ToLocal(torch.autograd.Function):
                 f"grad_placements {given.placements} give this rank a gradient of shape "
                 f"{tuple(given.local_shape)}, but to_local's result has shape {tuple(local.shape)}"
             )
-        if wanted.axis is not None and given != wanted:
-            local = _redistribute.start(local, given, wanted).wait()
-            given = wanted
-        return ctx.tensor_class._wrap(local, given), None
+        return _redistributed(
+            local, given, wanted if wanted.axis is not None else given, ctx.tensor_class
+        ), None
 
 
 class FromLocal(torch.autograd.Function):
@@ -84,14 +108,18 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, tensor_class: Any, sharding: Sharding) -> Any:
         """Wrap an alias of the local tensor."""
-        ctx.sharding = sharding
-        return tensor_class._wrap(local.view_as(local), sharding)
+        ctx.tensor_class, ctx.sharding = tensor_class, sharding
+        return tensor_class._wrap(local.detach(), sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """The gradient's local tensor, redistributed to the tensor's sharding first if it has another."""
-        local, given = local_and_sharding(grad)
-        return _redistribute.start(local, given, gradient_sharding(ctx.sharding)).wait(), None, None
+        target = gradient_sharding(ctx.sharding)
+        moved = _redistributed(grad, None, target, ctx.tensor_class)
+        # Ranks use the gradient of a pending sum each for itself, so second derivatives are summands again.
+        pairs = zip(ctx.sharding.placements, target.placements, strict=True)
+        uses = [Partial() if isinstance(p, Partial) else q for p, q in pairs]
+        return moved.to_local(grad_placements=uses), None, None
 
 
 class Redistribute(torch.autograd.Function):
@@ -106,9 +134,6 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Redistribute the gradient to the source's sharding: a local copy for Ragged -> Replicate."""
-        local, given = local_and_sharding(grad)
-        moved = _redistribute.start(local, given, gradient_sharding(ctx.source)).wait()
+        moved = _redistributed(grad, None, gradient_sharding(ctx.source), ctx.tensor_class)
         factor = _average_factor(ctx.source, ctx.target)
-        if factor != 1.0:
-            moved = moved * factor
-        return ctx.tensor_class._wrap(moved, gradient_sharding(ctx.source)), None, None
+        return moved if factor == 1.0 else moved * factor, None, None

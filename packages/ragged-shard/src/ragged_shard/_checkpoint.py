@@ -6,11 +6,22 @@ at any world size. Replicas write the same chunks, of which DCP keeps one. Nothi
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+    HuggingFaceStorageWriter as _TorchHuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ragged_shard._geometry import Box
 from ragged_shard._redistribute import run_view
@@ -70,4 +81,92 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     if not region.ragged:
         return local[inside.slices()]
     rest = math.prod(region.box.sizes[region.prefix :])
-    return run_view(local, region.box.sizes, region.start * rest, inside)
+    view = run_view(local, region.box.sizes, region.start * rest, inside)
+    return view if len(boxes) == 1 else OneOfSeveral.of(view, f"{index.fqn} ({sharding})")
+
+
+class OneOfSeveral(torch.Tensor):
+    """One of several boxes of a tensor that this rank writes. It pickles as a plain tensor, and refuses safetensors.
+
+    torch's HuggingFaceStorageWriter keeps one tensor for each name and file: of several boxes the last would remain,
+    and the others would be lost without an error. It passes what `tensor_shard` returned to safetensors, which first
+    asks each tensor for its layout. (With ``thread_count`` above 1 torch only prints the errors of its threads.)
+    """
+
+    _what: str
+
+    @classmethod
+    def of(cls, view: torch.Tensor, what: str) -> "OneOfSeveral":
+        """The box, with a description of its tensor for the error."""
+        box = view.as_subclass(cls)
+        box._what = what
+        return box
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _LAYOUT:
+            raise NotImplementedError(
+                f"{args[0]._what}: this rank holds several boxes of it, and torch's HuggingFaceStorageWriter keeps "
+                "only the last. Use ragged_shard.HuggingFaceStorageWriter, which takes the same arguments, or "
+                "torch.distributed.checkpoint.FileSystemWriter"
+            )
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, OneOfSeveral):
+            result._what = args[0]._what
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_LAYOUT: Any = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
+
+
+class _PlainBoxes:
+    """A save planner whose boxes are plain tensors."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        data = self._planner.resolve_data(item)
+        return data.as_subclass(torch.Tensor) if isinstance(data, OneOfSeveral) else data
+
+
+class HuggingFaceStorageWriter(_TorchHuggingFaceStorageWriter):
+    """torch's writer of safetensors checkpoints, for tensors of which a rank holds several boxes too.
+
+    It takes the same arguments and writes the same format. A second box of a tensor on one rank goes into a second file
+    of that rank; torch's reader and its consolidation put all files together.
+
+    Raises:
+        ValueError: several boxes of a tensor without ``save_distributed=True``, when saving.
+    """
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the ranks' files, with room for more files of each rank."""
+        numbered = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data={**plan.storage_data, "ranks": len(plans)}) for plan in numbered]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's files, each with at most one box of any tensor."""
+        files: list[dict[str, WriteItem]] = [{}]
+        for item in plan.items:
+            name = item.index.fqn
+            target = next((file for file in files if name not in file), None)
+            if target is None:
+                files.append(target := {})
+            target[name] = item
+        storage = dict(plan.storage_data)
+        ranks, index = storage.pop("ranks"), storage.get("shard_index")
+        if len(files) > 1 and index is None:
+            name = next(iter(files[1]))
+            raise ValueError(f"{name}: several boxes of it on one rank need save_distributed=True")
+        results: list[WriteResult] = []
+        for number, items in enumerate(files):
+            own = storage if index is None else {**storage, "shard_index": index + number * ranks}
+            file = replace(plan, items=list(items.values()), storage_data=own)
+            results += super().write_data(file, _PlainBoxes(planner)).wait()  # type: ignore[arg-type]
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
+        return future

@@ -6,7 +6,6 @@ reductions do not.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,13 +98,13 @@ def reduce_scatter(summand: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     return _after(reduce_scatter_from(share, summand, dist.ReduceOp.SUM, group), share, summand)
 
 
-def all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce ``values`` over the group in place; returns it. One all-reduce."""
     dist.all_reduce(values, op=op, group=group)
     return values
 
 
-def _after(work: Any, result: torch.Tensor, *keep: torch.Tensor) -> Pending:
+def _after(work: dist.Work, result: torch.Tensor, *keep: torch.Tensor) -> Pending:
     def finish(keep: tuple[torch.Tensor, ...] = keep) -> torch.Tensor:
         work.wait()
         return result

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import _comm
@@ -20,7 +20,7 @@ from ragged_shard._tensor import RaggedDTensor
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh,
-    placements: Sequence[Any],
+    placements: Sequence[Placement],
     *,
     src_data_rank: int | None = 0,
 ) -> RaggedDTensor:
@@ -116,7 +116,9 @@ def _scatter_shard(
     return _send_runs(full.reshape(-1), counts, source, rank, group).view(extents[rank].shape)
 
 
-def _send_runs(flat: torch.Tensor, counts: list[int], source: int, rank: int, group: Any) -> torch.Tensor:
+def _send_runs(
+    flat: torch.Tensor, counts: list[int], source: int, rank: int, group: ProcessGroup
+) -> torch.Tensor:
     """Send runs of the source's flat tensor to their ranks: an all_to_all in which only one rank sends."""
     ranks = len(counts)
     if ranks == 1:
@@ -150,7 +152,7 @@ def distribute_like(
 
 
 def redistribute(
-    tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None
+    tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> RaggedDTensor:
     """`RaggedDTensor.redistribute` for any distributed tensor, including DTensors of torch's. Differentiable.
 

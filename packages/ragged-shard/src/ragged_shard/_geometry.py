@@ -13,16 +13,16 @@ arXiv 2602.22437, keeps with a tensor).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 
 Ints = tuple[int, ...]
-Placements = tuple[Any, ...]
+Placements = tuple[Placement, ...]
 REDUCTIONS = ("sum", "avg")
 
 
@@ -165,6 +165,7 @@ def region(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: In
     if axis is None:
         return Region(box, 0, 0, 1, False)
     placement = placements[axis]
+    assert isinstance(placement, RaggedShard)
     start, stop = ragged_range(placement, box.sizes, coordinate[axis])
     return Region(box, len(placement.dims), start, stop, True)
 
@@ -185,7 +186,7 @@ class Extent:
 
 
 @lru_cache(maxsize=65536)
-def axis_extents(base: Ints, placement: Any, num_ranks: int) -> tuple[Extent, ...]:
+def axis_extents(base: Ints, placement: Placement, num_ranks: int) -> tuple[Extent, ...]:
     """Each rank's extent of a base tensor with one placement on an axis; all of it for Replicate and Partial."""
     extents = []
     for rank in range(num_ranks):
@@ -206,7 +207,7 @@ def axis_extents(base: Ints, placement: Any, num_ranks: int) -> tuple[Extent, ..
     return tuple(extents)
 
 
-def normalize(placements: Any, ndim: int) -> Placements:
+def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
     """Placements as a tuple, with negative Shard dimensions counted from the front."""
     found = []
     for placement in placements:
@@ -246,6 +247,7 @@ def validate(placements: Placements, mesh_shape: Ints, shape: Ints) -> None:
 
 def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int, where: str) -> None:
     placement = placements[axis]
+    assert isinstance(placement, RaggedShard)
     k, units = len(placement.dims), placement.local_units
     if k > len(shape):
         raise ValueError(f"{where}: dims={placement.dims} of a {len(shape)}-d tensor")
@@ -255,8 +257,11 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
         )
     # Shards on axes to the left cut first anyway; those to the right would cut the ragged ranges, unless strided.
     # An axis of size 1 cuts nothing.
-    right = range(axis + 1, len(placements))
-    after = [i for i in right if mesh_shape[i] > 1 and type(placements[i]) is Shard and placements[i].dim < k]
+    after = {
+        i: p.dim
+        for i, p in enumerate(placements)
+        if i > axis and mesh_shape[i] > 1 and type(p) is Shard and p.dim < k
+    }
     if isinstance(placement, StridedRaggedShard):
         slices = math.prod(mesh_shape[i] for i in after)
         if not after or slices != placement.split_factor:
@@ -264,13 +269,13 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
                 f"{where}: split_factor={placement.split_factor}, but the Shard axes to its right make "
                 f"{slices if after else 'no'} slices of dims {placement.dims}"
             )
-        after = []
+        after = {}
     first = tuple(Replicate() if i in after else p for i, p in enumerate(placements))
     for coordinate in _corners(mesh_shape):
         base = shard_box(first, mesh_shape, shape, coordinate).sizes
         _check_divides(base, placement, where if base == shape else f"{where}, in the slice at {coordinate}")
-        for i in after:
-            _check_uncut(base, placement, placements[i].dim, where)
+        for dim in after.values():
+            _check_uncut(base, placement, dim, where)
 
 
 def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: str) -> None:

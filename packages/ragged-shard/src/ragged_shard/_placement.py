@@ -15,12 +15,12 @@ import math
 import operator
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from torch.distributed.tensor import Shard
 
 
-def _checked_ints(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+def _checked_ints(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
@@ -56,7 +56,9 @@ class RaggedShard(Shard):
     _starts: tuple[int, ...]
     _hash: int
 
-    def __init__(self, dims: Iterable[Any] = (0,), local_units: Iterable[Any] = (1,)) -> None:
+    def __init__(
+        self, dims: Iterable[SupportsIndex] = (0,), local_units: Iterable[SupportsIndex] = (1,)
+    ) -> None:
         super().__init__(0)
         checked_dims = _checked_ints("RaggedShard dims", dims)
         units = _checked_ints("RaggedShard local_units", local_units)
@@ -105,7 +107,7 @@ class RaggedShard(Shard):
         """Where the run of ``rank`` begins and ends: the shares before it, and those up to and including it."""
         return self._starts[rank], self._starts[rank + 1]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen: make a new one instead of setting {name!r}")
 
     def __eq__(self, other: object) -> bool:
@@ -163,7 +165,10 @@ class StridedRaggedShard(RaggedShard):
     split_factor: int
 
     def __init__(
-        self, dims: Iterable[Any] = (0,), local_units: Iterable[Any] = (1,), split_factor: int = 2
+        self,
+        dims: Iterable[SupportsIndex] = (0,),
+        local_units: Iterable[SupportsIndex] = (1,),
+        split_factor: SupportsIndex = 2,
     ) -> None:
         factor = operator.index(split_factor)
         if factor < 2:

@@ -26,10 +26,11 @@ for Partial -> Ragged.
 """
 
 import math
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ragged_shard import _comm
 from ragged_shard._comm import Pending, done
@@ -104,7 +105,7 @@ def _others(sharding: Sharding, axis: int) -> Placements:
     return sharding.placements[:axis] + sharding.placements[axis + 1 :]
 
 
-def _commutes(sharding: Sharding, axis: int, placement: Any) -> bool:
+def _commutes(sharding: Sharding, axis: int, placement: Placement) -> bool:
     """Whether ``placement`` on this axis cuts none of the dimensions that a Shard on another axis cuts."""
     if type(placement) is not Shard:
         return type(placement) in (Replicate, Partial)
@@ -114,11 +115,11 @@ def _commutes(sharding: Sharding, axis: int, placement: Any) -> bool:
     return all(type(p) is not Shard or p.dim != placement.dim for p in others)
 
 
-def _acts_on_local(sharding: Sharding, axis: int, goal: Any) -> bool:
+def _acts_on_local(sharding: Sharding, axis: int, goal: Placement) -> bool:
     """Whether a non-ragged axis can change to ``goal`` on local tensors alone, without changing the ragged cut."""
     k, single = len(sharding.ragged.dims), sharding.axis_size(axis) == 1
 
-    def outside_prefix(p: Any) -> bool:
+    def outside_prefix(p: Placement) -> bool:
         return type(p) in (Replicate, Partial) or (type(p) is Shard and (p.dim >= k or single))
 
     here = sharding.placements[axis]
@@ -172,7 +173,7 @@ def _take(replica: torch.Tensor, wanted: Extent) -> torch.Tensor:
     return replica.reshape(-1)[first:last].clone().view(wanted.shape)
 
 
-def _gather(local: torch.Tensor, held: tuple[Extent, ...], rank: int, group: Any) -> Pending:
+def _gather(local: torch.Tensor, held: tuple[Extent, ...], rank: int, group: ProcessGroup) -> Pending:
     """Ragged -> Replicate; the table above says by which collective."""
     counts = _lengths(held)
     flat = local.contiguous().view(-1)
@@ -188,7 +189,7 @@ def _gather(local: torch.Tensor, held: tuple[Extent, ...], rank: int, group: Any
 
 
 def _scatter_sum(
-    local: torch.Tensor, wanted: tuple[Extent, ...], rank: int, group: Any, partial: Partial
+    local: torch.Tensor, wanted: tuple[Extent, ...], rank: int, group: ProcessGroup, partial: Partial
 ) -> Pending:
     """Partial -> Ragged: the traffic of a reduce-scatter."""
     if local.dtype == torch.bool or (partial.reduce_op == "avg" and not local.is_floating_point()):
@@ -247,7 +248,7 @@ def _all_to_all(
     held: tuple[Extent, ...],
     wanted: tuple[Extent, ...],
     rank: int,
-    group: Any,
+    group: ProcessGroup,
 ) -> Pending:
     """Between Ragged and Ragged or Shard(d): each rank sends every other what it holds and the other will hold."""
     if all(h.boxes == w.boxes for h, w in zip(held, wanted, strict=True)):
@@ -275,7 +276,7 @@ def _all_to_all(
 
 
 def _all_to_all_runs(
-    local: torch.Tensor, held: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: Any
+    local: torch.Tensor, held: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: ProcessGroup
 ) -> Pending:
     """The same where all extents are runs of the flattened base: the local tensor itself is the send buffer."""
 
@@ -326,13 +327,13 @@ def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, ax
     assert neutral.local_shape is not None
     shape = neutral.local_shape
 
-    def local_placement(p: Any) -> Any:
+    def local_placement(p: Placement) -> Placement:
         return Shard(p.dim - shift) if type(p) is Shard else p
 
     before, after = (local_placement(sharding.placements[axis]) for sharding in (source, target))
     if type(after) is Partial:
         return _make_partial(local, tuple(shape), before, after, ranks, source.coordinate[axis])
-    replicas: list[Any] = [Replicate()] * len(source.placements)
+    replicas: list[Placement] = [Replicate()] * len(source.placements)
     old, new = list(replicas), list(replicas)
     old[axis], new[axis] = before, after
     return _torch_redistribute(local, source.mesh, old, new, shape)
@@ -360,9 +361,10 @@ def _by_torch(
 
 
 def _make_partial(
-    local: torch.Tensor, base: tuple[int, ...], before: Any, after: Any, ranks: int, rank: int
+    local: torch.Tensor, base: tuple[int, ...], before: Placement, after: Placement, ranks: int, rank: int
 ) -> torch.Tensor:
     """From any of torch's placements to Partial on one axis, without communication."""
+    assert isinstance(after, Partial)
     if type(before) is Partial:
         if before.reduce_op == after.reduce_op:
             return local.clone()
@@ -380,7 +382,7 @@ def _make_partial(
 
 
 def _torch_redistribute(
-    local: torch.Tensor, mesh: Any, before: list[Any], after: list[Any], shape: torch.Size
+    local: torch.Tensor, mesh: DeviceMesh, before: list[Placement], after: list[Placement], shape: torch.Size
 ) -> torch.Tensor:
     theirs = DTensor.from_local(
         local, mesh, before, run_check=False, shape=shape, stride=contiguous_stride(shape)

@@ -2,11 +2,12 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ragged_shard import _geometry as geo
 from ragged_shard._placement import RaggedShard
@@ -76,16 +77,18 @@ class Sharding:
         return int(self.mesh.shape[axis])
 
     @property
-    def ragged(self) -> Any:
+    def ragged(self) -> RaggedShard:
         """The ragged placement."""
         assert self.axis is not None
-        return self.placements[self.axis]
+        placement = self.placements[self.axis]
+        assert isinstance(placement, RaggedShard)
+        return placement
 
-    def with_placements(self, placements: Any) -> "Sharding":
+    def with_placements(self, placements: Iterable[Placement]) -> "Sharding":
         """The sharding of the same shape with other placements on the same mesh."""
         return sharding_of(self.mesh, placements, self.shape)
 
-    def replace(self, axis: int, placement: Any) -> "Sharding":
+    def replace(self, axis: int, placement: Placement) -> "Sharding":
         """The sharding of the same shape with another placement on one mesh axis."""
         return self.with_placements((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
@@ -112,7 +115,7 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return f"mesh({mesh.device_type} {tuple(mesh.shape)}{names})"
 
 
-def contiguous_stride(shape: Any) -> tuple[int, ...]:
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides as torch computes them (a dimension of size 0 counts as 1)."""
     stride, running = [], 1
     for size in reversed(shape):
@@ -121,7 +124,7 @@ def contiguous_stride(shape: Any) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def check_stride(shape: Any, stride: Any, what: str) -> None:
+def check_stride(shape: Sequence[int], stride: Sequence[int], what: str) -> None:
     """Raise unless a tensor of this shape and stride is row-major contiguous."""
     wanted = contiguous_stride(shape)
     if len(stride) != len(wanted):
@@ -133,7 +136,7 @@ def check_stride(shape: Any, stride: Any, what: str) -> None:
         )
 
 
-def sharding_of(mesh: DeviceMesh, placements: Any, shape: Any) -> Sharding:
+def sharding_of(mesh: DeviceMesh, placements: Iterable[Placement], shape: Sequence[int]) -> Sharding:
     """The sharding of these three, validated once and interned.
 
     Meshes are compared by identity (an entry keeps its mesh alive, so ids are not reused): after process groups were

@@ -1,27 +1,20 @@
-"""Full state dicts: whole, plain tensors on one rank or on all, into and out of modules whose parameters are
-distributed.
+"""Full state dicts: full, plain tensors on rank 0 or on all ranks, out of and into modules and optimizers.
 
-torch's own helper (`set_model_state_dict` with ``full_state_dict=True``) slices by torch's placements, which
-are not these; for parameters still on the meta device it would go wrong without a word. Here a meta parameter
-raises.
+For parameters that are distributed in any way. torch's `set_model_state_dict` and `set_optimizer_state_dict` with
+``full_state_dict=True`` slice full tensors by torch's placements and raise for ragged ones; these functions load them.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from ragged_shard import _comm
-from ragged_shard._distribute import scatter
-from ragged_shard._geometry import axis_extents, shard_box
-from ragged_shard._ops.operands import local_from_full
-from ragged_shard._sharding import Sharding, describe_mesh
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard import _full_tensors as full_tensors
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def load_full_state_dict(
@@ -31,189 +24,199 @@ def load_full_state_dict(
     rank0_only: bool = False,
     strict: bool = True,
 ) -> None:
-    """Load whole tensors into a module's parameters and buffers, ragged, DTensor or plain, in place.
+    """Load full tensors into a module's parameters and buffers, ragged, DTensor or plain, in place.
 
-    With ``rank0_only`` the state dict counts on global rank 0 alone (others pass anything, ``{}`` say): each
-    tensor is scattered from there, so that no other rank ever holds a whole one; it must then be on the
-    module's meshes at their first coordinate. Otherwise every rank has it and takes its own parts without
-    communication. A check comes first, on all ranks alike: nothing is written, and no rank waits for another,
-    if a name or shape is wrong.
+    With ``rank0_only`` only global rank 0 needs the state dict (others pass anything, such as ``{}``): each tensor is
+    scattered from there, so that no other rank ever holds a full one; rank 0 must be at the first coordinate of the
+    module's meshes. Otherwise every rank has the state dict and copies its own ranges without communication. All
+    names and shapes are checked first: if one is wrong nothing is written, and with ``rank0_only`` every rank raises.
 
     Values that are not tensors (extra state) are not supported.
 
     Args:
         module: its parameters must have storage: call ``to_empty`` first if they are on the meta device.
-        state_dict: name -> whole tensor; dtypes are cast to the module's.
+        state_dict: name -> full tensor; dtypes are cast to the module's.
         rank0_only: only global rank 0 has the state dict.
-        strict: names must be exactly the module's; else those that both have are loaded.
+        strict: the names must be exactly the module's; otherwise those that both have are loaded.
 
     Raises:
         ValueError: a meta parameter, a mesh that does not begin at rank 0 (``rank0_only``), a wrong shape,
-        missing or unexpected names (strict); on every rank.
-        TypeError: a value that is no plain tensor.
+            missing or unexpected names (strict).
+        TypeError: a value that is not a plain tensor.
     """
     own = module.state_dict(keep_vars=True)
-    given: dict[str, tuple[int, ...]] | None = None
-    problem = None
-    if not rank0_only or dist.get_rank() == 0:
-        problem, given = _look(own, state_dict, strict)
-    problem = problem or _meta(own) or (_off_root(own, True) if rank0_only else None)
-    if rank0_only:
-        shared: list[Any] = [(problem, sorted(given or ()))]
-        dist.broadcast_object_list(shared, src=0)
-        first, names = shared[0]
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((p for p in (first, *problems) if p is not None), None)
-    else:
-        names = sorted(given or ())
-    if problem is not None:
-        kind, text = problem
-        raise {"TypeError": TypeError, "ValueError": ValueError}[kind](f"load_full_state_dict: {text}")
+    problem: Exception | None = None
+    names: list[str] = []
+    try:
+        if not rank0_only or dist.get_rank() == 0:
+            names = _common_names(own, state_dict, strict)
+            for name in names:
+                full_tensors.check_given(name, own[name], state_dict[name])
+        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        full_tensors.check_storage(tensors)
+        if rank0_only:
+            full_tensors.check_mesh_roots(tensors, loading=True)
+    except (TypeError, ValueError) as error:
+        problem = error
+    names = full_tensors.agreed("load_full_state_dict", problem, names, from_rank0=rank0_only)
     with torch.no_grad():
         for name in names:
-            _load(own[name], state_dict.get(name), rank0_only)
-
-
-def _look(
-    own: Mapping[str, Any], given: Mapping[str, Any], strict: bool
-) -> tuple[tuple[str, str] | None, dict[str, tuple[int, ...]]]:
-    """What is wrong with a state dict for this module, and the shapes of what will be loaded."""
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if strict and (missing or unexpected):
-        return ("ValueError", f"missing names {missing}, unexpected names {unexpected}"), {}
-    shapes = {}
-    for name in own.keys() & given.keys():
-        value = given[name]
-        if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
-            return ("TypeError", f"{name}: expected a whole plain tensor, got {type(value).__name__}"), {}
-        if tuple(value.shape) != tuple(own[name].shape):
-            found, wanted = tuple(value.shape), tuple(own[name].shape)
-            return ("ValueError", f"{name}: a tensor of shape {found} for one of shape {wanted}"), {}
-        shapes[name] = tuple(value.shape)
-    return None, shapes
-
-
-def _meta(own: Mapping[str, Any]) -> tuple[str, str] | None:
-    names = [name for name, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta]
-    if not names:
-        return None
-    hint = "give them storage first, as in module.to_empty(device='cpu')"
-    return "ValueError", f"{names} are on the meta device; {hint}"
-
-
-def _off_root(own: Mapping[str, Any], loading: bool) -> tuple[str, str] | None:
-    """Whether some tensor's mesh has another rank where rank 0 is taken to be: at its first coordinate.
-
-    Loading needs rank 0 in every mesh; gathering does without in meshes that rank 0 is not in.
-    """
-    for name, value in own.items():
-        if isinstance(value, (DTensor, RaggedDTensor)):
-            ranks = value.device_mesh.mesh.reshape(-1).tolist()
-            if ranks[0] != 0 and (loading or 0 in ranks):
-                mesh = describe_mesh(value.device_mesh)
-                return (
-                    "ValueError",
-                    f"{name} is on a {mesh} that does not begin at rank 0; use rank0_only=False",
-                )
-    return None
-
-
-def _load(target: torch.Tensor, whole: torch.Tensor | None, rank0_only: bool) -> None:
-    """One tensor, into place."""
-    device, dtype = target.device, target.dtype
-    if whole is not None:
-        whole = whole.detach().to(device=device, dtype=dtype)
-    elif isinstance(target, (DTensor, RaggedDTensor)):
-        # Shape and dtype are all that a receiving rank is asked for: one element, expanded, costs nothing.
-        whole = torch.empty((), device=device, dtype=dtype).expand(target.shape)
-    if isinstance(target, RaggedDTensor) and target._sharding.axis is not None:
-        assert whole is not None
-        sharding = target._sharding
-        part = scatter(whole, sharding, 0) if rank0_only else local_from_full(whole, sharding)
-        target._local_tensor.copy_(part)
-    elif isinstance(target, (DTensor, RaggedDTensor)):
-        assert whole is not None
-        source = 0 if rank0_only else None
-        placed = torch_distribute_tensor(
-            whole.contiguous(), target.device_mesh, target.placements, src_data_rank=source
-        )
-        target.to_local().copy_(placed.to_local())
-    else:
-        if rank0_only:
-            whole = _broadcast(target.detach().clone() if whole is None else whole.contiguous())
-        assert whole is not None
-        target.detach().copy_(whole)
-
-
-def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor, on every rank; by way of the GPU where the process group moves nothing else."""
-    if dist.get_backend() == "nccl" and not tensor.is_cuda:
-        return _broadcast(tensor.cuda()).to(tensor.device)
-    dist.broadcast(tensor, src=0)
-    return tensor
+            full_tensors.load_tensor(own[name], state_dict.get(name), from_rank0=rank0_only)
 
 
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers as whole, plain tensors that share no storage with it.
+    """A module's parameters and buffers as full, plain tensors that share no storage with it.
 
-    One tensor at a time. On all ranks, each costs what Ragged -> Replicate costs; with ``rank0_only`` the parts
-    go to the first rank of each ragged axis alone (its own bytes from every other rank, one all_to_all_single)
-    and other ranks get ``{}``.
+    One tensor at a time. On all ranks, each communicates as Ragged -> Replicate does; with ``rank0_only`` each rank
+    sends its own bytes to the first rank of each ragged axis (one all_to_all_single), and other ranks get ``{}``.
+
+    Args:
+        module: its parameters must have storage.
+        rank0_only: gather to global rank 0 alone.
+        cpu_offload: move each full tensor to the CPU as soon as it is gathered.
 
     Raises:
         ValueError: a parameter on the meta device; with ``rank0_only``, one on a mesh that does not begin at rank 0.
-        TypeError: an entry of the module's state dict that is no tensor.
+        TypeError: an entry of the module's state dict that is not a tensor.
     """
     own = module.state_dict(keep_vars=True)
-    problem = _meta(own) or (_off_root(own, False) if rank0_only else None)
-    if problem is not None:
-        raise ValueError(f"full_state_dict: {problem[1]}")
-    gathered = {}
-    keep = not rank0_only or dist.get_rank() == 0
     for name, value in own.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"full_state_dict: {name} is a {type(value).__name__}, not a tensor")
+    return _gather("full_state_dict", own, rank0_only, cpu_offload)
+
+
+def load_full_optimizer_state_dict(
+    module: nn.Module, optimizers: Optimizers, state_dict: Mapping[str, Any], *, rank0_only: bool = False
+) -> None:
+    """Load a full optimizer state dict, as of `full_optimizer_state_dict` or torch's `get_optimizer_state_dict`.
+
+    Communicates as `load_full_state_dict` does. Tensors are loaded in place; other values and the options of parameter
+    groups are replaced. If an optimizer has no state yet, torch creates it with a step in which learning rate and
+    gradients are zero.
+
+    Args:
+        module: the module whose parameters the optimizers update; it gives them their names.
+        optimizers: one or several.
+        state_dict: ``{"state": {parameter name: {key: value}}, "param_groups": [...]}`` with full, plain tensors.
+        rank0_only: only global rank 0 has the state dict.
+
+    Raises:
+        ValueError: state of other parameters or with other keys than the optimizers', or a wrong shape.
+        TypeError: a tensor where the optimizer has none, the reverse, or a wrong kind of number.
+    """
+    every = _listed(optimizers)
+    sharded: Any = get_optimizer_state_dict(module, every)
+    own = dict(_leaves(sharded["state"]))
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    problem: Exception | None = None
+    given: dict[str, Any] = {}
+    answer: Any = None
+    try:
+        if not rank0_only or dist.get_rank() == 0:
+            given = dict(_leaves(state_dict["state"]))
+            for name in _common_names(own, given, strict=True):
+                _check_state(name, own[name], given[name])
+            values = {name: value for name, value in given.items() if name not in tensors}
+            answer = (values, state_dict["param_groups"])
+        if rank0_only:
+            full_tensors.check_mesh_roots(tensors, loading=True)
+    except KeyError as error:
+        problem = ValueError(f"the state dict has no {error}; expected 'state' and 'param_groups'")
+    except (TypeError, ValueError) as error:
+        problem = error
+    caller = "load_full_optimizer_state_dict"
+    values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            full_tensors.load_tensor(tensor, given.get(name), from_rank0=rank0_only)
+    state = _replaced(sharded["state"], {**tensors, **values})
+    set_optimizer_state_dict(module, every, {"state": state, "param_groups": groups})
+
+
+def full_optimizer_state_dict(
+    module: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """The state of optimizers by parameter name, with full, plain tensors that share no storage with it.
+
+    Communicates as `full_state_dict` does; with ``rank0_only`` other ranks get ``{}``. The format is that of torch's
+    `get_optimizer_state_dict`, so any optimizer of the same kind loads it, distributed or not.
+
+    Args:
+        module: the module whose parameters the optimizers update; it gives them their names.
+        optimizers: one or several.
+        rank0_only: gather to global rank 0 alone.
+        cpu_offload: move each full tensor to the CPU as soon as it is gathered.
+
+    Raises:
+        ValueError: state on the meta device; with ``rank0_only``, a mesh that does not begin at rank 0.
+    """
+    sharded: Any = get_optimizer_state_dict(module, _listed(optimizers))
+    own = dict(_leaves(sharded["state"]))
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    gathered = _gather("full_optimizer_state_dict", tensors, rank0_only, cpu_offload)
+    if rank0_only and dist.get_rank() != 0:
+        return {}
+    return {
+        "state": _replaced(sharded["state"], {**own, **gathered}),
+        "param_groups": sharded["param_groups"],
+    }
+
+
+def _gather(
+    caller: str, tensors: full_tensors.Tensors, rank0_only: bool, cpu_offload: bool
+) -> dict[str, torch.Tensor]:
+    try:
+        full_tensors.check_storage(tensors)
+        if rank0_only:
+            full_tensors.check_mesh_roots(tensors, loading=False)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None
+    gathered = {}
+    keep = not rank0_only or dist.get_rank() == 0
+    for name, tensor in tensors.items():
         with torch.no_grad():
-            whole = _whole(value, rank0_only)
+            full = full_tensors.gather_tensor(tensor, rank0_only=rank0_only)
         if keep:
-            gathered[name] = whole.cpu() if cpu_offload else whole
+            gathered[name] = full.cpu() if cpu_offload else full
     return gathered
 
 
-def _whole(value: torch.Tensor, rank0_only: bool) -> torch.Tensor:
-    if isinstance(value, RaggedDTensor):
-        sharding = value._sharding
-        if rank0_only and sharding.axis is not None and not sharding.partial:
-            first = _to_first(value._local_tensor, sharding)
-            if sharding.cut_axes == (sharding.axis,):
-                return first
-            rest = sharding.replace(sharding.axis, Replicate())
-            return RaggedDTensor._wrap(first, rest).full_tensor()
-        return value.full_tensor()
-    if isinstance(value, DTensor):
-        return value.full_tensor().clone()
-    return value.detach().clone()
+def _common_names(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> list[str]:
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise ValueError(f"missing names {missing}, unexpected names {unexpected}")
+    return sorted(own.keys() & given.keys())
 
 
-def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """Ragged -> whole on the first rank of the ragged axis.
+def _check_state(name: str, own: Any, given: Any) -> None:
+    if isinstance(own, torch.Tensor) != isinstance(given, torch.Tensor):
+        raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(given).__name__}")
+    if isinstance(own, torch.Tensor):
+        full_tensors.check_given(name, own, given)
+        if own.is_floating_point() != given.is_floating_point():
+            raise TypeError(f"{name}: a tensor of {given.dtype} for one of {own.dtype}")
 
-    Other ranks get a tensor of that shape without its values.
-    """
-    axis = sharding.axis
-    assert axis is not None
-    neutral = sharding.replace(axis, Replicate())
-    base = shard_box(
-        neutral.placements, tuple(sharding.mesh.shape), tuple(sharding.shape), sharding.coordinate
-    ).sizes
-    ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
-    counts = [math.prod(part.shape) for part in axis_extents(base, sharding.ragged, ranks)]
-    if ranks == 1:
-        return local.clone().view(base)
-    send = [counts[rank]] + [0] * (ranks - 1)
-    receive = counts if rank == 0 else [0] * ranks
-    flat = _comm.all_to_all(local.reshape(-1), send, receive, sharding.mesh.get_group(axis)).wait()
-    return flat.view(base) if rank == 0 else local.new_zeros(()).expand(base).contiguous()
+
+def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested dicts, lists and tuples, with their keys and indices joined by dots."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _replaced(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A tree like `_leaves` takes, with other values, which are found by their joined keys."""
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, values, f"{prefix}{key}.") for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replaced(value, values, f"{prefix}{index}.") for index, value in enumerate(tree))
+    return values[prefix.removesuffix(".")]

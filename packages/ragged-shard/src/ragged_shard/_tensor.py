@@ -7,22 +7,24 @@ each op does.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._ops.registry import HANDLERS
-from ragged_shard._sharding import Sharding, check_stride, sharding_of
-from ragged_shard._torch_compat import BASE_CLASS, Spec, make_spec, new_wrapper
+from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
+from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
 
 _DATA: Any = torch.Tensor.data
 
 
-class RaggedDTensor(BASE_CLASS):
+class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     """A distributed tensor with a RaggedShard placement, or with torch's own after redistributing from one.
 
     Make one with `distribute_tensor`, `distribute_like` or `RaggedDTensor.from_local`; the constructor is not
@@ -30,10 +32,10 @@ class RaggedDTensor(BASE_CLASS):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    # _local_tensor is named again: torch's checkpoint staging copies only the slots that a class itself names.
-    __slots__ = ("_local_tensor", "_sharding")
+    __slots__ = ("_like", "_sharding")
+    _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
+    _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
-    _local_tensor: torch.Tensor
 
     #: This rank's local tensor, the very object and outside autograd; `to_local` is the differentiable way.
     local: torch.Tensor = property(operator.attrgetter("_local_tensor"))  # type: ignore[assignment]
@@ -59,7 +61,7 @@ class RaggedDTensor(BASE_CLASS):
     def from_local(
         local: torch.Tensor,
         device_mesh: DeviceMesh,
-        placements: Sequence[Any],
+        placements: Sequence[Placement],
         *,
         shape: Sequence[int],
         stride: Sequence[int] | None = None,
@@ -95,7 +97,7 @@ class RaggedDTensor(BASE_CLASS):
             return wrapped
         return RaggedDTensor._wrap(local.detach() if local.requires_grad else local, sharding)
 
-    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor, of shape ``(local_prefix, *shape[len(dims):])``; shares storage. Differentiable.
 
         Communicates nothing. ``grad_placements`` are the placements of the result's gradient, if not this tensor's
@@ -122,13 +124,31 @@ class RaggedDTensor(BASE_CLASS):
         wrapper._sharding = sharding
         return wrapper
 
+    @overload
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = ...,
+        placements: Sequence[Placement] | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> "RaggedDTensor": ...
+
+    @overload
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = ...,
+        placements: Sequence[Placement] | None = ...,
+        *,
+        async_op: Literal[True],
+    ) -> "RedistributeHandle": ...
+
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Any] | None = None,
+        placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
-    ) -> Any:
+    ) -> "RaggedDTensor | RedistributeHandle":
         """The same tensor with other placements on the same mesh. Differentiable.
 
         The README's table says which collective a change takes and how many bytes each rank sends. If nothing
@@ -153,7 +173,7 @@ class RaggedDTensor(BASE_CLASS):
         handle = RedistributeHandle(self, target)
         return handle if async_op else handle.wait()
 
-    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor as a plain one, on every rank: redistribute to Replicate, then to_local. Differentiable.
 
         Communicates as Ragged -> Replicate does (one collective per mesh axis that is not Replicate). The backward
@@ -167,6 +187,32 @@ class RaggedDTensor(BASE_CLASS):
     def data_ptr(self) -> int:
         """Address of this rank's local tensor; 0 if that is empty. Communicates nothing."""
         return self._local_tensor.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage of this rank's local tensor."""
+        return self._local_tensor.untyped_storage()
+
+    def set_(self, source: Any, storage_offset: Any = 0, size: Any = (), stride: Any = ()) -> "RaggedDTensor":
+        """Make ``x.new_empty(())`` a tensor like x whose local tensor lies in another storage.
+
+        So torch's checkpoint staging copies a tensor: `new_empty` without a size, `set_` with the original's size and
+        storage offset. Its conversion to fake tensors gives a tensor its own storage once more, which changes nothing.
+
+        Raises:
+            NotImplementedError: anything else.
+        """
+        if source is self._local_tensor.untyped_storage() and self.shape == torch.Size(size):
+            return self
+        like: Sharding | None = getattr(self, "_like", None)
+        if like is None or torch.Size(size) != like.shape or not isinstance(source, torch.UntypedStorage):
+            raise NotImplementedError(
+                f"set_ on {self._sharding}: use RaggedDTensor.from_local to wrap other memory, or assign to data"
+            )
+        assert like.local_shape is not None
+        local = torch.empty(0, dtype=self.dtype, device=self.device)
+        local.set_(source, storage_offset, like.local_shape, contiguous_stride(like.local_shape))
+        self.data = RaggedDTensor._wrap(local, like)
+        return self
 
     @property
     def data(self) -> "RaggedDTensor":
@@ -182,8 +228,9 @@ class RaggedDTensor(BASE_CLASS):
                 f"{type(value).__name__}; distribute it first with ragged_shard.distribute_like"
             )
         _DATA.__set__(self, value)  # torch's setter exchanges shape and dtype only
-        self._local_tensor, self._sharding = value._local_tensor, value._sharding
-        self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]  # a slot of the base
+        self._local_tensor = value._local_tensor  # type: ignore[misc]  # a slot of the base class
+        self._sharding = value._sharding
+        self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(
@@ -191,7 +238,7 @@ class RaggedDTensor(BASE_CLASS):
     ) -> Any:
         return HANDLERS[func](func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RaggedDTensor({self._sharding}, local={self._local_tensor})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
@@ -207,7 +254,7 @@ class RaggedDTensor(BASE_CLASS):
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         sharding = self._sharding
         local = self._local_tensor.detach()
         state = (
@@ -233,13 +280,13 @@ class RaggedDTensor(BASE_CLASS):
         )
         return _wrap_traced(local, sharding, spec, requires_grad)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         return _checkpoint.write_items(fqn, self)
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return _checkpoint.chunk_list(self._sharding)
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return _checkpoint.tensor_shard(self, index)
 
 
@@ -276,7 +323,7 @@ def _wrap_traced(local: torch.Tensor, sharding: Sharding, spec: Spec, requires_g
 def _rebuild(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    placements: tuple[Any, ...],
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     requires_grad: bool,
     state: dict[str, Any],
@@ -288,7 +335,11 @@ def _rebuild(
 
 
 def _examine(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Any
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int] | None,
 ) -> tuple[Sharding | None, Exception | None]:
     """The sharding that from_local's arguments describe, or the error to raise."""
     try:

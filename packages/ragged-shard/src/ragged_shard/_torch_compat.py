@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
-`Tensor._make_wrapper_subclass` (2.11 only), the two lists of types that foreach code takes, DTensor's dispatcher (whether
-implicit replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
+`OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
+replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import _foreach_supported_types as _OPTIM_FOREACH_TYPES  # noqa: N812
-from torch.utils._foreach_utils import _foreach_supported_types as _UTIL_FOREACH_TYPES  # noqa: N812
 
 Spec = DTensorSpec
+Op = torch._ops.OpOverload
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 # From 2.12 on a subclass of DTensor keeps its own dispatch; before, C++ takes it for a plain DTensor and never
@@ -39,13 +38,26 @@ class TensorWrapper(torch.Tensor):
         return self._spec.mesh
 
     @property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[Placement, ...]:
         """One placement for each mesh axis."""
         return self._spec.placements
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
         return ["_local_tensor"], (spec.placements, spec.tensor_meta, spec.mesh, self.requires_grad)
+
+
+class EqualToDTensor(type(torch.Tensor)):  # type: ignore[misc]
+    """The metaclass of a class that compares equal to DTensor.
+
+    Where torch looks for DTensors by exact type it compares classes, and a subclass is passed over: optimizers and
+    clip_grad_norm_ then do without foreach, and CommDebugMode runs the subclass's op where it sees no collective.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is DTensor
+
+    __hash__ = type.__hash__
 
 
 # What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
@@ -69,7 +81,7 @@ class RaggedSpec(DTensorSpec):
 
 def make_spec(
     mesh: DeviceMesh,
-    placements: tuple[Any, ...],
+    placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     dtype: torch.dtype,
@@ -107,26 +119,20 @@ else:
         return wrapper
 
 
-def offer_foreach(cls: type[torch.Tensor]) -> None:
-    """Tell optimizers and clip_grad_norm_ that foreach ops take tensors of this class, as torch does for DTensor.
-
-    They choose foreach by exact type; without this, clipping would make one collective for each tensor.
-    """
-    for kinds in (_OPTIM_FOREACH_TYPES, _UTIL_FOREACH_TYPES):
-        if cls not in kinds:
-            kinds.append(cls)
-
-
-def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def all_gather_into(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, shard, group=group, async_op=True)
+    work: dist.Work = gather(output, shard, group=group, async_op=True)
+    return work
 
 
-def reduce_scatter_from(output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+def reduce_scatter_from(
+    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
     """Start a reduce-scatter into equal 1-D shards; torch 2.13 renamed it and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, source, op=op, group=group, async_op=True)
+    work: dist.Work = scatter(output, source, op=op, group=group, async_op=True)
+    return work
 
 
 def implicitly_replicated() -> bool:

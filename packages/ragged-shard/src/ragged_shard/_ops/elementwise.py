@@ -3,22 +3,24 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._ops.registry import Handler
-from ragged_shard._sharding import Sharding
+from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap
 
 
-def pointwise(op: Any) -> Handler:
+def pointwise(op: Op) -> Handler:
     """``out[i] = op(a[i], b[i], ...)``; an op whose name ends with an underscore writes its first operand."""
     in_place = op._schema.name.endswith("_") or any(a.is_out for a in op._schema.arguments)
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharding: Sharding | None = None
         local_args: list[Any] = []
         for arg in args:
@@ -40,7 +42,7 @@ def pointwise(op: Any) -> Handler:
     return handle
 
 
-def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
     """The same for operands that do not all have one ordinary sharding."""
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     target = operands.ragged_sharding(values)
@@ -64,11 +66,11 @@ def _mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: b
     return _wrap(result, target)
 
 
-def foreach(op: Any) -> Handler:
+def foreach(op: Op) -> Handler:
     """The pointwise rule for each position of lists of tensors. Used for fused optimizer steps too."""
     in_place = op._schema.name.endswith("_")
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             shardings = [t._sharding for t in args[0]]
         except AttributeError:
@@ -99,7 +101,7 @@ def foreach(op: Any) -> Handler:
     return handle
 
 
-def _scalar(value: Any, func: Any) -> Any:
+def _scalar(value: Any, func: Op) -> Any:
     """One number for all positions: a plain or Replicate tensor of one element, or not a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -114,7 +116,7 @@ def _scalar(value: Any, func: Any) -> Any:
     )
 
 
-def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ragged positions go to their local tensors, all others back to torch; then the results are merged."""
     is_list = [isinstance(a, (list, tuple)) for a in args]
     count = len(args[0])
@@ -162,7 +164,7 @@ def _by_kind(tensors: Any, positions: list[int]) -> list[list[int]]:
 
 
 def _check_position(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Sharding | None
+    func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Sharding | None
 ) -> None:
     assert target is not None
     first = args[0][i]
@@ -177,10 +179,10 @@ def _check_position(
             raise NotImplementedError(f"{func} on a tensor with a pending reduction ({target}): not linear")
 
 
-def like(op: Any) -> Handler:
+def like(op: Op) -> Handler:
     """A tensor with the sharding of the first operand, made from its local tensor: copies, casts, ``*_like``."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[0]
         sharding: Sharding = source._sharding
         if sharding.axis is None:
@@ -196,21 +198,28 @@ def like(op: Any) -> Handler:
     return handle
 
 
-def new(op: Any) -> Handler:
-    """``x.new_zeros(size)`` and the like: if the shape is that of x, with its sharding; other shapes are refused."""
+def new(op: Op) -> Handler:
+    """``x.new_zeros(size)`` and the like: with the sharding of x for its own shape, Replicate for 0-d; else refused."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, size = args[0], torch.Size(args[1])
         sharding: Sharding = source._sharding
         if sharding.axis is None:
             return fallback(func, args, kwargs)
-        if size != sharding.shape:
+        target = sharding
+        if not size and sharding.shape:
+            target = sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, size)
+        elif size != sharding.shape:
             raise NotImplementedError(
                 f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
-                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc."
+                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc. "
+                "torch.optim.Adafactor, whose state has other shapes than its parameters, cannot be used: use AdamW"
             )
-        if sharding.partial:
-            operands.check_linear(func, sharding, [source], kwargs)
-        return _wrap(func(source._local_tensor, sharding.local_shape, *args[2:], **kwargs), sharding)
+        if target.partial:
+            operands.check_linear(func, target, [source], kwargs)
+        result = _wrap(func(source._local_tensor, target.local_shape, *args[2:], **kwargs), target)
+        if not size:
+            result._like = sharding  # which set_ needs
+        return result
 
     return handle

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from ragged_shard._ops import operands
 from ragged_shard._sharding import Sharding, contiguous_stride, sharding_of
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
 
 # The gradient of a sum: one number expanded to the full shape. Not copied, since each rank reads its own range only.
 _EXPAND = torch.ops.aten.expand.default
@@ -46,7 +47,7 @@ def as_dtensor(value: Any) -> Any:
     )
 
 
-def fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fallback(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse an op on a ragged tensor; run it locally if all operands are Replicate; else hand it to torch."""
     leaves = _tensors((*args, *kwargs.values()))
     ragged = operands.ragged_sharding(leaves)
@@ -62,7 +63,7 @@ def fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if in_place and isinstance(args[0], RaggedDTensor) else result
 
 
-def refusal(func: Any, sharding: Sharding) -> NotImplementedError:
+def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
     """The error for an op that has no rule."""
     return NotImplementedError(
         f"{func} has no rule for a ragged tensor ({sharding}). Nothing is gathered behind your back: use "
@@ -72,7 +73,7 @@ def refusal(func: Any, sharding: Sharding) -> NotImplementedError:
 
 
 def _on_replicas(
-    func: Any, args: Any, kwargs: Any, leaves: list[torch.Tensor], shardings: list[Sharding]
+    func: Op, args: Any, kwargs: Any, leaves: list[torch.Tensor], shardings: list[Sharding]
 ) -> tuple[bool, Any]:
     """Run an op on local tensors if all operands are replicas on one mesh, which saves DTensor's dispatch."""
     first = shardings[0]

@@ -7,6 +7,7 @@ plain tensor              0-d only: for a larger one it is not known how it is m
 Python number             unchanged
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from ragged_shard._geometry import Box
 from ragged_shard._redistribute import run_view
 from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import RaggedDTensor
-from ragged_shard._torch_compat import implicitly_replicated
+from ragged_shard._torch_compat import Op, implicitly_replicated
 
 
-def is_distributed(value: Any) -> bool:
+def is_distributed(value: object) -> bool:
     """Whether it is a RaggedDTensor or a DTensor of torch's."""
     return isinstance(value, (RaggedDTensor, DTensor))
 
 
-def ragged_sharding(values: Any) -> Sharding | None:
+def ragged_sharding(values: Iterable[object]) -> Sharding | None:
     """The sharding of the first ragged operand, or None."""
     for value in values:
         if isinstance(value, RaggedDTensor) and value._sharding.axis is not None:
@@ -33,7 +34,7 @@ def ragged_sharding(values: Any) -> Sharding | None:
     return None
 
 
-def to_local(value: Any, target: Sharding, func: Any) -> Any:
+def to_local(value: Any, target: Sharding, func: Op) -> Any:
     """The local form of one operand of an op on tensors of sharding ``target``.
 
     Raises:
@@ -64,13 +65,13 @@ def to_local(value: Any, target: Sharding, func: Any) -> Any:
     )
 
 
-def local_from_full(full: torch.Tensor, target: Sharding, func: Any = "local tensor") -> torch.Tensor:
+def local_from_full(full: torch.Tensor, target: Sharding, what: object = "local tensor") -> torch.Tensor:
     """This rank's local tensor of a full one that broadcasts to the sharding's shape: a copy, no communication."""
     try:
         expanded = full.expand(target.shape)
     except RuntimeError:
         raise ValueError(
-            f"{func}: an operand of shape {tuple(full.shape)} does not broadcast to the ragged {target}"
+            f"{what}: an operand of shape {tuple(full.shape)} does not broadcast to the ragged {target}"
         ) from None
     region = target.region
     assert region is not None
@@ -108,7 +109,7 @@ LINEAR = {
 }  # fmt: skip
 
 
-def check_linear(func: Any, target: Sharding, operands: list[Any], kwargs: dict[str, Any]) -> None:
+def check_linear(func: Op, target: Sharding, operands: list[Any], kwargs: dict[str, Any]) -> None:
     """Raise unless the op is linear in an operand with a pending reduction (`Partial`)."""
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
     rule = LINEAR.get(name.rstrip("_"))

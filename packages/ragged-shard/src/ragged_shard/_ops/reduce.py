@@ -23,6 +23,7 @@ from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
 
 _HALVES = (torch.float16, torch.bfloat16)
 _REPLICATE = Replicate()
@@ -55,7 +56,7 @@ def _dims(dim: Any, ndim: int) -> list[int] | None:
     return sorted({d % ndim for d in found}) if ndim else None
 
 
-def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Any) -> Any:
+def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Op) -> Any:
     """The reduction of a ragged tensor over ``dims`` (None: all)."""
     sharding = tensor._sharding
     if sharding.partial and not how.linear:
@@ -208,7 +209,7 @@ def _norm(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.
     return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 
-def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, with defaults filled in."""
     bound = {}
     for position, argument in enumerate(func._schema.arguments):
@@ -219,13 +220,13 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return bound
 
 
-def reduction(op: Any) -> Handler:
+def reduction(op: Op) -> Handler:
     """A reduction over all or some dims."""
     kind = op._schema.name.removeprefix("aten::")
     if kind in ("max", "min") and len(op._schema.returns) > 1:
         return lambda func, args, kwargs: _refuse_indices(func, args, kwargs)
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
             return fallback(func, args, kwargs)
@@ -251,22 +252,22 @@ def reduction(op: Any) -> Handler:
     return handle
 
 
-def _refuse_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_indices(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0]._sharding.axis is None:
         return fallback(func, args, kwargs)
     raise refusal(func, args[0]._sharding)
 
 
-def _check_not_empty(func: Any, shape: torch.Size, dims: list[int] | None) -> None:
+def _check_not_empty(func: Op, shape: torch.Size, dims: list[int] | None) -> None:
     over = range(len(shape)) if dims is None else dims
     if any(shape[d] == 0 for d in over):
         raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)}: not defined over no elements")
 
 
-def foreach_norm(op: Any) -> Handler:
+def foreach_norm(op: Op) -> Handler:
     """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut by the same mesh axes."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, given = args[0], _bound(func, args, kwargs)
         order, dtype = float(given.get("ord", 2)), given.get("dtype")
         results: list[Any] = [None] * len(tensors)

@@ -11,12 +11,13 @@ from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.registry import Handler
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
 
 
-def unscale(op: Any) -> Handler:
+def unscale(op: Op) -> Handler:
     """GradScaler's check and unscale on local tensors, then one all-reduce (4 bytes) of found_inf per cut mesh axis."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, found_inf, inv_scale = args
         ragged = [t for t in tensors if isinstance(t, RaggedDTensor) and t._sharding.axis is not None]
         others = [t for t in tensors if not (isinstance(t, RaggedDTensor) and t._sharding.axis is not None)]
@@ -42,10 +43,10 @@ def unscale(op: Any) -> Handler:
     return handle
 
 
-def equal(op: Any) -> Handler:
+def equal(op: Op) -> Handler:
     """``torch.equal`` and ``allclose``: compared on each rank, then one all-reduce per cut mesh axis."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pair = args[:2]
         target = operands.ragged_sharding(pair)
         if target is None:
@@ -63,14 +64,14 @@ def equal(op: Any) -> Handler:
     return handle
 
 
-def random(op: Any) -> Handler:
+def random(op: Op) -> Handler:
     """``uniform_`` and the like: draw the full tensor from this rank's generator and keep this rank's range.
 
     So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree whatever their
     seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws.
     """
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         sharding = tensor._sharding
         if sharding.partial or sharding.axis is None or any(isinstance(a, torch.Tensor) for a in args[1:]):
@@ -91,22 +92,45 @@ def random(op: Any) -> Handler:
     return handle
 
 
-def query(op: Any) -> Handler:
+def query(op: Op) -> Handler:
     """Questions about storage: passed on to the local tensor."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._local_tensor, *args[1:], **kwargs)
 
     return handle
 
 
-def item(op: Any) -> Handler:
+def item(op: Op) -> Handler:
     """``.item()``: only if every rank has the number."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if not tensor._sharding.replicate:
             raise refusal(func, tensor._sharding)
         return func(tensor._local_tensor)
+
+    return handle
+
+
+def masked_put(op: Op) -> Handler:
+    """``x[mask] = number`` with a boolean mask that has the sharding of x."""
+    in_place = op._schema.name.endswith("_")
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, indices, value = args[:3]
+        target = operands.ragged_sharding([tensor, *indices])
+        if target is None:
+            return fallback(func, args, kwargs)
+        fits = (
+            len(indices) == 1 and isinstance(value, torch.Tensor) and value.ndim == 0 and not target.partial
+        )
+        for operand in (tensor, *indices):
+            fits = fits and isinstance(operand, RaggedDTensor) and operand._sharding == target
+        if not fits or indices[0].dtype != torch.bool:
+            raise refusal(func, target)
+        local = operands.to_local(value, target, func)
+        result = func(tensor._local_tensor, [indices[0]._local_tensor], local, *args[3:], **kwargs)
+        return tensor if in_place else RaggedDTensor._wrap(result, target)
 
     return handle

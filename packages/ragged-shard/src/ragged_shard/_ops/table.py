@@ -58,13 +58,13 @@ RULES: dict[str, Rule] = {
         "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
     ),
     "copy, cast, like": Rule(
-        "a tensor in the same sharding",
+        "a tensor with the same sharding",
         "nothing",
         elementwise.like,
         "_to_copy clone detach alias lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
     ),
     "new": Rule(
-        "a tensor of the same shape in the same sharding",
+        "a tensor of the same shape with the same sharding, or a Replicate 0-d one",
         "nothing",
         elementwise.new,
         "new_empty new_full new_ones new_zeros",
@@ -104,6 +104,12 @@ RULES: dict[str, Rule] = {
         "nothing; one broadcast of the local tensor per mesh axis of replicas",
         special.random,
         "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
+    ),
+    "masked": Rule(
+        "x[mask] = number, with a boolean mask that has the sharding of x",
+        "nothing",
+        special.masked_put,
+        "index_put",
     ),
     "query": Rule("passed on to the local tensor", "nothing", special.query, "is_pinned record_stream"),
     "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),

@@ -17,12 +17,13 @@ from ragged_shard._ops.registry import Handler
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
 
 
-def view(op: Any) -> Handler:
+def view(op: Op) -> Handler:
     """A view of another shape with the same storage on each rank."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[0]
         sharding: Sharding = source._sharding
         if sharding.axis is None:
@@ -35,7 +36,7 @@ def view(op: Any) -> Handler:
     return handle
 
 
-def _target_shape(func: Any, shape: torch.Size, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+def _target_shape(func: Op, shape: torch.Size, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
     """The full shape of the result, computed by the op itself on a meta tensor."""
     name = func._schema.name
     if name in ("aten::view", "aten::_unsafe_view", "aten::expand"):
@@ -46,7 +47,7 @@ def _target_shape(func: Any, shape: torch.Size, rest: tuple[Any, ...], kwargs: d
     return func(meta, *rest, **kwargs).shape  # type: ignore[no-any-return]
 
 
-def _reshaped(func: Any, sharding: Sharding, shape: torch.Size) -> Sharding:
+def _reshaped(func: Op, sharding: Sharding, shape: torch.Size) -> Sharding:
     placement = sharding.ragged
     prefix_numel = math.prod(sharding.shape[: len(placement.dims)])
     mixed = isinstance(placement, StridedRaggedShard) or any(type(p) is Shard for p in sharding.placements)

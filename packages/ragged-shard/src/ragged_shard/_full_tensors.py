@@ -1,0 +1,150 @@
+"""Full tensors into and out of tensors that are distributed in any way: ragged, DTensors of torch's, or plain.
+
+What state dicts are made of. A check of all tensors comes before any of them is moved, so that all ranks raise together
+and none waits for another.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+from ragged_shard import _comm
+from ragged_shard._distribute import scatter
+from ragged_shard._geometry import axis_extents, shard_box
+from ragged_shard._ops.operands import local_from_full
+from ragged_shard._sharding import Sharding, describe_mesh
+from ragged_shard._tensor import RaggedDTensor
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def check_mesh_roots(tensors: Tensors, *, loading: bool) -> None:
+    """Raise ValueError unless rank 0 is at the first coordinate of every tensor's mesh, as moving to or from it needs.
+
+    Gathering skips meshes that rank 0 is not in; loading needs it in all of them.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, (DTensor, RaggedDTensor)):
+            ranks = tensor.device_mesh.mesh.reshape(-1).tolist()
+            if ranks[0] != 0 and (loading or 0 in ranks):
+                mesh = describe_mesh(tensor.device_mesh)
+                raise ValueError(f"{name} is on a {mesh} that does not begin at rank 0; use rank0_only=False")
+
+
+def check_storage(tensors: Tensors) -> None:
+    """Raise ValueError if a tensor is on the meta device."""
+    names = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if names:
+        raise ValueError(
+            f"{names} are on the meta device; allocate them first, as in module.to_empty(device='cpu')"
+        )
+
+
+def check_given(name: str, target: torch.Tensor, value: Any) -> None:
+    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, and a number where that is one.
+
+    Raises:
+        TypeError: not a plain tensor, or floating point for integers (or the reverse).
+        ValueError: another shape.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
+        raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
+    if value.shape != target.shape:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(value.shape)} for one of shape {tuple(target.shape)}"
+        )
+
+
+def agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: bool) -> Any:
+    """Rank 0's answer, or raise on every rank if any rank has a problem.
+
+    Communicates only if ``from_rank0``: a broadcast and an all-gather of pickled objects over all ranks.
+    """
+    if from_rank0:
+        shared: list[Any] = [answer]
+        dist.broadcast_object_list(shared, src=0)
+        answer = shared[0]
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, None if problem is None else (type(problem), str(problem)))
+        first = next((p for p in problems if p is not None), None)
+        problem = None if first is None else first[0](first[1])
+    if problem is not None:
+        raise type(problem)(f"{caller}: {problem}")
+    return answer
+
+
+def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: bool) -> None:
+    """Copy a full tensor into ``target`` in place, cast to its dtype; on other ranks than 0 ``full`` may be None.
+
+    With ``from_rank0`` it is scattered from rank 0, and broadcast along axes of replicas and for a plain target; else
+    every rank copies its own range, and nothing is communicated.
+    """
+    device, dtype = target.device, target.dtype
+    if full is not None:
+        full = full.detach().to(device=device, dtype=dtype)
+    elif isinstance(target, (DTensor, RaggedDTensor)):
+        # Receiving ranks are asked for shape and dtype only: one element, expanded, takes no memory.
+        full = torch.empty((), device=device, dtype=dtype).expand(target.shape)
+    if isinstance(target, RaggedDTensor) and target._sharding.axis is not None:
+        assert full is not None
+        sharding = target._sharding
+        local = scatter(full, sharding, 0) if from_rank0 else local_from_full(full, sharding)
+        target._local_tensor.copy_(local)
+    elif isinstance(target, (DTensor, RaggedDTensor)):
+        assert full is not None
+        placed = torch_distribute_tensor(
+            full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None
+        )
+        target.to_local().copy_(placed.to_local())
+    else:
+        if from_rank0:
+            full = _broadcast(target.detach().clone() if full is None else full.contiguous())
+        assert full is not None
+        target.detach().copy_(full)
+
+
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor on every rank; through the GPU if the process group moves only CUDA tensors."""
+    if dist.get_backend() == "nccl" and not tensor.is_cuda:
+        return _broadcast(tensor.cuda()).to(tensor.device)
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def gather_tensor(value: torch.Tensor, *, rank0_only: bool) -> torch.Tensor:
+    """The full tensor as a plain one with its own storage; with ``rank0_only`` its values count on rank 0 alone."""
+    if isinstance(value, RaggedDTensor):
+        sharding = value._sharding
+        if rank0_only and sharding.axis is not None and not sharding.partial:
+            first = _to_first(value._local_tensor, sharding)
+            if sharding.cut_axes == (sharding.axis,):
+                return first
+            rest = sharding.replace(sharding.axis, Replicate())
+            return RaggedDTensor._wrap(first, rest).full_tensor()
+        return value.full_tensor()
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.detach().clone()
+
+
+def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """Gather to the first rank of the ragged axis; other ranks get a tensor of that shape without its values."""
+    axis = sharding.axis
+    assert axis is not None
+    neutral = sharding.replace(axis, Replicate())
+    base = shard_box(
+        neutral.placements, tuple(sharding.mesh.shape), tuple(sharding.shape), sharding.coordinate
+    ).sizes
+    ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
+    counts = [math.prod(extent.shape) for extent in axis_extents(base, sharding.ragged, ranks)]
+    if ranks == 1:
+        return local.clone().view(base)
+    send = [counts[rank]] + [0] * (ranks - 1)
+    receive = counts if rank == 0 else [0] * ranks
+    flat = _comm.all_to_all(local.reshape(-1), send, receive, sharding.mesh.get_group(axis)).wait()
+    return flat.view(base) if rank == 0 else local.new_zeros(()).expand(base).contiguous()
