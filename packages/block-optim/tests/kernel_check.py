@@ -7,7 +7,10 @@ import sys
 
 import torch
 
-from block_optim import AdamW, AdamW8bit, _adamw_rule, _launch, _quantized_rule
+from block_optim import AdamW, AdamW8bit
+from block_optim.adam import rule as _adamw_rule
+from block_optim.adam import launch as _launch
+from block_optim.adam.q8 import rule as _quantized_rule
 from layout_planner import Elements, Tile
 
 SHAPES = [(40, 70), (64, 64), (2, 20, 24)]

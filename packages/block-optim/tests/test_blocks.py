@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import AdamW8bit
-from block_optim._blocks import Grid, Stretch, merged
+from block_optim.adam.q8.grid import Grid, Stretch, merged
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import run_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from block_optim import AdamW8bit
-from block_optim._blocks import Stretch
-from block_optim._codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
-from block_optim._quantized_ops import BUFFERS, UnitScratch
+from block_optim.adam.q8.grid import Stretch
+from block_optim.adam.q8.codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
+from block_optim.adam.q8.ops import BUFFERS, UnitScratch
 from layout_planner import Elements, Tile
 
 MAPS = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}

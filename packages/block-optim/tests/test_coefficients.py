@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from block_optim._coefficients import (
+from block_optim.muon.coefficients import (
     KELLER,
     NAMES,
     Polynomials,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from muon_helpers import SHAPES, STACKS, Allocations, same, tensors, train
 
-from block_optim._muon import Muon
-from block_optim._muon_bucket import lr_ratio
-from block_optim._newton_schulz import orthogonalize
+from block_optim.muon.muon import Muon
+from block_optim.muon.bucket import lr_ratio
+from block_optim.muon.newton_schulz import orthogonalize
 
 
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):

@@ -3,10 +3,10 @@ import torch
 from routing_helpers import Model
 from torch import nn
 
-from block_optim._adamw8bit import AdamW8bit
-from block_optim._muon import Muon
-from block_optim._muon_policy import Wish, grant, matrix_block
-from block_optim._routing_policy import block_policy_for
+from block_optim.adam.adamw8bit import AdamW8bit
+from block_optim.muon.muon import Muon
+from block_optim.core.policy import Wish, grant, matrix_block
+from block_optim.routing.policy import block_policy_for
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim._muon import Muon
+from block_optim.muon.muon import Muon
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
@@ -149,7 +149,7 @@ def test_whole_matrices_are_computed_where_they_are_and_no_collective_is_issued(
 
 def overlapped():
     """The order in which transfers start and matrices are computed, over many buckets."""
-    import block_optim._muon_bucket as module
+    import block_optim.muon.bucket as module
 
     mesh = world_mesh()
     shapes = [(8, 8)] * 12

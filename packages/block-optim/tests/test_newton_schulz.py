@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from block_optim import _newton_schulz as ns
-from block_optim._coefficients import KELLER, NAMES, resolve
-from block_optim._newton_schulz import Recipe, Scratch, orthogonalize, orthogonalize_
+from block_optim.muon import newton_schulz as ns
+from block_optim.muon.coefficients import KELLER, NAMES, resolve
+from block_optim.muon.newton_schulz import Recipe, Scratch, orthogonalize, orthogonalize_
 
 # Wide, tall, square, prime, one row, one column, one element.
 SHAPES = [(24, 40), (40, 24), (16, 16), (13, 7), (1, 5), (5, 1), (1, 1)]

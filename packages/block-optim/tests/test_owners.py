@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_optim._muon_layout import Held
-from block_optim._muon_matrices import Matrix, matrices_of
-from block_optim._muon_plan import MuonPlan, PlannedMatrix, holders, plan_domain
-from block_optim._owners import Job, assign, digest, loads, lower_bound, moved
+from block_optim.core.holding import Held
+from block_optim.muon.matrices import Matrix, matrices_of
+from block_optim.muon.assignment import MuonPlan, PlannedMatrix, holders, plan_domain
+from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
 
 jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 

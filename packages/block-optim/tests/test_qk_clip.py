@@ -4,7 +4,7 @@ from muon_helpers import full, placed, tensors, world_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim._qk_clip import qk_clip_
+from block_optim.muon.qk_clip import qk_clip_
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import record_collectives, run_ranks
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from block_optim import _precond_math as pm
-from block_optim._roots import RootOptions, eigenbases, inverse_roots, power_bases
+from block_optim.shampoo import math as pm
+from block_optim.shampoo.roots import RootOptions, eigenbases, inverse_roots, power_bases
 
 METHODS = ("eigh", "newton", "qr")
 

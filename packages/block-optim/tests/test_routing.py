@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from block_optim._adamw import AdamW
-from block_optim._adamw8bit import AdamW8bit
-from block_optim._muon import Muon
-from block_optim._routing import param_groups_for, routes_of
-from block_optim._routing_mixed import Mixed
+from block_optim.adam.adamw import AdamW
+from block_optim.adam.adamw8bit import AdamW8bit
+from block_optim.muon.muon import Muon
+from block_optim.routing.routes import param_groups_for, routes_of
+from block_optim.routing.mixed import Mixed
 from ragged_shard.testing import record_collectives, run_ranks
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
-from block_optim import Shampoo, _precond_plan, _shampoo_roots
+from block_optim import Shampoo
+from block_optim.shampoo import plan as _precond_plan
+from block_optim.shampoo import jobs as _shampoo_roots
 
 STEPS = 14
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from shampoo_reference import SoapMatrix, blocks_of
 
-from block_optim import SOAP, _precond_plan
+from block_optim import SOAP
+from block_optim.shampoo import plan as _precond_plan
 
 STEPS = 14
 
