@@ -10,7 +10,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from block_optim.muon.muon import Muon
+from block_optim import Muon
 from ragged_shard import RaggedShard, distribute_tensor
 
 # Squares, tall, wide, prime, a single row, a single element.

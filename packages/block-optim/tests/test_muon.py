@@ -8,9 +8,8 @@ import pytest
 import torch
 from muon_helpers import SHAPES, STACKS, Allocations, same, tensors, train
 
-from block_optim.muon.muon import Muon
+from block_optim import Muon, orthogonalize
 from block_optim.muon.bucket import lr_ratio
-from block_optim.muon.newton_schulz import orthogonalize
 
 
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
@@ -398,7 +397,7 @@ def test_a_state_of_another_format_is_refused():
         Muon(params).load_state_dict(saved)
 
 
-def test_parameters_added_later_are_planned_and_updated():
+def test_parameters_added_later_are_assigned_and_updated():
     params = parameters(((6, 4), (4, 6)))
     twins = copies(params)
     ours, theirs = Muon(params[:1]), Muon(twins)
@@ -407,7 +406,7 @@ def test_parameters_added_later_are_planned_and_updated():
         give_gradients(some, 1)
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
-    assert len(ours.plan.domains[0].matrices) == 2
+    assert len(ours.assignment.domains[0].matrices) == 2
 
 
 def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
@@ -441,8 +440,8 @@ def test_an_option_that_means_nothing_is_refused_by_name(options, message):
         Muon([torch.nn.Parameter(torch.zeros(4, 4))], **options)
 
 
-def test_what_is_no_matrix_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"norm\.weight: shape \(4,\) is no matrix"):
+def test_what_is_not_a_matrix_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"norm\.weight: shape \(4,\) is not a matrix"):
         Muon([("norm.weight", torch.nn.Parameter(torch.zeros(4)))])
     with pytest.raises(ValueError, match="not row-major"):
         Muon([torch.nn.Parameter(torch.zeros(4, 6).T)])

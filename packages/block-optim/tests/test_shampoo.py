@@ -8,8 +8,7 @@ import torch
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
 from block_optim import Shampoo
-from block_optim.shampoo import plan as _precond_plan
-from block_optim.shampoo import jobs as _shampoo_roots
+from block_optim.shampoo import batches, root_jobs
 
 STEPS = 14
 
@@ -464,8 +463,8 @@ def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(option
     results = []
     for filled in (False, True):
         if filled:
-            for module in (_precond_plan, _shampoo_roots):
-                monkeypatch.setattr(module, "room", lambda count, size, device: size)
+            for module in (batches, root_jobs):
+                monkeypatch.setattr(module, "capacity", lambda count, size, device: size)
         param = parameter((9, 6))
         optimizer = Shampoo(
             [param], max_preconditioner_dim=4, precondition_frequency=2, diagonal_above=8, **options

@@ -7,7 +7,7 @@ import torch
 from shampoo_reference import SoapMatrix, blocks_of
 
 from block_optim import SOAP
-from block_optim.shampoo import plan as _precond_plan
+from block_optim.shampoo import batches
 
 STEPS = 14
 
@@ -259,7 +259,7 @@ def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(monkey
     results = []
     for filled in (False, True):
         if filled:
-            monkeypatch.setattr(_precond_plan, "room", lambda count, size, device: size)
+            monkeypatch.setattr(batches, "capacity", lambda count, size, device: size)
         param = parameter((9, 6))
         optimizer = SOAP([param], max_preconditioner_dim=4, precondition_frequency=2)
         train([param], [[torch.zeros(9, 6), *gradients((9, 6), 6)]], optimizer)

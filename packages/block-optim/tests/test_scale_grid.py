@@ -41,7 +41,7 @@ def refuses_cut_blocks():
     mesh = init_device_mesh("cpu", (3,))
     rows = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(0)]))
     with pytest.raises(
-        ValueError, match=r"w: the part of rank 1 begins at element 2176, inside a block of tile:32x32"
+        ValueError, match=r"w: what rank 1 holds begins at element 2176, inside a block of tile:32x32"
     ):
         AdamW8bit([("w", rows)], block=Tile(32, 32))
     with pytest.raises(ValueError, match=r"block_policy=AdamW8bit\.block_policy"):

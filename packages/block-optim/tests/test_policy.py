@@ -3,10 +3,9 @@ import torch
 from routing_helpers import Model
 from torch import nn
 
-from block_optim.adam.adamw8bit import AdamW8bit
-from block_optim.muon.muon import Muon
-from block_optim.core.policy import Wish, grant, matrix_block
-from block_optim.routing.policy import block_policy_for
+from block_optim import AdamW8bit, Muon, block_policy_for
+from block_optim.core.policy import Wish, grant
+from block_optim.muon.matrices import block_of_matrices
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 
 
@@ -60,7 +59,7 @@ def test_with_units_matrices_are_kept_whole_only_where_padding_stays_small(world
 
 def test_more_padding_allows_more_whole_matrices():
     shapes = {name: tuple(p.shape) for name, p in Layer().named_parameters()}
-    wishes = [Wish(name, shape, matrix_block(name, shape, "auto")) for name, shape in shapes.items()]
+    wishes = [Wish(name, shape, block_of_matrices(name, shape, "auto")) for name, shape in shapes.items()]
     granted = [grant(wishes, 5, allowance) for allowance in (0.0, 0.3, 10.0)]
     kept = [sum(block is not None for block in blocks.values()) for blocks in granted]
     assert kept == sorted(kept)

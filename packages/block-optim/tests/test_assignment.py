@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_optim.core.holding import Held
-from block_optim.muon.matrices import Matrix, matrices_of
-from block_optim.muon.assignment import MuonPlan, PlannedMatrix, holders, plan_domain
+from block_optim.core.holding import Holding
+from block_optim.muon.matrices import Matrix, holders, matrices_of
+from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
 
 jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -85,39 +85,39 @@ def llama_8b(num_ranks):
     found = []
     for i, (rows, columns) in enumerate(shapes * 32):
         (matrix,) = matrices_of("w", (rows, columns), "auto")
-        held = Held(None, 0, even_cuts(rows * columns, num_ranks))
+        holding = Holding(None, None, 0, even_cuts(rows * columns, num_ranks))
         flops = 5 * min(rows, columns) ** 2 * (4 * max(rows, columns) + 2 * min(rows, columns))
-        found.append(PlannedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holders(matrix, held), flops))
+        found.append(AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holders(matrix, holding), flops))
     return found
 
 
 @pytest.mark.parametrize(("num_ranks", "most"), [(64, 1.10), (128, 1.15)])
 def test_a_model_of_8b_is_balanced_within_four_thirds_of_the_bound(num_ranks, most):
-    plan = plan_domain(llama_8b(num_ranks), num_ranks, 32 << 20)
-    assert max(plan.loads) * 3 <= 4 * plan.bound
-    assert plan.imbalance <= most
+    found = assign_domain(llama_8b(num_ranks), num_ranks, 32 << 20)
+    assert max(found.loads) * 3 <= 4 * found.bound
+    assert found.imbalance <= most
     in_buckets = [
-        sum(m.nbytes for m in plan.matrices if m.owner == 3 and m.bucket == b)
-        for b in range(plan.num_buckets)
+        sum(m.nbytes for m in found.matrices if m.owner == 3 and m.bucket == b)
+        for b in range(found.num_buckets)
     ]
     assert max(in_buckets) <= max(32 << 20, 14336 * 4096 * 2)
 
 
-def test_a_plan_is_a_value_and_its_fingerprint_tells_plans_apart():
-    a, b = (plan_domain(llama_8b(4), 4, 32 << 20) for _ in range(2))
+def test_an_assignment_is_a_value_and_its_fingerprint_tells_others_apart():
+    a, b = (assign_domain(llama_8b(4), 4, 32 << 20) for _ in range(2))
     assert a == b
     assert a.fingerprint == b.fingerprint == digest(4, a.num_buckets, a.matrices)
-    assert a.fingerprint != plan_domain(llama_8b(4)[:-1], 4, 32 << 20).fingerprint
+    assert a.fingerprint != assign_domain(llama_8b(4)[:-1], 4, 32 << 20).fingerprint
     assert 0 <= a.fingerprint < 2**62
 
 
-def test_a_plan_prints_owner_bytes_flops_and_imbalance():
+def test_an_assignment_prints_owner_bytes_flops_and_imbalance():
     matrix = Matrix(4, 6, ((0, 24),))
-    held = Held(None, 0, (0, 18, 24))
-    planned = [PlannedMatrix("blocks.0.wq", 0, 0, matrix, holders(matrix, held), 2000)]
-    text = str(MuonPlan((plan_domain(planned, 2, 100),)))
+    holding = Holding(None, None, 0, (0, 18, 24))
+    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holders(matrix, holding), 2000)]
+    text = str(Assignment((assign_domain(matrices, 2, 100),)))
     assert text.splitlines() == [
-        "Muon plan",
+        "Muon assignment",
         "1 matrices, 2 ranks, 1 bucket: 2.00 kFLOP a step, imbalance 2.000, 24 B moved a step",
         "    rank  matrices      FLOP   owned B  received B",
         "       0         1    2.00 k       48          12 ",
@@ -127,8 +127,8 @@ def test_a_plan_prints_owner_bytes_flops_and_imbalance():
     ]
 
 
-def test_a_long_plan_is_cut_short_when_printed():
-    text = plan_domain(llama_8b(64), 64, 32 << 20).describe(10)
+def test_a_long_assignment_is_cut_short_when_printed():
+    text = assign_domain(llama_8b(64), 64, 32 << 20).describe(10)
     assert "... and 54 more ranks" in text
     assert "... and 214 more matrices" in text
 
@@ -176,12 +176,12 @@ def test_interleaved_rows_are_gathered_group_by_group():
 def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
     cuts = [0, *sorted(cuts), 72]
     for matrix in matrices_of("w", (12, 6), how):
-        held = Held(None, 0, tuple(cuts))
+        holding = Holding(None, None, 0, tuple(cuts))
         seen = []
         for rank in range(len(cuts) - 1):
             pieces = matrix.pieces(cuts[rank], cuts[rank + 1])
             seen += [(offset, cuts[rank] + low, length) for offset, low, length in pieces]
-            assert dict(holders(matrix, held)).get(rank, 0) == sum(n for _, _, n in pieces)
+            assert dict(holders(matrix, holding)).get(rank, 0) == sum(n for _, _, n in pieces)
         elements = [e for first, length in matrix.runs for e in range(first, first + length)]
         for offset, first, length in seen:
             assert elements[offset : offset + length] == list(range(first, first + length))
@@ -191,7 +191,7 @@ def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
 @pytest.mark.parametrize(
     ("shape", "how", "message"),
     [
-        ((5,), "auto", r"blocks.0.norm: shape \(5,\) is no matrix"),
+        ((5,), "auto", r"blocks.0.norm: shape \(5,\) is not a matrix"),
         ((6, 4), "heads:4", "blocks.0.norm: .* 6 rows do not divide into 4 heads"),
         ((6, 4), "rows:4,1", "are 5 rows, the tensor has 6"),
         ((6, 4), "columns:2", "is not known"),
