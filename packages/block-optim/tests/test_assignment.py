@@ -1,14 +1,15 @@
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_optim.core.holding import Holding
-from block_optim.muon.matrices import Matrix, holders, matrices_of
-from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
+from block_optim.core.holding import Holding
+from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
+from block_optim.muon.matrices import Matrix, holders, matrices_of
 
 jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
@@ -66,6 +67,25 @@ def test_equal_flops_are_told_apart_by_bytes():
     owners = assign(jobs, 2)
     assert owners[1] != owners[2]
     assert loads(jobs, owners, 2) == [20, 20]
+
+
+@given(jobs_of, st.integers(2, 4), st.integers(0, 2**32))
+@settings(max_examples=80, deadline=None)
+def test_jobs_that_must_stay_among_their_holders_do_and_earlier_loads_count(flops, num_ranks, seed):
+    rng = random.Random(seed)
+    jobs = [replace(spread(f, num_ranks, rng), among_holders=True) for f in flops]
+    before = [rng.randint(0, 40) for _ in range(num_ranks)]
+    owners = assign(jobs, num_ranks, before)
+    assert all(owner in dict(job.held) for job, owner in zip(jobs, owners, strict=True))
+    found = loads(jobs, owners, num_ranks, before)
+    assert sum(found) == sum(before) + sum(flops)
+    assert max(found) >= lower_bound(jobs, num_ranks, before)
+
+
+def test_a_loaded_rank_gets_less():
+    jobs = [Job(10, 10, ((0, 5), (1, 5)), among_holders=True)] * 2
+    assert assign(jobs, 2) in ((0, 1), (1, 0))
+    assert assign(jobs, 2, [100, 0]) == (1, 1)
 
 
 def even_cuts(numel, num_ranks):

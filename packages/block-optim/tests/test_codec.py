@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from block_optim import AdamW8bit
-from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.q8.codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
+from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.q8.ops import BUFFERS, TileScratch
 from layout_planner import Elements, Tile
 

@@ -1,4 +1,4 @@
-"""Muon on real ranks: the same bits wherever matrices are cut, the bytes that the assignment says, resharded checkpoints."""
+"""Muon on real ranks: the same bits wherever matrices are cut, the bytes that it announces, resharded checkpoints."""
 
 import math
 import random
@@ -128,7 +128,11 @@ def test_bytes_are_twice_what_owners_do_not_hold_and_nothing_is_allocated(layout
     results = run_ranks(3, counted, layout, {"bucket_bytes": 2000})
     assignment = results[0][2]
     assert all(r[2] == assignment for r in results)
-    assert sum(r[0] for r in results) == assignment.bytes_moved == 2 * 2 * sum(m.moved for m in assignment.matrices)
+    assert (
+        sum(r[0] for r in results)
+        == assignment.bytes_moved
+        == 2 * 2 * sum(m.moved for m in assignment.matrices)
+    )
     assert sum(m.moved for m in assignment.matrices) == sum(
         m.matrix.numel - dict(m.held).get(m.owner, 0) for m in assignment.matrices
     )

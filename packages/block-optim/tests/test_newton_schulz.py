@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from block_optim.core.scratch import Scratch
 from block_optim.muon import newton_schulz as ns
 from block_optim.muon.coefficients import KELLER, NAMES, resolve
-from block_optim.core.scratch import Scratch
 from block_optim.muon.newton_schulz import Recipe, orthogonalize, orthogonalize_
 
 # Wide, tall, square, prime, one row, one column, one element.

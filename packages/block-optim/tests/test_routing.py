@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from block_optim import AdamW, AdamW8bit, Mixed, Muon, param_groups_for
+from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, param_groups_for
 from block_optim.routing.routes import routes_of
+from layout_planner import Tile
 from ragged_shard.testing import record_collectives, run_ranks
 
 
@@ -169,6 +170,74 @@ def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
     for (name, p), (_, q) in zip(model.named_parameters(), named, strict=True):
         assert torch.equal(p, q), name
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True, "stagger": False},
+    ],
+)
+def test_mixed_takes_shampoo_and_soap_and_does_what_they_do_alone(options):
+    options = {"precondition_frequency": 2, "max_preconditioner_dim": 8, **options}
+    model = make_model()
+    twin = copy.deepcopy(model)
+    names = {"shampoo": ("blocks.0.up.weight", "conv.weight"), "soap": ("blocks.1.up.weight", "final.bias")}
+    both = [dict(m.named_parameters()) for m in (model, twin)]
+    groups = [
+        {"params": [(n, both[0][n]) for n in chosen], "algorithm": kind, **options}
+        for kind, chosen in names.items()
+    ]
+    mixed = Mixed([*groups, {"params": [("tok.weight", model.tok.weight)], "algorithm": "adamw"}], lr=0.02)
+    alone = [
+        Shampoo([(n, both[1][n]) for n in names["shampoo"]], lr=0.02, **options),
+        SOAP([(n, both[1][n]) for n in names["soap"]], lr=0.02, **options),
+        AdamW([twin.tok.weight], lr=0.02),
+    ]
+    for step in range(4):
+        give(model, step)
+        give(twin, step)
+        mixed.step()
+        for optimizer in alone:
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    # A refresh may be under way: saving and copying complete it.
+    saved = mixed.state_dict()["state"]
+    roots = alone[0].state_dict()["state"][0]["root_rows"]
+    assert torch.equal(saved[0]["root_rows"], roots)
+    clone, copied = copy.deepcopy((model, mixed))
+    for some, optimizer in ((model, mixed), (clone, copied)):
+        give(some, 5)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), clone.parameters(), strict=True))
+
+
+def test_options_of_a_whole_algorithm_hold_for_all_its_groups():
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    groups = [{"params": [p], "algorithm": "adamw"} for p in params]
+    mixed = Mixed([{**groups[0], "fused": True}, groups[1]])
+    assert mixed.optimizers["adamw"].fused
+    assert copy.deepcopy(mixed).optimizers["adamw"].fused
+    with pytest.raises(ValueError, match="fused=False in one group, True in its first one"):
+        mixed.add_param_group({**groups[2], "fused": False})
+    assert len(mixed.param_groups) == 2
+    muon = Mixed([{"params": [params[2]], "algorithm": "muon", "bucket_bytes": 77}])
+    assert muon.optimizers["muon"].bucket_bytes == 77
+
+
+def test_overrides_may_route_to_any_algorithm_and_the_block_policy_follows():
+    model = make_model(dim=16)
+    overrides = {"up": {"algorithm": "soap", "max_preconditioner_dim": 8}, "down": Shampoo}
+    optimizer = routed(model, overrides=overrides)
+    group_of = {n: g for g in optimizer.param_groups for n in g["param_names"]}
+    assert group_of["blocks.0.up.weight"]["algorithm"] == "soap"
+    assert group_of["blocks.0.down.weight"]["algorithm"] == "shampoo"
+    policy = block_policy_for(model, overrides=overrides)
+    assert policy("", model.blocks[0].up.weight) == Tile(8, 8)
+    assert policy("", model.blocks[0].down.weight) == Tile(16, 48)
+    give(model, 0)
+    optimizer.step()
 
 
 def test_vectors_can_be_spared_from_decay():
