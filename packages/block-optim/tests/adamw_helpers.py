@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ def whole(tensor):
 
 def make_optimizer(kind, params, **options):
     named = list(params.items())
-    split = [
+    split: list[dict[str, Any]] = [
         {
             "params": [p for p in named if p[0] in ("norm", "second", "scalar")],
             "weight_decay": 0.0,
@@ -110,7 +111,7 @@ def make_optimizer(kind, params, **options):
     return AdamW(split, lr=1e-2, fused=kind == "AdamW fused", **options)
 
 
-BLOCKS = {"AdamW8bit elements": Elements(64), "AdamW8bit tile": Tile(8, 16)}
+BLOCKS: dict[str, Elements | Tile] = {"AdamW8bit elements": Elements(64), "AdamW8bit tile": Tile(8, 16)}
 KINDS = ["AdamW", "AdamW fused", *BLOCKS]
 
 

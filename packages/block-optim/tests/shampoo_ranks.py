@@ -19,7 +19,7 @@ from ragged_shard.testing import record_collectives
 
 # Square, tall, odd, stacked experts, a convolution, a vector, a scalar, a single row.
 SHAPES = ((8, 8), (22, 5), (7, 11), (3, 6, 5), (6, 2, 3, 2), (9,), (), (1, 7))
-OPTIMIZERS = {"shampoo": Shampoo, "soap": SOAP}
+OPTIMIZERS: dict[str, type[Shampoo] | type[SOAP]] = {"shampoo": Shampoo, "soap": SOAP}
 DIM = 4
 
 
@@ -140,9 +140,13 @@ def many_runs(runs, steps=6):
 
 def collectives_of(kind, layout, options, step_options):
     """Kinds and bytes of the collectives of a step, what the optimizer says it sends, and its warnings."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+    messages: list[str] = []
+
+    class Messages(logging.Handler):
+        def emit(self, record):
+            messages.append(record.getMessage())
+
+    handler = Messages()
     logging.getLogger("block_optim").addHandler(handler)
     try:
         run = Run(kind, layout, mesh_of(), **options)

@@ -11,7 +11,7 @@ from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.q8.ops import BUFFERS, TileScratch
 from layout_planner import Elements, Tile
 
-MAPS = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
+MAPS: dict[str, RootMap | DynamicMap] = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
 HALVES = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 

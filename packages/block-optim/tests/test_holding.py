@@ -6,7 +6,7 @@ import pytest
 import torch
 from muon_helpers import placed, world_mesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import AdamW8bit, Muon, Param, Shampoo
@@ -52,7 +52,7 @@ def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
 def two_axes():
     mesh = init_device_mesh("cpu", (2, 2))
     ragged = RaggedShard((0, 1), (1, 5))
-    cases = [
+    cases: list[tuple[list[Placement], int, int]] = [
         ([Replicate(), RaggedShard((0,), (1, 3))], 1, 24),
         ([Shard(0), ragged], 1, 12),
         ([Shard(0), Shard(0)], 1, 12),
@@ -76,12 +76,9 @@ def axes_of_size_one():
         weight = torch.nn.Parameter(torch_distribute(numbered(8, 32), mesh, placements))
         assert agrees(weight).axis == 0
         weight.grad = torch.ones_like(weight)
-        for kind, options in (
-            (Muon, {}),
-            (Shampoo, {}),
-            (AdamW8bit, {"min_8bit_numel": 1, "block": Tile(4, 8)}),
-        ):
-            kind([weight], **options).step()
+        Muon([weight]).step()
+        Shampoo([weight]).step()
+        AdamW8bit([weight], min_8bit_numel=1, block=Tile(4, 8)).step()
 
 
 def test_an_axis_of_size_one_cuts_nothing_for_any_optimizer():

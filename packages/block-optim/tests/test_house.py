@@ -27,14 +27,15 @@ def modules():
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: imports are absolute"
-                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                imported |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         found[".".join(p for p in parts if p != "__init__")] = imported
     return {name: {i for i in imported if i in found} for name, imported in found.items()}
 
 
 def circle(graph):
     """The modules of some circle, in order; none where there is none."""
-    done, path = set(), []
+    done: set[str] = set()
+    path: list[str] = []
 
     def visit(name):
         if name in path:
@@ -78,5 +79,5 @@ def test_only_one_module_uses_private_names_of_torch():
                 owner = ast.unparse(node.value)
                 assert not owner.startswith("torch"), f"{path.name}: {owner}.{node.attr}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
                 assert not any(n.startswith("_") for n in names), f"{path.name}: {names}"

@@ -3,6 +3,7 @@
 import math
 import random
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,18 @@ from muon_helpers import (
     world_mesh,
 )
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim import Muon
+from block_optim import Muon, local_of
+from block_optim.muon.bucket import Bucket
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 ANY_CUT = ("elements", "rows", "whole", "shard", "replicate")
 WHOLE_ROWS = ("rows", "whole", "shard")  # what NorMuon and int8 momentum ask for
-CASES = (
+CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ANY_CUT),
     ({"nesterov": False, "bucket_bytes": 900, "adjust_lr_fn": "match_rms_adamw"}, ANY_CUT),
     ({"method": "gram", "coefficients": "cans", "cautious_weight_decay": True}, ("elements", "rows")),
@@ -77,7 +79,7 @@ def expert_parallel():
     Muon([expected], lr=0.1).step()
     ep_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "shard"))
     shard_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard2", "ep2"))
-    cases = [
+    cases: list[tuple[DeviceMesh, list[Placement]]] = [
         (ep_first, [Shard(0), RaggedShard((0, 1, 2), (1, 5))]),
         (ep_first, [Shard(0), Shard(0)]),
         (shard_first, [StridedRaggedShard((0, 1), (3, 1), split_factor=2), Shard(0)]),
@@ -153,8 +155,6 @@ def test_whole_matrices_are_computed_where_they_are_and_no_collective_is_issued(
 
 def overlapped():
     """The order in which transfers start and matrices are computed, over many buckets."""
-    import block_optim.muon.bucket as module
-
     mesh = world_mesh()
     shapes = [(8, 8)] * 12
     params = [torch.nn.Parameter(torch_distribute(w, mesh, [Shard(0)])) for w in tensors(shapes, 0)]
@@ -163,7 +163,7 @@ def overlapped():
     optimizer = Muon(params, bucket_bytes=8 * 8 * 2, skip_nonfinite=False)
     order = []
 
-    class Logged(module.Bucket):
+    class Logged(Bucket):
         def send(self, active):
             order.append(("send", self.number))
             return super().send(active)
@@ -172,10 +172,10 @@ def overlapped():
             order.append(("compute", self.number))
             super().compute()
 
-    for number, bucket in enumerate(optimizer._engine._buckets):
-        bucket.__class__, bucket.number = Logged, number
+    for bucket in optimizer._build()._buckets:
+        bucket.__class__ = Logged
     optimizer.step()
-    return order, len(optimizer._engine._buckets)
+    return order, len(optimizer._build()._buckets)
 
 
 def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
@@ -217,7 +217,7 @@ def whole_beside_cut():
     mesh, rank = world_mesh(), dist.get_rank()
     weights, grads = tensors(((8, 6), (8, 6), (8, 6)), 0), tensors(((8, 6), (8, 6), (8, 6)), 1)
     placements = [Shard(0), RaggedShard((0,), (1, 0, 0)), RaggedShard((0,), (0, 1, 0))]
-    makers = [torch_distribute, distribute_tensor, distribute_tensor]
+    makers: list[Any] = [torch_distribute, distribute_tensor, distribute_tensor]
     params = [
         torch.nn.Parameter(make(w, mesh, [p])) for make, w, p in zip(makers, weights, placements, strict=True)
     ]
@@ -252,7 +252,8 @@ def bad_number_on_one_rank():
     for p, g in zip(params, grads, strict=True):
         p.grad = torch_distribute(g, mesh, [Shard(0)])
     if dist.get_rank() == 2:
-        params[1].grad.to_local().fill_(math.inf)
+        assert params[1].grad is not None
+        local_of(params[1].grad).fill_(math.inf)
     optimizer = Muon(params, lr=0.1)
     optimizer.step()
     assert all(torch.equal(full(p.detach()), w) for p, w in zip(params, weights, strict=True))
@@ -269,7 +270,7 @@ CHECKPOINTED = ((8, 6), (13, 7), (3, 8, 6))
 def checkpointed(folder, layout, load):
     """Three steps; saved before the third, which is then made from the checkpoint alone."""
     mesh = world_mesh()
-    options = {"normuon": True, "momentum_dtype": torch.int8} if layout != "elements" else {}
+    options: dict[str, Any] = {"normuon": True, "momentum_dtype": torch.int8} if layout != "elements" else {}
     rng = random.Random(f"{layout} {load}")
     states = [rng.getrandbits(32) for _ in CHECKPOINTED]
     module = torch.nn.Module()
@@ -285,7 +286,7 @@ def checkpointed(folder, layout, load):
     if not load:
         step(1)
         step(2)
-    state = {
+    state: dict[str, Any] = {
         "model": dict(module.named_parameters()),
         "optimizer": get_optimizer_state_dict(module, optimizer),
     }

@@ -185,7 +185,9 @@ def test_empty_matrices_are_nothing_to_do():
     for shape in [(0, 4, 6), (2, 0, 6), (2, 4, 0)]:
         assert (
             orthogonalize_(
-                torch.empty(shape, dtype=torch.bfloat16), Recipe(resolve("keller")), Scratch("cpu")
+                torch.empty(shape, dtype=torch.bfloat16),
+                Recipe(resolve("keller")),
+                Scratch(torch.device("cpu")),
             )
             == 0
         )
@@ -195,7 +197,7 @@ def test_what_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match="one matrix or a stack"):
         orthogonalize(torch.zeros(3))
     with pytest.raises(ValueError, match="method='fast'"):
-        orthogonalize(torch.zeros(3, 3), method="fast")
+        orthogonalize(torch.zeros(3, 3), method="fast")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

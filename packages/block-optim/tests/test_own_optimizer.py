@@ -74,7 +74,7 @@ def test_its_state_is_saved_loaded_and_copied_and_bad_gradients_skip_its_step():
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for some, one in ((params, optimizer), (twins, copied), (others, loaded)):
         given(some, 2)
-        some[1].grad[0] = float("nan")
+        some[1].grad = torch.full_like(some[1], float("nan"))
         one.step()
         assert one.skipped_steps == 1
         given(some, 3)

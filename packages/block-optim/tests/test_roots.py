@@ -125,6 +125,7 @@ def test_qr_follows_a_factor_that_moves_slowly():
     options, basis = RootOptions("qr"), torch.zeros_like(batch)
     for turn in range(5):
         found = inverse_roots(batch, 0.25, options, last=torch.zeros_like(batch), last_basis=basis)
+        assert found.basis is not None
         basis = found.basis
         assert found.counts.fell_back == 0
         assert distance(found.roots[0], reference(batch[0], 0.25, 1e-5)) < 0.05

@@ -3,6 +3,7 @@ import logging
 import math
 import random
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -215,27 +216,29 @@ def test_mixed_takes_shampoo_and_soap_and_does_what_they_do_alone(options):
 
 def test_options_of_a_whole_algorithm_hold_for_all_its_groups():
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-    groups = [{"params": [p], "algorithm": "adamw"} for p in params]
+    groups: list[dict[str, Any]] = [{"params": [p], "algorithm": "adamw"} for p in params]
     mixed = Mixed([{**groups[0], "fused": True}, groups[1]])
-    assert mixed.optimizers["adamw"].fused
-    assert copy.deepcopy(mixed).optimizers["adamw"].fused
+    for some in (mixed, copy.deepcopy(mixed)):
+        assert isinstance(adamw := some.optimizers["adamw"], AdamW)
+        assert adamw.fused
     with pytest.raises(ValueError, match="fused=False in one group, True in its first one"):
         mixed.add_param_group({**groups[2], "fused": False})
     assert len(mixed.param_groups) == 2
-    muon = Mixed([{"params": [params[2]], "algorithm": "muon", "bucket_bytes": 77}])
-    assert muon.optimizers["muon"].bucket_bytes == 77
+    other = Mixed([{"params": [params[2]], "algorithm": "muon", "bucket_bytes": 77}])
+    assert isinstance(muon := other.optimizers["muon"], Muon)
+    assert muon.bucket_bytes == 77
 
 
 def test_overrides_may_route_to_any_algorithm_and_the_block_policy_follows():
     model = make_model(dim=16)
-    overrides = {"up": {"algorithm": "soap", "max_preconditioner_dim": 8}, "down": Shampoo}
+    overrides: dict[str, Any] = {"up": {"algorithm": "soap", "max_preconditioner_dim": 8}, "down": Shampoo}
     optimizer = routed(model, overrides=overrides)
     group_of = {n: g for g in optimizer.param_groups for n in g["param_names"]}
     assert group_of["blocks.0.up.weight"]["algorithm"] == "soap"
     assert group_of["blocks.0.down.weight"]["algorithm"] == "shampoo"
-    policy = block_policy_for(model, overrides=overrides)
-    assert policy("", model.blocks[0].up.weight) == Tile(8, 8)
-    assert policy("", model.blocks[0].down.weight) == Tile(16, 48)
+    policy, weights = block_policy_for(model, overrides=overrides), dict(model.named_parameters())
+    assert policy("", weights["blocks.0.up.weight"]) == Tile(8, 8)
+    assert policy("", weights["blocks.0.down.weight"]) == Tile(16, 48)
     give(model, 0)
     optimizer.step()
 

@@ -2,9 +2,11 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from shampoo_helpers import numbered_blocks, parameter, train
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
 from block_optim import Shampoo
@@ -23,24 +25,13 @@ def gradients(shape, count=STEPS, seed=0, scale=1.0):
     ]
 
 
-def train(params, grads, optimizer):
-    """Step through lists of gradients, one list for each parameter."""
-    for step in zip(*grads, strict=True):
-        for param, grad in zip(params, step, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-
-
-def parameter(shape, seed=7):
-    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
-
-
 def reference(weight, grads, max_dim, rule, stagger=False, **options):
     """The matrix after all gradients, by the plain reference; staggered by a block's number among those of its size."""
-    weight, blocks, numbers = weight.double(), [], {}
-    for part in blocks_of(weight, max_dim):
-        number = numbers[part.shape] = numbers.get(part.shape, -1) + 1
-        blocks.append(ShampooBlock(*part.shape, phase=number if stagger else None, **options))
+    weight = weight.double()
+    blocks = [
+        ShampooBlock(*shape, phase=number if stagger else None, **options)
+        for shape, number in numbered_blocks(weight, max_dim)
+    ]
     for grad in grads:
         direction = torch.empty_like(weight)
         for block, g, d in zip(
@@ -59,7 +50,7 @@ def close(found, wanted, tolerance=2e-4):
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 1.0)])
 def test_matches_the_dense_reference_for_every_grafting_and_accumulation(grafting, betas):
     grads, param = gradients((10, 7)), parameter((10, 7))
-    options = {"betas": betas, "eps": 1e-8, "grafting": grafting}
+    options: dict[str, Any] = {"betas": betas, "eps": 1e-8, "grafting": grafting}
     expected = reference(
         param.detach(), grads, 4, MomentumRule(0.05), frequency=3, start=5, epsilon=1e-4, **options
     )
@@ -105,7 +96,7 @@ def test_kl_shampoo_matches_the_dense_reference(frequency):
 @pytest.mark.parametrize("start", [3, 8])
 def test_staggered_blocks_follow_the_reference_each_in_its_own_turn(start):
     grads, param = gradients((12, 8)), parameter((12, 8))
-    options = {"betas": (0.9, 0.95), "eps": 1e-8, "grafting": "rmsprop"}
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "grafting": "rmsprop"}
     rule = {"frequency": 4, "start": start, "epsilon": 1e-4}
     expected = reference(param.detach(), grads, 4, MomentumRule(0.05), stagger=True, **rule, **options)
     together = reference(param.detach(), grads, 4, MomentumRule(0.05), **rule, **options)
@@ -165,7 +156,12 @@ def test_the_exponent_can_be_chosen():
 )
 def test_tensors_are_preconditioned_as_the_matrices_they_stand_for(shape, matrices, as_matrices):
     grads, param = gradients(shape), parameter(shape)
-    options = {"lr": 0.05, "precondition_frequency": 2, "max_preconditioner_dim": 4, "stagger": False}
+    options: dict[str, Any] = {
+        "lr": 0.05,
+        "precondition_frequency": 2,
+        "max_preconditioner_dim": 4,
+        "stagger": False,
+    }
     singles = [torch.nn.Parameter(m.clone()) for m in param.detach().view(as_matrices)]
     train([param], [grads], Shampoo([param], matrices=matrices, **options))
     train(
@@ -227,7 +223,12 @@ def test_a_huge_dimension_has_a_diagonal_factor():
 def test_roots_beside_the_step_are_used_one_step_later():
     grads, param = gradients((8, 8)), parameter((8, 8))
     twin = torch.nn.Parameter(param.detach().clone())
-    options = {"lr": 0.05, "precondition_frequency": 4, "max_preconditioner_dim": 4, "stagger": False}
+    options: dict[str, Any] = {
+        "lr": 0.05,
+        "precondition_frequency": 4,
+        "max_preconditioner_dim": 4,
+        "stagger": False,
+    }
     beside, inline = Shampoo([param], overlap=True, **options), Shampoo([twin], **options)
     for step, grad in enumerate(grads, 1):
         param.grad, twin.grad = grad.clone(), grad.clone()
@@ -350,7 +351,12 @@ def test_packing_changes_no_bit():
 
 def test_factors_may_be_kept_in_bfloat16():
     grads, param, twin = gradients((16, 8)), parameter((16, 8)), parameter((16, 8))
-    options = {"lr": 0.05, "betas": (0.9, 0.9), "precondition_frequency": 2, "root_epsilon": 1e-3}
+    options: dict[str, Any] = {
+        "lr": 0.05,
+        "betas": (0.9, 0.9),
+        "precondition_frequency": 2,
+        "root_epsilon": 1e-3,
+    }
     optimizer = Shampoo([param], factor_dtype=torch.bfloat16, **options)
     assert optimizer.state[param]["factor_rows"].dtype == torch.bfloat16
     train([param], [grads], optimizer)
@@ -371,7 +377,8 @@ def test_bfloat16_parameters_are_updated_in_fp32():
 
 def test_a_tensor_lr_and_a_scheduler_are_obeyed():
     grads, params = gradients((6, 4), 4), [parameter((6, 4)) for _ in range(3)]
-    for param, lr in zip(params, (0.1, torch.tensor(0.1), 0.1), strict=True):
+    rates: list[Any] = [0.1, torch.tensor(0.1), 0.1]
+    for param, lr in zip(params, rates, strict=True):
         optimizer = Shampoo([param], lr=lr, precondition_frequency=2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.0 if param is params[2] else 1.0)
         for grad in grads:
@@ -386,7 +393,7 @@ def test_a_tensor_lr_and_a_scheduler_are_obeyed():
 
 def test_groups_have_options_of_their_own():
     grads, params = gradients((6, 4)), [parameter((6, 4)), parameter((6, 4))]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [params[0]], "kl": True},
         {"params": [params[1]], "grafting": "sgd", "max_preconditioner_dim": 3},
     ]
@@ -401,14 +408,18 @@ def test_groups_have_options_of_their_own():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_continues_with_the_same_bits_from_a_state_dict(overlap):
     grads, param = gradients((9, 6)), parameter((9, 6))
-    options = {"precondition_frequency": 3, "max_preconditioner_dim": 4, "momentum": 0.9, "overlap": overlap}
+    options: dict[str, Any] = {
+        "precondition_frequency": 3,
+        "max_preconditioner_dim": 4,
+        "momentum": 0.9,
+        "overlap": overlap,
+    }
     optimizer = Shampoo([param], **options)
     train([param], [grads[:8]], optimizer)
     again = torch.nn.Parameter(param.detach().clone())
     resumed = Shampoo([again], **options)
-    train(
-        [copy], [gradients((9, 6), 5, seed=9)], resumed
-    )  # something to be overwritten, and perhaps under way
+    # Something to be overwritten, and perhaps under way.
+    train([again], [gradients((9, 6), 5, seed=9)], resumed)
     again.data.copy_(param.detach())
     resumed.load_state_dict(optimizer.state_dict())
     train([param], [grads[8:]], optimizer)
@@ -419,14 +430,19 @@ def test_a_run_continues_with_the_same_bits_from_a_state_dict(overlap):
 def test_a_deep_copy_goes_on_alike_even_while_roots_are_under_way():
     grads = gradients((9, 6), 12)
     model = torch.nn.Module()
-    model.weight = parameter((9, 6))
-    options = {"precondition_frequency": 3, "max_preconditioner_dim": 4, "stagger": False, "overlap": True}
+    model.register_parameter("weight", parameter((9, 6)))
+    options: dict[str, Any] = {
+        "precondition_frequency": 3,
+        "max_preconditioner_dim": 4,
+        "stagger": False,
+        "overlap": True,
+    }
     optimizer = Shampoo(model.parameters(), **options)
-    train([model.weight], [grads[:6]], optimizer)  # the sixth step has set roots going
+    train(model.parameters(), [grads[:6]], optimizer)  # the sixth step has set roots going
     twin, other = copy.deepcopy((model, optimizer))
-    train([model.weight], [grads[6:]], optimizer)
-    train([twin.weight], [grads[6:]], other)
-    assert torch.equal(model.weight, twin.weight)
+    train(model.parameters(), [grads[6:]], optimizer)
+    train(twin.parameters(), [grads[6:]], other)
+    assert torch.equal(*model.parameters(), *twin.parameters())
 
 
 @pytest.mark.parametrize(

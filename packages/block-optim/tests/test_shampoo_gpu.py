@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_shampoo import gradients, parameter, train
+from shampoo_helpers import parameter, train
+from test_shampoo import gradients
 
 from block_optim import SOAP, Shampoo
 from block_optim.shampoo.roots import RootOptions, inverse_roots

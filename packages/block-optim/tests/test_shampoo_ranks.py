@@ -3,6 +3,7 @@
 import functools
 import logging
 import tempfile
+from typing import Any
 
 import pytest
 import shampoo_ranks as ranks
@@ -10,7 +11,7 @@ import torch
 
 from ragged_shard.testing import run_ranks
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "shampoo": {"betas": (0.9, 0.95), "momentum": 0.9, "weight_decay": 0.1},
     "kl": {"kl": True, "root_method": "newton", "start_preconditioning_step": 2},
     "qr": {
@@ -51,7 +52,7 @@ def test_every_layout_and_world_size_gives_the_bits_of_one_process(world_size):
     layouts = {1: ["planned"], 2: ["elements", "shard"], 3: ["planned", "elements"], 4: ["shard", "rows"]}[
         world_size
     ]
-    runs = [
+    runs: list[Any] = [
         (kind_of(variant), layout, (), seed, options)
         for seed, (variant, options) in enumerate(VARIANTS.items())
         for layout in layouts

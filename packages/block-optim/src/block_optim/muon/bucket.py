@@ -113,7 +113,7 @@ class Bucket:
         scratch: Scratch,
         lane: Lane,
     ) -> None:
-        self.matrices, self.group, self.recipe = matrices, group, recipe
+        self.matrices, self.group, self.recipe, self.number = matrices, group, recipe, number
         self.fell_back = 0
         self._params, self._scratch, self._lane = params, scratch, lane
         self._rank = holding.rank

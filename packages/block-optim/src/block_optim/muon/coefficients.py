@@ -12,7 +12,7 @@
 
 "Computed here" means: by the recursion of `minimax_steps` and `cubic_steps`, not typed in; the tests hold the
 results against the published digits. keller, quintic and aol were found by numerical search and are
-data. A custom set is a list of triples.
+data. A custom set is a list of triples, or one triple for every step.
 """
 
 import math
@@ -24,6 +24,9 @@ from typing import Literal
 import torch
 
 Triple = tuple[float, float, float]
+Coefficients = (
+    str | Sequence[Sequence[float]] | Sequence[float]
+)  # a name, triples, or one triple for every step
 Normalisation = Literal["frobenius", "aol"]
 
 KELLER: Triple = (3.4445, -4.7750, 2.0315)
@@ -74,11 +77,11 @@ class Polynomials:
         return _ceiling(self.steps)
 
 
-def resolve(coefficients: str | Sequence[Sequence[float]], steps: int | None = None) -> Polynomials:
+def resolve(coefficients: Coefficients, steps: int | None = None) -> Polynomials:
     """The polynomials that a user's choice means.
 
     Args:
-        coefficients: a name from the table above, or a list of triples.
+        coefficients: a name from the table above, a list of triples, or one triple for every step.
         steps: how many; None takes what the set says (5; 4 for aol, 10 for deepseek_v4, a custom list's length).
 
     Raises:
@@ -87,7 +90,7 @@ def resolve(coefficients: str | Sequence[Sequence[float]], steps: int | None = N
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100):
         raise ValueError(f"ns_steps is {steps!r}: expected None or an integer from 1 to 99")
     if not isinstance(coefficients, str):
-        return _custom(tuple(coefficients), steps)
+        return _custom(coefficients, steps)
     return _named(coefficients, steps)
 
 
@@ -189,18 +192,24 @@ def _named(name: str, steps: int | None) -> Polynomials:
 NAMES = ("keller", "quintic", "polar_express", "cans", "aol", "deepseek_v4", "cubic")
 
 
-def _custom(triples: tuple[Sequence[float], ...], steps: int | None) -> Polynomials:
+def _custom(given: Sequence[Sequence[float]] | Sequence[float], steps: int | None) -> Polynomials:
     # One triple is torch.optim.Muon's ns_coefficients: the same polynomial in each of the steps.
-    numbers = triples and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in triples)
-    if numbers and len(triples) == 3:
-        triples = (tuple(float(x) for x in triples),) * (steps or 5)  # type: ignore[arg-type]
+    one = [x for x in given if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    triples = [one] * (steps or 5) if len(one) == len(given) == 3 else given
     try:
-        found = tuple(tuple(float(x) for x in triple) for triple in triples)
-    except TypeError:
+        found = tuple(_triple(triple) for triple in triples)
+    except (TypeError, ValueError):
         found = ()
-    if not found or any(len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in found):
-        raise ValueError(f"coefficients {triples!r}: expected a list of triples (a, b, c) of finite numbers")
-    return Polynomials("custom", _exactly("custom", found, steps))  # type: ignore[arg-type]
+    if not found or not all(math.isfinite(x) for triple in found for x in triple):
+        raise ValueError(f"coefficients {given!r}: expected a list of triples (a, b, c) of finite numbers")
+    return Polynomials("custom", _exactly("custom", found, steps))
+
+
+def _triple(given: Sequence[float] | float) -> Triple:
+    if isinstance(given, (int, float)):
+        raise TypeError(given)
+    a, b, c = given
+    return float(a), float(b), float(c)
 
 
 def _exactly(name: str, triples: tuple[Triple, ...], steps: int | None) -> tuple[Triple, ...]:

@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalised by Newton-Schulz, for matrices that may be spread over ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from block_optim.core.base import BlockOptimizer
 from block_optim.core.options import check_choice, check_count, check_range
 from block_optim.core.params import Group, Param
 from block_optim.muon.assignment import Assignment
-from block_optim.muon.coefficients import resolve
+from block_optim.muon.coefficients import Coefficients, resolve
 from block_optim.muon.engine import MuonEngine
 from block_optim.muon.local import muon_state
 from block_optim.muon.matrices import block_of_matrices, matrices_in
@@ -75,7 +75,7 @@ class Muon(BlockOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        coefficients: str | Sequence[Sequence[float]] = "keller",
+        coefficients: Coefficients = "keller",
         ns_steps: int | None = None,
         eps: float = 1e-7,
         adjust_lr_fn: str | None = None,

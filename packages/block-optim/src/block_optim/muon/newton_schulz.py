@@ -26,7 +26,7 @@ import torch
 
 from block_optim.core.options import check_choice
 from block_optim.core.scratch import Scratch
-from block_optim.muon.coefficients import Polynomials, polar_express, resolve
+from block_optim.muon.coefficients import Coefficients, Polynomials, polar_express, resolve
 
 _log = logging.getLogger("block_optim")
 
@@ -65,7 +65,7 @@ class Recipe:
 
 def orthogonalize(
     matrix: torch.Tensor,
-    coefficients: object = "keller",
+    coefficients: Coefficients = "keller",
     steps: int | None = None,
     *,
     eps: float = 1e-7,
@@ -88,7 +88,7 @@ def orthogonalize(
             f"orthogonalize takes one matrix or a stack of them, got shape {tuple(matrix.shape)}"
         )
     check_choice("method", method, METHODS)
-    recipe = Recipe(resolve(coefficients, steps), eps, method)  # type: ignore[arg-type]
+    recipe = Recipe(resolve(coefficients, steps), eps, method)
     stack = matrix.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     orthogonalize_(stack if matrix.ndim == 3 else stack[None], recipe, Scratch(matrix.device))
     return stack

@@ -1,0 +1,25 @@
+"""Training loose parameters on lists of gradients, one list for each."""
+
+import torch
+from shampoo_reference import blocks_of
+
+
+def train(params, grads, optimizer):
+    """Step through lists of gradients, one list for each parameter."""
+    params = list(params)
+    for step in zip(*grads, strict=True):
+        for param, grad in zip(params, step, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        optimizer.step()
+
+
+def parameter(shape, seed=7):
+    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def numbered_blocks(weight, max_dim):
+    """The shape of each block of a matrix, with its number among the blocks of that shape."""
+    numbers: dict[torch.Size, int] = {}
+    for block in blocks_of(weight, max_dim):
+        numbers[block.shape] = numbers.get(block.shape, -1) + 1
+        yield block.shape, numbers[block.shape]
