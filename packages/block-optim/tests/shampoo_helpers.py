@@ -1,7 +1,22 @@
-"""Training loose parameters on lists of gradients, one list for each."""
+"""Training loose parameters with Shampoo and SOAP on lists of gradients, one list for each."""
 
 import torch
 from shampoo_reference import blocks_of
+
+
+def small(**options):
+    """Options for small matrices."""
+    return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
+
+
+def gradients(shape, count=14, seed=0, scale=1.0):
+    """Correlated gradients, so that factors have structure."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(shape[-1], shape[-1], generator=generator) / shape[-1] ** 0.5
+    return [
+        scale * torch.randn(shape, generator=generator) @ (mix + 0.3 * torch.eye(shape[-1]))
+        for _ in range(count)
+    ]
 
 
 def train(params, grads, optimizer):

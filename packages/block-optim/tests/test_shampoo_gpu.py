@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from shampoo_helpers import parameter, train
-from test_shampoo import gradients
+from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
 from block_optim.shampoo.roots import RootOptions, inverse_roots

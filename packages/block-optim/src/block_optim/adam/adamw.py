@@ -61,16 +61,10 @@ class AdamW(BlockOptimizer):
         refuse_options(foreach=foreach, capturable=capturable, differentiable=differentiable)
         self.fused = bool(fused)
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "fused": self.fused,
-            "stochastic_rounding": stochastic_rounding,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
             "seed": seed,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @property

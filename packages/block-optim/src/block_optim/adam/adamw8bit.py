@@ -78,18 +78,10 @@ class AdamW8bit(BlockOptimizer):
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "block": block,
-            "state_map": state_map,
-            "min_8bit_numel": min_8bit_numel,
-            "quantize": quantize,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "block": block, "state_map": state_map, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
+        }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod

@@ -15,15 +15,12 @@ parameters are those of the torch ops. bf16 is handled by its bits, rounded to n
 import triton
 import triton.language as tl
 
-FP32, BF16, FP16 = 0, 1, 2  # element types, as arguments name them
 power_of_two = triton.next_power_of_2
 
-# Columns of the table of stretches: addresses first.
-PARAM, GRAD, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, ROWS, COLUMNS, PROGRAM, KIND, ELEMENT, KEY = range(12)
-STRETCH_COLUMNS = 14  # KEY takes two; the last is unused
-# Columns of the table of scalars.
-DECAY, BETA1, GRAD1, BETA2, GRAD2, EPS, STEP_SIZE, ROOT = range(8)
-RATE_COLUMNS = 8
+# Element types, as arguments name them: 0 fp32, 1 bf16, 2 fp16.
+# Columns of the table of stretches: the addresses of parameter, gradient, first and second states and their scales (or
+# 0); rows, columns, the first program, the class, the first element in the global tensor, two keys, one unused.
+# Columns of the table of scalars: decay, beta1, 1 - beta1 (negative to ascend), beta2, 1 - beta2, eps, step size, root.
 
 
 @triton.jit

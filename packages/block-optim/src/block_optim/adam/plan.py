@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from block_optim.adam.launch import Launch, Scalars
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
 from block_optim.core.active import Active
@@ -105,14 +106,18 @@ class StepPlan(Generic[EntryT]):
         self.odd = self._odd_gradients(active)
         self.pattern: object = None
         self.classes: list[tuple[int, int]] = []
+        self.launches: list[tuple[Scalars, list[Launch]]] = []
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         """Prepare calls; ``self.classes.index(keys[i])`` is the class of entry i."""
         raise NotImplementedError
 
     def _run(self, step: Step) -> None:
-        """Make the calls."""
-        raise NotImplementedError
+        """Make the calls: here the launches of Triton kernels."""
+        for scalars, launches in self.launches:
+            scalars.update([hyper for hyper, _ in step.rates], [self.entries[i].step for i in self.samples])
+            for launch in launches:
+                launch(step.grads, scalars, step.found_inf)
 
     def step(self, active: Active) -> None:
         """Count, and update."""

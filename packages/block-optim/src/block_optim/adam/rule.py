@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, Origin, RunSlice
-from block_optim.adam.launch import WIDE_BLOCK, Launch, Row, Scalars, has_kernels, wide_launch
+from block_optim.adam.launch import WIDE_BLOCK, Row, Scalars, has_kernels, wide_launch
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.core.active import Active
 from block_optim.core.params import Param
@@ -92,7 +92,6 @@ class _Plan(StepPlan[Moments]):
         super().__init__(entries, counts, active)
         self.fused = fused
         self.kernels: list[Kernel] = []
-        self.launches: list[tuple[Scalars, Launch]] = []
         self.gaps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def _run(self, step: Step) -> None:
@@ -100,9 +99,7 @@ class _Plan(StepPlan[Moments]):
             torch.index_select(run, 0, index, out=buffer)
         for kernel in self.kernels:
             kernel(step)
-        for scalars, launch in self.launches:
-            scalars.update([hyper for hyper, _ in step.rates], [self.entries[i].step for i in self.samples])
-            launch(step.grads, scalars, step.found_inf)
+        super()._run(step)
         for run, index, buffer in self.gaps:
             run.index_copy_(0, index, buffer)
 
@@ -122,8 +119,8 @@ class _Plan(StepPlan[Moments]):
             fused = self.fused(device)
             narrow = dtype != torch.float32 or grad_dtype != torch.float32
             if fused and narrow and slices[0].first.dtype == torch.float32 and has_kernels(device):
-                scalars = Scalars(device, len(self.classes))
-                self.launches.append((scalars, wide_launch([_row(s, grad_dtype) for s in slices], seed)))
+                launch = wide_launch([_row(s, grad_dtype) for s in slices], seed)
+                self.launches.append((Scalars(device, len(self.classes)), [launch]))
             else:
                 self.kernels += (FusedKernel if fused else ListKernel).over(slices, grad_dtype)
         self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]

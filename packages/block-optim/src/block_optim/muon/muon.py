@@ -94,23 +94,12 @@ class Muon(BlockOptimizer):
         check_count("bucket_bytes", bucket_bytes)
         self.bucket_bytes = bucket_bytes
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "coefficients": coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "method": method,
-            "matrices": matrices,
-            "batched": batched,
-            "normuon": normuon,
-            "normuon_beta2": normuon_beta2,
-            "normuon_eps": normuon_eps,
-            "cautious_weight_decay": cautious_weight_decay,
-            "momentum_dtype": momentum_dtype,
-        }
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "coefficients": coefficients, "ns_steps": ns_steps, "eps": eps, "adjust_lr_fn": adjust_lr_fn,
+            "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
+            "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
+            "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
+        }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod

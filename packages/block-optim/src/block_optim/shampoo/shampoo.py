@@ -117,31 +117,15 @@ class Shampoo(Preconditioned):
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "diagonal_above": diagonal_above,
-            "matrices": matrices,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
+            "dampening": dampening, "nesterov": nesterov, "max_preconditioner_dim": max_preconditioner_dim,
+            "diagonal_above": diagonal_above, "matrices": matrices,
             "precondition_frequency": precondition_frequency,
-            "start_preconditioning_step": start_preconditioning_step,
-            "stagger": stagger,
-            "overlap": overlap,
-            "grafting": grafting,
-            "grafting_beta2": grafting_beta2,
-            "exponent": exponent,
-            "kl": kl,
-            "root_method": root_method,
-            "root_epsilon": root_epsilon,
-            "root_tolerance": root_tolerance,
-            "root_iterations": root_iterations,
-            "factor_dtype": factor_dtype,
-            "packed": packed,
-        }
+            "start_preconditioning_step": start_preconditioning_step, "stagger": stagger, "overlap": overlap,
+            "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
+            "root_method": root_method, "root_epsilon": root_epsilon, "root_tolerance": root_tolerance,
+            "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
+        }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states

@@ -87,21 +87,12 @@ class SOAP(Preconditioned):
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "shampoo_beta": shampoo_beta,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "diagonal_above": diagonal_above,
-            "matrices": matrices,
-            "precondition_frequency": precondition_frequency,
-            "first_step_update": first_step_update,
-            "stagger": stagger,
-            "overlap": overlap,
-            "factor_dtype": factor_dtype,
-            "packed": packed,
-        }
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
+            "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
+            "matrices": matrices, "precondition_frequency": precondition_frequency,
+            "first_step_update": first_step_update, "stagger": stagger, "overlap": overlap,
+            "factor_dtype": factor_dtype, "packed": packed,
+        }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states

@@ -123,17 +123,13 @@ class _Plan(StepPlan[Codes]):
     def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: Active) -> None:
         super().__init__(entries, counts, active)
         self.calls: list[_Call] = []
-        self.launches: list[tuple[Scalars, list[Launch]]] = []
 
     def _run(self, step: Step) -> None:
         if self.calls:
             counts = [round(float(self.entries[i].step)) for i in self.samples]
             for call in self.calls:
                 call.tiles(call.grad(step), *step.rates[call.kind], counts[call.kind])
-        for scalars, launches in self.launches:
-            scalars.update([hyper for hyper, _ in step.rates], [self.entries[i].step for i in self.samples])
-            for launch in launches:
-                launch(step.grads, scalars, step.found_inf)
+        super()._run(step)
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
