@@ -2,12 +2,9 @@
 
 import logging
 import random
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
@@ -140,6 +137,7 @@ def many_runs(runs, steps=6):
 
 def collectives_of(kind, layout, options, step_options):
     """Kinds and bytes of the collectives of a step, what the optimizer says it sends, and its warnings."""
+    logging.disable(logging.NOTSET)  # ranks stay, and other jobs have switched warnings off
     messages: list[str] = []
 
     class Messages(logging.Handler):
@@ -212,46 +210,3 @@ def refusal(kind):
     except ValueError as error:
         return str(error)
     return None
-
-
-def save(kind, layout, seed, path, options, steps=5):
-    logging.disable(logging.WARNING)
-    run = Run(kind, layout, mesh_of(), seed, **options)
-    for number in range(steps):
-        run.step(number)
-    model = _Model(run)
-    dcp.save(
-        {"model": model.weights(), "optim": get_optimizer_state_dict(model, run.optimizer)},
-        checkpoint_id=path,
-    )
-
-
-def load_and_go_on(kind, layout, seed, path, options, first=5, last=9):
-    logging.disable(logging.WARNING)
-    run = Run(kind, layout, mesh_of() if layout != "plain" else None, seed, **options)
-    run.step(50)  # something to be overwritten
-    model = _Model(run)
-    state = {"model": model.weights(), "optim": get_optimizer_state_dict(model, run.optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, run.optimizer, state["optim"])
-    loaded = run.result()
-    for number in range(first, last):
-        run.step(number)
-    result = run.result()
-    return (loaded, result) if not dist.is_initialized() or dist.get_rank() == 0 else None
-
-
-class _Model(torch.nn.Module):
-    """Gives parameters the names that the optimizer was told."""
-
-    def __init__(self, run):
-        super().__init__()
-        for i, param in enumerate(run.params):
-            self.register_parameter(f"p{i}", param)
-
-    def weights(self):
-        return {name: param.detach() for name, param in self.named_parameters()}
-
-
-def folder():
-    return tempfile.mkdtemp()

@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from muon_helpers import full, placed, world_mesh
 from routing_helpers import Model, full_gradients, make_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, param_groups_for
 from block_optim.routing.routes import routes_of
@@ -382,37 +376,3 @@ def test_sharded_it_gives_the_bits_of_one_process_and_asks_once_about_bad_number
         assert asked == 2  # finite? and, of the exchanged matrices, which have a gradient
         for a, b in zip(found, twin.parameters(), strict=True):
             assert torch.equal(a, b.detach())
-
-
-def checkpointed(folder, layout, load, flatten):
-    model, gradients = sharded(layout)
-    if load:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-    optimizer = routed(model, lr=0.5 if load else 0.02)
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    if not load:
-        gradients(0)
-        optimizer.step()
-    state = {
-        "model": dict(model.named_parameters()),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    if load:
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    else:
-        dcp.save(state, checkpoint_id=folder)
-    gradients(1)
-    optimizer.step()
-    return [full(p.detach()) for p in model.parameters()]
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-def test_a_checkpoint_of_all_algorithms_resumes_to_the_bit_at_another_world_size(flatten):
-    with tempfile.TemporaryDirectory() as folder:
-        (expected, *_) = run_ranks(3, checkpointed, folder, "elements", False, flatten)
-        for found in run_ranks(2, checkpointed, folder, "shard", True, flatten):
-            for a, b in zip(found, expected, strict=True):
-                assert torch.equal(a, b)
