@@ -17,7 +17,7 @@ from adamw_helpers import (
     make_optimizer,
     parameters,
 )
-from muon_helpers import Allocations
+from runs import Allocations
 
 from block_optim import AdamW, AdamW8bit
 from layout_planner import Elements, Rows, Tile

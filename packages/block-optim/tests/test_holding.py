@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from muon_helpers import placed, world_mesh
+from runs import placed, world_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute

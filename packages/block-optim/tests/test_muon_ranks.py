@@ -1,29 +1,17 @@
 """Muon on real ranks: the same bits wherever matrices are cut, and the bytes that it announces."""
 
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from muon_helpers import (
-    SHAPES,
-    STACKS,
-    Allocations,
-    full,
-    placed,
-    plain_dtensor,
-    same,
-    tensors,
-    train,
-    world_mesh,
-)
+from runs import MATRICES, STACKS, Allocations, Run, full, same, tensors, world_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim import Muon, local_of
+from block_optim import Muon
 from block_optim.muon.bucket import Bucket
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import RankError, record_collectives, run_ranks
@@ -40,11 +28,15 @@ CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
+def trained(layout="plain", mesh_shape=(), shapes=MATRICES + STACKS, **options):
+    return Run(Muon, layout, mesh_shape, shapes=shapes, lr=0.02, **options).steps(0, 2).result()
+
+
 def runs_equal_the_plain_one(cases):
     for options, layouts in cases:
-        expected = train("plain", SHAPES + STACKS, steps=2, **options)
+        expected = trained(**options)
         for layout in layouts:
-            same(train(layout, SHAPES + STACKS, steps=2, **options), expected)
+            same(trained(layout, **options), expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -55,17 +47,15 @@ def test_the_bits_do_not_depend_on_ranks_or_cuts(world_size):
 
 def views_and_hsdp():
     """Per-head and fused views cut anywhere, and two-axis meshes."""
-    shapes, options = ((24, 6), (48, 10)), {"matrices": "rows:6,3,3*2", "steps": 2}
-    shapes = ((24, 6), (24, 10))
-    expected = train("plain", shapes, **options)
+    options = {"shapes": ((24, 6), (24, 10)), "matrices": "rows:6,3,3*2"}
+    expected = trained(**options)
     for layout in ("elements", "rows", "shard"):
-        same(train(layout, shapes, **options), expected)
-        same(train(layout, shapes, mesh_shape=(2, 2), **options), expected)
-    return True
+        same(trained(layout, **options), expected)
+        same(trained(layout, (2, 2), **options), expected)
 
 
 def test_fused_rows_and_replicated_meshes_give_the_same_bits():
-    assert run_ranks(4, views_and_hsdp) == [True] * 4
+    run_ranks(4, views_and_hsdp)
 
 
 def expert_parallel():
@@ -89,30 +79,20 @@ def expert_parallel():
         assert len(optimizer.assignment.domains[0].matrices) == 3
         optimizer.step()
         assert torch.equal(full(param.detach()), expected.detach()), placements
-    return True
 
 
-def test_experts_that_another_axis_spreads_are_exchanged_within_their_part():
-    assert run_ranks(4, expert_parallel) == [True] * 4
+def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
+    run_ranks(4, expert_parallel)
 
 
 def counted(layout, options):
-    mesh, rng = world_mesh(), random.Random(7)
-    states = [rng.getrandbits(32) for _ in SHAPES + STACKS]
-    weights, grads = tensors(SHAPES + STACKS, 0), tensors(SHAPES + STACKS, 1)
-    params = [
-        torch.nn.Parameter(placed(w, mesh, layout, random.Random(s)))
-        for w, s in zip(weights, states, strict=True)
-    ]
-    for p, g, s in zip(params, grads, states, strict=True):
-        p.grad = placed(g, mesh, layout, random.Random(s))
-    optimizer = Muon(params, lr=0.1, skip_nonfinite=False, **options)
-    optimizer.step()
+    shapes = MATRICES + STACKS
+    run = Run(Muon, layout, shapes=shapes, lr=0.1, skip_nonfinite=False, **options).steps(0, 1)
     with record_collectives() as record, Allocations() as spy:
-        optimizer.step()
+        run.optimizer.step()
     exchanged = [event for event in record.events if event.kind == "all_to_all"]
     other = [event.kind for event in record.events if event.kind != "all_to_all"]
-    (assignment,) = optimizer.assignment.domains
+    (assignment,) = run.optimizer.assignment.domains
     mine = sum(
         2 * count
         for m in assignment.matrices
@@ -152,12 +132,9 @@ def test_whole_matrices_are_computed_where_they_are_and_no_collective_is_issued(
 
 def overlapped():
     """The order in which transfers start and matrices are computed, over many buckets."""
-    mesh = world_mesh()
-    shapes = [(8, 8)] * 12
-    params = [torch.nn.Parameter(torch_distribute(w, mesh, [Shard(0)])) for w in tensors(shapes, 0)]
-    for p, g in zip(params, tensors(shapes, 1), strict=True):
-        p.grad = torch_distribute(g, mesh, [Shard(0)])
-    optimizer = Muon(params, bucket_bytes=8 * 8 * 2, skip_nonfinite=False)
+    options = {"bucket_bytes": 8 * 8 * 2, "skip_nonfinite": False}
+    run = Run(Muon, "shard", shapes=[(8, 8)] * 12, **options)
+    engine = run.optimizer._build()
     order = []
 
     class Logged(Bucket):
@@ -169,10 +146,10 @@ def overlapped():
             order.append(("compute", self.number))
             super().compute()
 
-    for bucket in optimizer._build()._buckets:
+    for bucket in engine._buckets:
         bucket.__class__ = Logged
-    optimizer.step()
-    return order, len(optimizer._build()._buckets)
+    run.step(0)
+    return order, len(engine._buckets)
 
 
 def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
@@ -186,27 +163,19 @@ def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
 
 def without_gradients():
     """A rank without gradient counts as zeros; a parameter that nobody has a gradient for stays."""
-    shapes = ((8, 6), (9, 5), (6, 8))
-    mesh, rank = world_mesh(), dist.get_rank()
-    weights, grads = tensors(shapes, 0), tensors(shapes, 1)
     results = []
     for absent in (False, True):
-        params = [torch.nn.Parameter(torch_distribute(w, mesh, [Shard(0)])) for w in weights]
-        optimizer = Muon(params, lr=0.1)
-        for step in range(3):
-            for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-                value = torch_distribute(g, mesh, [Shard(0)])
-                if i == 0 and rank == 1 and step == 1:
-                    p.grad = None if absent else torch.zeros_like(value)
-                else:
-                    p.grad = None if i == 2 else value
-            optimizer.step()
-        results.append([full(p.detach()) for p in params])
-        assert torch.equal(results[-1][2], weights[2])
-        assert not full(optimizer.state[params[2]]["momentum_buffer"]).any()
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert not torch.equal(results[0][0], weights[0])
-    return True
+        run = Run(Muon, "shard", shapes=((8, 6), (9, 5), (6, 8)), lr=0.1)
+        before = run.result()
+        for number in range(3):
+            run.give(number, without=(2,))
+            if dist.get_rank() == 1 and number == 1:
+                run.params[0].grad = None if absent else torch.zeros_like(run.params[0])
+            run.optimizer.step()
+        results.append(run.result())
+        for key in ("p2", "p2 momentum_buffer"):
+            assert torch.equal(results[-1][key], before[key])
+    same(*results)
 
 
 def whole_beside_cut():
@@ -231,30 +200,25 @@ def whole_beside_cut():
         twin.grad = grads[i]
         torch.optim.Muon([twin], lr=0.1).step()
         assert torch.equal(found[i], twin.detach())
-    return True
 
 
 def test_whole_matrices_need_gradients_only_where_they_are():
-    assert run_ranks(3, whole_beside_cut) == [True] * 3
+    run_ranks(3, whole_beside_cut)
 
 
 def test_parameters_without_gradient_on_some_or_all_ranks():
-    assert run_ranks(3, without_gradients) == [True] * 3
+    run_ranks(3, without_gradients)
 
 
 def bad_number_on_one_rank():
-    mesh = world_mesh()
-    weights, grads = tensors(((8, 6), (6, 8)), 0), tensors(((8, 6), (6, 8)), 1)
-    params = [torch.nn.Parameter(torch_distribute(w, mesh, [Shard(0)])) for w in weights]
-    for p, g in zip(params, grads, strict=True):
-        p.grad = torch_distribute(g, mesh, [Shard(0)])
+    run = Run(Muon, "shard", shapes=((8, 6), (6, 8)), lr=0.1)
+    before = run.result()
+    run.give(0)
     if dist.get_rank() == 2:
-        assert params[1].grad is not None
-        local_of(params[1].grad).fill_(math.inf)
-    optimizer = Muon(params, lr=0.1)
-    optimizer.step()
-    assert all(torch.equal(full(p.detach()), w) for p, w in zip(params, weights, strict=True))
-    return optimizer.skipped_steps
+        run.params[1].grad = torch.full_like(run.params[1], math.inf)
+    run.optimizer.step()
+    same(run.result(), before)
+    return run.optimizer.skipped_steps
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all():
@@ -306,17 +270,15 @@ def test_placements_that_cannot_work_are_refused_by_name():
 
 def uneven_dtensor():
     """An FSDP2-like parameter whose last rank has nothing."""
-    mesh, rank = world_mesh(), dist.get_rank()
-    (weight,), (grad,) = tensors([(5, 6)], 0), tensors([(5, 6)], 1)
-    rows = [(0, 2), (2, 4), (4, 5), (5, 5)][rank]
-    param = torch.nn.Parameter(plain_dtensor(weight[rows[0] : rows[1]].clone(), mesh, (5, 6)))
-    param.grad = plain_dtensor(grad[rows[0] : rows[1]].clone(), mesh, (5, 6))
-    twin = torch.nn.Parameter(weight.clone())
-    twin.grad = grad
-    Muon([param], lr=0.1).step()
+    run = Run(Muon, "shard", shapes=((5, 6),), lr=0.1)
+    assert [p.holding.cuts for p in run.optimizer._params.values()] == [(0, 12, 24, 30, 30)]
+    twin = torch.nn.Parameter(full(run.params[0].detach()))
+    run.give(0)
+    twin.grad = full(run.params[0].grad)
+    run.optimizer.step()
     torch.optim.Muon([twin], lr=0.1).step()
-    return torch.equal(full(param.detach()), twin.detach())
+    assert torch.equal(full(run.params[0].detach()), twin.detach())
 
 
 def test_an_uneven_dtensor_with_an_empty_rank_gets_torchs_bits():
-    assert run_ranks(4, uneven_dtensor) == [True] * 4
+    run_ranks(4, uneven_dtensor)

@@ -1,12 +1,11 @@
 """What a stranger's optimizer gets from `BlockOptimizer`: the README's Lion, written with public names only."""
 
 import copy
-import random
 
 import pytest
 import torch
-from muon_helpers import full, placed, tensors, world_mesh
 from readme_examples import run_examples
+from runs import Run, same, tensors
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo, local_of
 from layout_planner import Elements, Rows, Whole
@@ -19,42 +18,38 @@ def lion():
     return run_examples("Write your own")["Lion"]
 
 
-def train(layout, steps=3, **options):
-    mesh, seeds = None if layout == "plain" else world_mesh(), range(len(SHAPES))
-
-    def put(values):
-        return [placed(v, mesh, layout, random.Random(i)) for i, v in zip(seeds, values, strict=True)]
-
-    params = [torch.nn.Parameter(p) for p in put(tensors(SHAPES, 0))]
-    optimizer = lion()(params, lr=0.1, weight_decay=0.1, **options)
-    for step in range(steps):
-        for p, grad in zip(params, put(tensors(SHAPES, 10 + step)), strict=True):
-            p.grad = grad
-        with record_collectives() as record:
-            optimizer.step()
-        assert record.kinds == (["all_reduce"] if layout in ("elements", "rows", "shard") else [])
-    return [full(t.detach()) for p in params for t in (p, optimizer.state[p]["exp_avg"])]
+def trained(layout="plain"):
+    run = Run(lion(), layout, shapes=SHAPES, lr=0.1, weight_decay=0.1).steps(0, 2)
+    run.give(2)
+    with record_collectives() as record:
+        run.optimizer.step()
+    assert record.kinds == (["all_reduce"] if layout in ("elements", "rows", "shard") else [])
+    return run.result()
 
 
 def test_it_computes_what_its_paper_says():
+    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
     weights, momenta = tensors(SHAPES, 0), [torch.zeros(s) for s in SHAPES]
+    optimizer = lion()(params, lr=0.1, weight_decay=0.1)
     for step in range(3):
-        for w, m, g in zip(weights, momenta, tensors(SHAPES, 10 + step), strict=True):
-            w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * g).sign())
-            m.mul_(0.99).add_(g, alpha=0.01)
-    expected = [t for pair in zip(weights, momenta, strict=True) for t in pair]
-    torch.testing.assert_close(train("plain"), expected)
+        given(params, step)
+        optimizer.step()
+        for w, m, grad in zip(weights, momenta, tensors(SHAPES, step), strict=True):
+            w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * grad).sign())
+            m.mul_(0.99).add_(grad, alpha=0.01)
+    for w, m, p in zip(weights, momenta, params, strict=True):
+        torch.testing.assert_close(p.detach(), w)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], m)
 
 
 def in_every_layout(expected):
     for layout in ("elements", "rows", "shard", "replicate"):
-        for a, b in zip(train(layout), expected, strict=True):
-            assert torch.equal(a, b), layout
+        same(trained(layout), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_in_every_layout_it_gives_the_bits_of_one_process(world_size):
-    run_ranks(world_size, in_every_layout, train("plain"))
+    run_ranks(world_size, in_every_layout, trained())
 
 
 def given(params, seed):

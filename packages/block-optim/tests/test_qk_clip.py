@@ -1,6 +1,6 @@
 import pytest
 import torch
-from muon_helpers import full, placed, tensors, world_mesh
+from runs import full, placed, tensors, world_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 

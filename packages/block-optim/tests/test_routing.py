@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from muon_helpers import full, placed, world_mesh
 from routing_helpers import Model, full_gradients, make_model
+from runs import full, placed, world_mesh
 from torch import nn
 
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, param_groups_for
