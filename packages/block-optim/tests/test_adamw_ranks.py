@@ -6,16 +6,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from adamw_helpers import (
-    KINDS,
-    assert_same_bits,
-    full_state,
-    give_gradients,
-    make_optimizer,
-    parameters,
-    train,
-    whole,
-)
+from adamw_helpers import KINDS, full_state, give_gradients, make_optimizer, parameters, train
+from runs import full, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
@@ -29,7 +21,7 @@ RANKS = [1, 2, 3, 4]
 def every_layout(wanted):
     for kind, result in wanted.items():
         for layout, cuts in (("ragged", 0), ("ragged", 1), ("ragged", 2), ("rows", 0)):
-            assert_same_bits(train(kind, layout, cuts), result, f"{kind}, {layout} {cuts}")
+            same(train(kind, layout, cuts), result)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -41,7 +33,7 @@ def rounded(wanted):
     for kind, result in wanted.items():
         for cuts in (0, 1):
             found = train(kind, "ragged", cuts, dtype=torch.bfloat16, stochastic_rounding=True)
-            assert_same_bits(found, result)
+            same(found, result)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -124,19 +116,19 @@ def skipped_everywhere(kind, bad):
         local.view(-1)[-1] = bad  # on some ranks only
     for _ in range(2):
         optimizer.step()
-    assert_same_bits(full_state(params, optimizer), before)
+    same(full_state(params, optimizer), before)
     assert optimizer.skipped_steps == 2
     norm = torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
     optimizer.step(grad_norm=norm)
     assert optimizer.skipped_steps == 3
-    assert_same_bits(full_state(params, optimizer), before)
+    same(full_state(params, optimizer), before)
     logging.getLogger("block_optim").removeHandler(messages)
     assert len(messages.found) == 3
     assert ("second" in messages.found[0]) == holder
     assert "3 skipped" in messages.found[2]
     give_gradients(params, kind, "ragged", 1)
     optimizer.step()
-    assert not torch.equal(whole(params["first"].detach()), before["first"])
+    assert not torch.equal(full(params["first"].detach()), before["first"])
     return holder
 
 
@@ -164,7 +156,7 @@ def bad_gaps(kind):
             params["tail"].grad = None
         optimizer.step()
     assert optimizer.skipped_steps == 0
-    assert_same_bits(full_state(params, optimizer), wanted)
+    same(full_state(params, optimizer), wanted)
     local = next(iter(params.values())).to_local()
     storage = torch.empty(0).set_(local.untyped_storage())
     assert (storage == 7.25).sum() >= 3 * (len(params) - 1)  # the gaps between parameters are as they were
@@ -204,7 +196,7 @@ def full_dict_into_parts(kind):
     assert record.kinds == []
     for name, p in params.items():
         for key, value in theirs.state[plain[name]].items():
-            assert torch.equal(whole(optimizer.state[p][key]), value), (name, key)
+            assert torch.equal(full(optimizer.state[p][key]), value), (name, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -167,13 +167,7 @@ def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"overlap": True, "stagger": False},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "stagger": False}])
 def test_mixed_takes_shampoo_and_soap_and_does_what_they_do_alone(options):
     options = {"precondition_frequency": 2, "max_preconditioner_dim": 8, **options}
     model = make_model()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adamw_helpers import whole
+from runs import full
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
@@ -61,21 +61,21 @@ def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
 def experts_on_two_axes():
     """Expert parallelism cuts the stack, the ragged axis cuts between bands inside each part."""
     mesh = init_device_mesh("cpu", (2, 2))
-    full, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    weight, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     placements = [Shard(0), RaggedShard((0, 1), (3, 5))]
     for block in (Tile(4, 16), Elements(128)):
-        plain = torch.nn.Parameter(full.clone())
+        plain = torch.nn.Parameter(weight.clone())
         theirs = AdamW8bit([("w", plain)], min_8bit_numel=1, block=block)
-        param = torch.nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+        param = torch.nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
         ours = AdamW8bit([("w", param)], min_8bit_numel=1, block=block)
         for _ in range(2):
             plain.grad = grad
             param.grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
             theirs.step()
             ours.step()
-        assert torch.equal(whole(param.detach()), plain)
+        assert torch.equal(full(param.detach()), plain)
         for key, value in theirs.state[plain].items():
-            assert torch.equal(whole(ours.state[param][key]), value), key
+            assert torch.equal(full(ours.state[param][key]), value), key
 
 
 def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():

@@ -8,9 +8,8 @@ Parameters or gradients that are narrower than their moments are worked on in fp
 rounded to nearest when they are written back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -28,6 +27,7 @@ VECTOR = (
 )
 
 Tensors = list[torch.Tensor]
+Kernel = Callable[[Step], None]  # a prepared call, or a few, over some slices of one device and dtype
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,6 @@ class RunSlice:
             for t in (self.param, self.first, self.second)
         )
         return found
-
-
-class Kernel(Protocol):
-    """A prepared call, or a few, over some slices of one device and dtype."""
-
-    def __call__(self, step: Step) -> None:
-        """Carry out one step."""
-        ...
 
 
 class _Batch:

@@ -71,16 +71,9 @@ class Scalars:
 
 def _fixed(hyper: Hyper) -> tuple[float, ...]:
     """The scalars that do not depend on the count, in the kernels' order."""
-    rates = hyper.rates(1)
-    first = -rates.first if hyper.maximize else rates.first
-    return (
-        1.0 if rates.decay is None else rates.decay,
-        rates.beta1,
-        first,
-        rates.beta2,
-        rates.second,
-        rates.eps,
-    )
+    r = hyper.rates(1)
+    first = -r.first if hyper.maximize else r.first
+    return (1.0 if r.decay is None else r.decay, r.beta1, first, r.beta2, r.second, r.eps)
 
 
 class Launch:

@@ -44,26 +44,16 @@ class BlockOptimizer(torch.optim.Optimizer):
         defaults: the options of a group and their defaults; ``lr`` among them.
         skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
 
-    A subclass defines
+    A subclass defines `init_states` and `update`, and any of the methods up to `takes_found_inf` and of the attributes
+    below that do not fit as they are. Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints,
+    pickling and `Mixed` then work.
 
-    * ``init_states(group, params)``: fill ``self.state[p.tensor]`` for every `Param`. Make states of a parameter's
-      shape by ``p.zeros(dtype)``: they then lie as the parameter does, and checkpoints reshard them.
-    * ``update(active)``: update the parameters of `Active`, which iterates over (`Param`, gradient). A parameter's
-      options are in ``p.group``, its memory is ``p.local``, and a state's is ``local_of(self.state[p.tensor][name])``.
+    Attributes:
+        format_options: options that the format of states depends on; a state dict that differs in one is refused.
+        shared_options: constructor arguments that hold for all groups, kept as attributes of the same name.
+        requires_blocks: whether the optimizer cannot work where `block_of` is cut.
 
-    and, where the defaults below do not fit,
-
-    * ``check_group(group, params)``: raise ValueError naming the option or parameter that does not fit, before states
-      are made. May put options into their final form in ``group``.
-    * ``block_of(name, param, options)``: what of a tensor must lie whole on a rank; ``requires_blocks`` says that the
-      optimizer cannot work otherwise. `block_policy` is made of these.
-    * ``reset_state(param)``: states as at construction, if not all zeros.
-    * ``format_options``: options that the format of states depends on; a state dict that differs in one is refused.
-    * ``shared_options``: constructor arguments that hold for all groups, kept as attributes of the same name.
-    * ``setup()``, ``prepare()``, ``invalidate()``, ``synchronize()`` and ``takes_found_inf``: see each.
-
-    Schedulers, closures, `GradScaler`, state dicts of torch and of distributed checkpoints, pickling and `Mixed` then
-    work. `step` communicates nothing where the answer about finite gradients is known (``found_inf``, ``grad_norm``),
+    `step` communicates nothing where the answer about finite gradients is known (``found_inf``, ``grad_norm``),
     on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a
     parameter. Beyond that it communicates what `update` does.
     """
@@ -93,18 +83,28 @@ class BlockOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- what a subclass may define
 
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
+        """Raise ValueError, naming it, where an option or a parameter does not fit; states are not there yet.
+
+        May put options into their final form in ``group``.
+        """
 
     def init_states(self, group: Group, params: list[Param]) -> None:
-        """Make the states of a group's parameters."""
+        """Fill ``self.state[p.tensor]``, a dict, for every `Param`.
+
+        Make states of a parameter's shape by ``p.zeros(dtype)``: they lie as it does, and checkpoints reshard them.
+        """
         raise NotImplementedError
 
     def update(self, active: Active) -> None:
-        """Update the parameters that have gradients."""
+        """Update the parameters that have gradients; `Active` iterates over (`Param`, this rank's gradient).
+
+        A parameter's options are in ``p.group``, its memory is ``p.local``, and that of a state is
+        ``local_of(self.state[p.tensor][name])``.
+        """
         raise NotImplementedError
 
     def reset_state(self, param: Param) -> None:
-        """Put a parameter's states back to what `init_states` made."""
+        """Put a parameter's states back to what `init_states` made; here: zeros."""
         for value in self.state[param.tensor].values():
             if isinstance(value, torch.Tensor):
                 local_of(value).zero_()

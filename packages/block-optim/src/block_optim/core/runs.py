@@ -61,25 +61,22 @@ def find_runs(
         keys: tensors of different keys are not in one run.
         max_gap: elements that may lie between neighbours.
     """
-    order = sorted(
-        (i for i, t in enumerate(tensors) if t.numel()),
-        key=lambda i: (
-            str(tensors[i].dtype),
-            tensors[i].untyped_storage().data_ptr(),
-            offset_of(tensors[i]),
-            i,
-        ),
-    )
+
+    def place(i: int) -> tuple[str, int, int, int]:
+        tensor = tensors[i]
+        return str(tensor.dtype), tensor.untyped_storage().data_ptr(), offset_of(tensor), i
+
+    order = sorted((i for i, t in enumerate(tensors) if t.numel()), key=place)
     groups: list[list[int]] = []
     end, previous = 0, None
     for i in order:
         tensor = tensors[i]
-        place = (tensor.dtype, tensor.untyped_storage().data_ptr(), keys[i] if keys else None)
-        if groups and place == previous and 0 <= offset_of(tensor) - end <= max_gap:
+        where = (tensor.dtype, tensor.untyped_storage().data_ptr(), keys[i] if keys else None)
+        if groups and where == previous and 0 <= offset_of(tensor) - end <= max_gap:
             groups[-1].append(i)
         else:
             groups.append([i])
-        end, previous = offset_of(tensor) + tensor.numel(), place
+        end, previous = offset_of(tensor) + tensor.numel(), where
     runs = [_run_of(group, tensors) for group in groups]
     return sorted(runs, key=lambda run: min(run.members))
 
@@ -141,11 +138,7 @@ def joint_runs(
         return (
             keys[i],
             *(
-                (
-                    t[i].untyped_storage().data_ptr(),
-                    t[i].dtype,
-                    offset_of(t[i]) - offset_of(first[i]),
-                )
+                (t[i].untyped_storage().data_ptr(), t[i].dtype, offset_of(t[i]) - offset_of(first[i]))
                 for t in lists[1:]
             ),
         )

@@ -129,6 +129,7 @@ class Bucket:
             self.exchange = Exchange(*at, lengths, WIRE, scratch, slot)
             if self._normuon:
                 self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
+        self._exchanges = [e for e in (self.side, self.exchange) if e is not None]
         self._lay_out_stacks(number)
         self._fragments: list[Fragment] = []
         self._arrivals: list[Arrival] = []
@@ -201,15 +202,12 @@ class Bucket:
             self._pack(some)
         if not self._travelling & active:
             return nothing
-        waits = []
         if self.side is not None:
             for f in self._fragments:
                 if not f.own:
                     self.side.held[f.number][f.side : f.side + len(f.rows)].copy_(f.rows)
-            waits.append(self.side.to_owners(self._lane))
-        if self.exchange is not None:
-            waits.append(self.exchange.to_owners(self._lane))
-        return lambda: _all(waits)
+        waits = [e.to_owners(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
 
     def _pack(self, fragments: list[Fragment]) -> None:
         """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16; of fragments of one dtype."""
@@ -295,9 +293,8 @@ class Bucket:
         """Start the transfer of the updates to where the matrices are held; the result waits. As `send`, backwards."""
         if not self._travelling & self._active:
             return nothing
-        sides = [e for e in (self.side, self.exchange) if e is not None]
-        waits = [e.back(self._lane) for e in sides]
-        return lambda: _all(waits)
+        waits = [e.back(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
 
     def apply(self, own: bool, lr: LearningRate) -> None:
         """Decay weights and add the updates: of this rank's own matrices, or of the others'. Communicates nothing."""
@@ -394,8 +391,3 @@ def run_pipeline(buckets: list[Bucket], active: frozenset[int], rates: Mapping[i
         arrive, returned, last = following, leave, bucket
     returned()
     buckets[-1].apply(own=False, lr=rates[id(buckets[-1].group)])
-
-
-def _all(waits: list[Wait]) -> None:
-    for wait in waits:
-        wait()

@@ -24,9 +24,8 @@ from typing import Literal
 import torch
 
 Triple = tuple[float, float, float]
-Coefficients = (
-    str | Sequence[Sequence[float]] | Sequence[float]
-)  # a name, triples, or one triple for every step
+# A name, triples, or one triple for every step.
+Coefficients = str | Sequence[Sequence[float]] | Sequence[float]
 Normalisation = Literal["frobenius", "aol"]
 
 KELLER: Triple = (3.4445, -4.7750, 2.0315)
@@ -45,9 +44,7 @@ _AOL: tuple[Triple, ...] = (
     (2.7215, -3.0494, 1.3169),
 )
 _POLAR_EXPRESS_CUSHION = 0.02407327424182761
-_CONVERGED_AFTER = (
-    7  # of Polar Express's steps: from the eighth on they are the fixed one, which needs no safety
-)
+_CONVERGED_AFTER = 7  # Polar Express's steps from the eighth on are the fixed one, which needs no safety
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,12 @@ class MuonEngine:
         for device, scratch in self._scratch.items():
             scratch.reserve(measured[device])
         self._buckets = self._make_buckets(domains, found, self._scratch)
-        self._presence = _presence_of(domains, found)
+        # For each process group: whom to ask about gradients, and the parameters of which something travels.
+        self._presence: list[tuple[Presence, list[int]]] = []
+        for domain, assigned in zip(domains, found, strict=True):
+            exchanged, group = sorted({m.param for m in assigned.matrices if m.moved}), domain.holding.group
+            if group is not None and exchanged:
+                self._presence.append((Presence(group, len(exchanged), domain.device), exchanged))
 
     def _find_domains(
         self, params: Sequence[Param], states: Mapping[torch.Tensor, dict[str, torch.Tensor]]
@@ -154,19 +159,6 @@ def recipe_of(group: Group) -> Recipe:
     """What a parameter group wants done to its matrices."""
     polynomials = resolve(group["coefficients"], group["ns_steps"])
     return Recipe(polynomials, group["eps"], group["method"], group["batched"])
-
-
-def _presence_of(
-    domains: list[_Domain], assigned: list[DomainAssignment]
-) -> list[tuple[Presence, list[int]]]:
-    """Of each process group: whom to ask about the parameters of which something travels, and these."""
-    found = []
-    for domain, assignment in zip(domains, assigned, strict=True):
-        exchanged = sorted({m.param for m in assignment.matrices if m.moved})
-        if domain.holding.group is not None and exchanged:
-            presence = Presence(domain.holding.group, len(exchanged), domain.device)
-            found.append((presence, exchanged))
-    return found
 
 
 def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:

@@ -130,7 +130,15 @@ class Muon(BlockOptimizer):
 
     def check_group(self, group: Group, params: list[Param]) -> None:
         """Raise ValueError where an option or a parameter does not fit."""
-        check_muon_options(group)
+        check_range("weight_decay", group["weight_decay"], 0)
+        check_range("momentum", group["momentum"], 0, 1)
+        check_range("eps", group["eps"], 0)
+        check_range("normuon_beta2", group["normuon_beta2"], 0, 1)
+        check_range("normuon_eps", group["normuon_eps"], 0)
+        resolve(group["coefficients"], group["ns_steps"])
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
+        check_choice("method", group["method"], METHODS)
+        check_choice("momentum_dtype", group["momentum_dtype"], DTYPES)
         for param in params:
             check_matrices(param)
 
@@ -154,19 +162,6 @@ class Muon(BlockOptimizer):
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients on some rank."""
         self._build().step(active)
-
-
-def check_muon_options(group: Group) -> None:
-    """Raise ValueError, naming it, where an option means nothing."""
-    check_range("weight_decay", group["weight_decay"], 0)
-    check_range("momentum", group["momentum"], 0, 1)
-    check_range("eps", group["eps"], 0)
-    check_range("normuon_beta2", group["normuon_beta2"], 0, 1)
-    check_range("normuon_eps", group["normuon_eps"], 0)
-    resolve(group["coefficients"], group["ns_steps"])
-    check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
-    check_choice("method", group["method"], METHODS)
-    check_choice("momentum_dtype", group["momentum_dtype"], DTYPES)
 
 
 def check_matrices(param: Param) -> None:

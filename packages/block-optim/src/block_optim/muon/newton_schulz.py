@@ -115,9 +115,8 @@ def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int
         )
         pairs = zip(sizes.tolist(), norms.view(-1).tolist(), strict=True)
         bad = [i for i, (size, norm) in enumerate(pairs) if not size <= limit or not math.isfinite(norm)]
-    rescued = {
-        i: _rescue(stack[i], recipe, gram) for i in bad
-    }  # from the inputs, which the stack still holds
+    # From the inputs, which the stack still holds.
+    rescued = {i: _rescue(stack[i], recipe, gram) for i in bad}
     stack.copy_(result)
     for i, matrix in rescued.items():
         stack[i].copy_(matrix)

@@ -154,17 +154,12 @@ class Preconditioned(BlockOptimizer):
         self._told = cost
         moving = [t for t in self._plan.tensors.values() if t.moves]
         names = ", ".join(t.param.name for t in moving[:3]) + (", ..." if len(moving) > 3 else "")
+        kind, dim = type(self).__name__, moving[0].group["max_preconditioner_dim"]
         _LOG.warning(
-            "%s: %d of %d parameters (%s) have blocks that no rank holds whole: each step sends %.3g MB over all "
-            "ranks, gradients to the blocks' owners and updates back. fully_shard(..., block_policy="
-            "%s.block_policy(max_preconditioner_dim=%d)) lays them out so that nothing is sent.",
-            type(self).__name__,
-            len(moving),
-            len(self._plan.tensors),
-            names,
-            cost / 1e6,
-            type(self).__name__,
-            moving[0].group["max_preconditioner_dim"],
+            f"{kind}: {len(moving)} of {len(self._plan.tensors)} parameters ({names}) have blocks that no rank holds "
+            f"whole: each step sends {cost / 1e6:.3g} MB over all ranks, gradients to the blocks' owners and updates "
+            f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) lays them out so "
+            "that nothing is sent."
         )
 
     # ---------------------------------------------------------------- the step
@@ -178,8 +173,7 @@ class Preconditioned(BlockOptimizer):
         for exchange in self._exchanges():
             taking = [by_number[n] for n in exchange.numbers if n in by_number]
             exchange.scatter(
-                {w.tensor.number: w.update for w in taking},
-                {w.tensor.number: w.local_update for w in taking},
+                {w.tensor.number: w.update for w in taking}, {w.tensor.number: w.local_update for w in taking}
             )
         self._apply(works)
 

@@ -87,30 +87,17 @@ class Grid:
         return sum(4 * strip.rows * width * (strip.rows + width) for _, width in self.columns)
 
 
-def matrices(shape: tuple[int, ...], how: str = "auto") -> tuple[int, int, int] | None:
-    """(batch, rows, cols) of a tensor by the table above, or None where it goes element by element.
-
-    Args:
-        shape: global.
-        how: "auto" (by the table), "stack" or "flatten".
-    """
+def grid_of(shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | None:
+    """The grid that options give a tensor, by the table above; None where it goes element by element."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
+    how = options["matrices"]
     if len(shape) == 2 or how == "stack" or (how == "auto" and len(shape) == 3):
-        found = (math.prod(shape[:-2]), shape[-2], shape[-1])
+        batch, rows, cols = math.prod(shape[:-2]), shape[-2], shape[-1]
     else:
-        found = (1, shape[0], math.prod(shape[1:]))
-    return None if min(found[1:]) == 1 else found
-
-
-def grid_of(shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | None:
-    """The grid that an optimizer's options give a tensor, or None where it goes element by element."""
-    found = matrices(tuple(shape), options["matrices"])
-    if found is None:
-        return None
-    batch, rows, cols = found
+        batch, rows, cols = 1, shape[0], math.prod(shape[1:])
     diagonal = (rows > options["diagonal_above"], cols > options["diagonal_above"])
-    if all(diagonal):
+    if min(rows, cols) == 1 or all(diagonal):
         return None
     return Grid(tuple(shape), batch, rows, cols, options["max_preconditioner_dim"], *diagonal)
 

@@ -54,9 +54,8 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    return (
-        matrix if matrix.data_ptr() % 64 == 0 else matrix.clone()
-    )  # clone keeps a transposed matrix transposed
+    # (clone keeps a transposed matrix transposed)
+    return matrix if matrix.data_ptr() % 64 == 0 else matrix.clone()
 
 
 def norms(batch: Tensor) -> Tensor:

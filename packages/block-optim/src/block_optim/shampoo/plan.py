@@ -19,6 +19,7 @@ from block_optim.shampoo.strips import StripAssignment, assign_strips
 
 ROWS, COLS = "rows", "cols"
 SIDES = (ROWS, COLS)
+Size = Callable[[int, int], int]  # of a state, for a block of (rows, cols)
 
 
 class OwnedBlock:
@@ -105,37 +106,32 @@ class TensorPlan:
                     self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, number))
                 counts[size] = number + 1
 
-    def like_owned(self, dtype: torch.dtype) -> Tensor:
-        """A state of zeros of the parameter's shape, each strip on its owner; its local tensor may be taken flat."""
-        if not self.moves:
-            return self.param.zeros(dtype)
+    def add_owned(self, state: dict[str, Tensor], name: str, dtype: torch.dtype) -> None:
+        """Add a state of zeros of the parameter's shape, each strip on its owner; locally it may be taken flat."""
+        if self.moves:
+            assert self.assignment is not None
+            local = torch.zeros(self.owned_numel, dtype=dtype, device=self.param.device)
+            state[name] = self.holding.state(local, self.param.shape, self.assignment.elements())
+        else:
+            state[name] = self.param.zeros(dtype)
+        if self.grid is not None:
+            flat = local_of(state[name]).view(-1)
+            for block in self.blocks:
+                block.views[name] = block.of(flat)
+
+    def add_blocks(self, state: dict[str, Tensor], sizes: dict[str, Size], dtype: torch.dtype) -> None:
+        """Add 1-D states of zeros with `size(rows, cols)` elements for each block, on the block's owner."""
         assert self.assignment is not None
-        local = torch.zeros(self.owned_numel, dtype=dtype, device=self.param.device)
-        return self.holding.state(local, self.param.shape, self.assignment.elements())
-
-    def like_blocks(self, size: Callable[[int, int], int], dtype: torch.dtype) -> Tensor:
-        """A 1-D state of zeros with `size(rows, cols)` elements for each block, on the block's owner."""
-        assert self.assignment is not None
-        grid, lengths = self.grid_of_blocks, [0] * self.holding.num_ranks
-        for index, owner in enumerate(self.assignment.owners):
-            strip = grid.strip(index)
-            lengths[owner] += sum(size(strip.rows, width) for _, width in grid.columns)
-        local = torch.zeros(lengths[self.holding.rank], dtype=dtype, device=self.param.device)
-        return self.holding.state(local, (sum(lengths),), lengths)
-
-    def show(self, name: str, state: Tensor, size: Callable[[int, int], int]) -> None:
-        """Give each block its view of a state made by `like_blocks`."""
-        local, at = local_of(state), 0
-        for block in self.blocks:
-            count = size(block.rows, block.cols)
-            block.views[name] = local[at : at + count]
-            at += count
-
-    def show_owned(self, name: str, state: Tensor) -> None:
-        """Give each block its view of a state made by `like_owned`."""
-        flat = local_of(state).view(-1)
-        for block in self.blocks:
-            block.views[name] = block.of(flat)
+        for name, size in sizes.items():
+            grid, lengths = self.grid_of_blocks, [0] * self.holding.num_ranks
+            for index, owner in enumerate(self.assignment.owners):
+                rows = grid.strip(index).rows
+                lengths[owner] += sum(size(rows, width) for _, width in grid.columns)
+            local = torch.zeros(lengths[self.holding.rank], dtype=dtype, device=self.param.device)
+            state[name] = self.holding.state(local, (sum(lengths),), lengths)
+            views = local.split([size(block.rows, block.cols) for block in self.blocks])
+            for block, view in zip(self.blocks, views, strict=True):
+                block.views[name] = view
 
 
 class Plan:

@@ -63,10 +63,7 @@ class RootJob:
             found = diagonal_roots(factors, exponent, options.epsilon, last)
         else:
             found = inverse_roots(factors, exponent, options, last=last, last_basis=basis)
-        behind = len(factors) - len(self.items)  # zeros behind the blocks of a batch on CUDA
-        found.counts.computed -= behind
-        found.counts.zero -= behind
-        return found
+        return found.without(len(factors) - len(self.items))
 
 
 def root_jobs(works: Sequence[Work]) -> list[RootJob]:

@@ -120,14 +120,15 @@ class Roots:
     counts: RootCounts
     kept: list[int] = field(default_factory=list)
 
+    def without(self, behind: int) -> "Roots":
+        """The same, not counting the zeros behind the blocks of a batch on CUDA."""
+        self.counts.computed -= behind
+        self.counts.zero -= behind
+        return self
+
 
 def inverse_roots(
-    factors: Tensor,
-    exponent: float,
-    options: RootOptions,
-    *,
-    last: Tensor,
-    last_basis: Tensor | None = None,
+    factors: Tensor, exponent: float, options: RootOptions, *, last: Tensor, last_basis: Tensor | None = None
 ) -> Roots:
     """Inverse roots of (k, d, d) symmetric positive semidefinite matrices.
 
@@ -139,12 +140,8 @@ def inverse_roots(
         last_basis: (k, d, d) orthonormal, where the method keeps one; an all-zero matrix stands for none yet.
     """
     options.check_exponent(exponent)
-    scale = linalg.norms(factors)
-    finite = scale.isfinite()
-    zero = finite & (scale < TINY)
-    usable = finite & ~zero
-    eye = linalg.identity_like(factors)
-    unit = _where(usable, factors / _where(usable, scale, torch.ones_like(scale))[:, None, None], eye)
+    scale, usable, unit = _normalised(factors)
+    zero, eye = scale.isfinite() & ~usable, linalg.identity_like(factors)
     roots, basis, residual = _METHODS[options.method](unit, exponent, options, last_basis)
     good = usable & (residual <= options.accepted) & _finite(roots)  # a NaN residual is not <=
     counts = RootCounts(computed=len(factors))
@@ -172,14 +169,20 @@ def inverse_roots(
     return Roots(roots, basis, counts, kept)
 
 
+def _normalised(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms, which of the matrices are usable (finite and not zero), and these at norm 1, the identity for others."""
+    scale = linalg.norms(factors)
+    usable = scale.isfinite() & (scale >= TINY)
+    safe = _where(usable, scale, torch.ones_like(scale))[:, None, None]
+    return scale, usable, _where(usable, factors / safe, linalg.identity_like(factors))
+
+
 def eigenbases(factors: Tensor, last: Tensor) -> Roots:
     """Eigenvectors (k, d, d) of symmetric matrices, by descending eigenvalue: SOAP's first basis.
 
     `roots` of the result holds them; a zero matrix has the identity, one that is not finite keeps `last`.
     """
-    scale = linalg.norms(factors)
-    usable = scale.isfinite() & (scale >= TINY)
-    unit = _where(usable, factors / scale[:, None, None], linalg.identity_like(factors))
+    scale, _, unit = _normalised(factors)
     _, vectors = linalg.eigh(unit)
     found = vectors.flip(2).contiguous()
     return _checked_bases(found, unit, scale, last)
@@ -192,9 +195,7 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
         The new bases (as `eigenbases`) and `order` (k, d): which old column each new one comes from, by descending
         estimated eigenvalue; second moments along this dimension are to be reordered alike.
     """
-    scale = linalg.norms(factors)
-    usable = scale.isfinite() & (scale >= TINY)
-    unit = _where(usable, factors / scale[:, None, None], linalg.identity_like(factors))
+    scale, usable, unit = _normalised(factors)
     moved = linalg.matmul(unit, last)
     estimates = linalg.col_sums(last * moved)
     order = torch.sort(estimates, dim=1, descending=True, stable=True).indices

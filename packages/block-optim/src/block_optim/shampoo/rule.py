@@ -1,7 +1,5 @@
 """Shampoo's options in force, and its arithmetic on batches of equal blocks. No state, no communication."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from block_optim.core._torch_compat import foreach_add_, foreach_sub_
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.batches import Batch
-from block_optim.shampoo.plan import COLS, ROWS, TensorPlan
+from block_optim.shampoo.plan import COLS, ROWS, Size, TensorPlan
 from block_optim.shampoo.roots import TINY, RootOptions
 from block_optim.shampoo.schedule import first_due
 
@@ -45,8 +43,8 @@ def second_beta(group: Group) -> float:
     return float(group["betas"][1]) if group["betas"][1] < 1 else 0.999
 
 
-def block_states(tensor: TensorPlan) -> dict[str, Callable[[int, int], int]]:
-    """Names of the states of the blocks, and their elements for a block of (rows, cols)."""
+def block_states(tensor: TensorPlan) -> dict[str, Size]:
+    """Names of the states of Shampoo's blocks, and their sizes."""
     packed = tensor.group["packed"]
     found = side_states(tensor, "factor", packed) | side_states(tensor, "root", packed)
     if root_options(tensor.group).keeps_basis:
@@ -54,25 +52,19 @@ def block_states(tensor: TensorPlan) -> dict[str, Callable[[int, int], int]]:
     return found
 
 
-def side_states(
-    tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True
-) -> dict[str, Callable[[int, int], int]]:
+def side_states(tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True) -> dict[str, Size]:
     """States of one kind; without `diagonal` only for the sides whose factors are full."""
+
+    def size_of(side: str, is_diagonal: bool) -> Size:
+        def size(rows: int, cols: int) -> int:
+            dim = rows if side == ROWS else cols
+            return dim if is_diagonal else linalg.packed_numel(dim, packed)
+
+        return size
+
     grid = tensor.grid_of_blocks
     sides = {ROWS: grid.diagonal_rows, COLS: grid.diagonal_cols}
-    return {
-        f"{kind}_{side}": _sized(_pick(side), is_diagonal, packed)
-        for side, is_diagonal in sides.items()
-        if diagonal or not is_diagonal
-    }
-
-
-def _pick(side: str) -> Callable[[int, int], int]:
-    return (lambda rows, cols: rows) if side == ROWS else (lambda rows, cols: cols)
-
-
-def _sized(pick: Callable[[int, int], int], diagonal: bool, packed: bool) -> Callable[[int, int], int]:
-    return lambda rows, cols: pick(rows, cols) if diagonal else linalg.packed_numel(pick(rows, cols), packed)
+    return {f"{kind}_{side}": size_of(side, d) for side, d in sides.items() if diagonal or not d}
 
 
 # ---- arithmetic

@@ -161,19 +161,14 @@ class Shampoo(Preconditioned):
         group, compute = tensor.group, tensor.compute
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if group["betas"][0] > 0:
-            state["exp_avg"] = tensor.like_owned(compute)
+            tensor.add_owned(state, "exp_avg", compute)
         elementwise = tensor.grid is None and group["grafting"] == "none"
         if elementwise or group["grafting"] in ("rmsprop", "adam"):
-            state["exp_avg_sq"] = tensor.like_owned(compute)
+            tensor.add_owned(state, "exp_avg_sq", compute)
         if group["momentum"] > 0:
             state["momentum_buffer"] = tensor.param.zeros(compute)
         if tensor.grid is not None:
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name in state:
-                    tensor.show_owned(name, state[name])
-            for name, size in block_states(tensor).items():
-                state[name] = tensor.like_blocks(size, state_dtype(tensor))
-                tensor.show(name, state[name], size)
+            tensor.add_blocks(state, block_states(tensor), state_dtype(tensor))
         return state
 
     def _fresh(self, tensor: TensorPlan) -> None:

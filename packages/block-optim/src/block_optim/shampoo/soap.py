@@ -107,17 +107,13 @@ class SOAP(Preconditioned):
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = tensor.like_owned(tensor.compute)
-            if tensor.grid is not None:
-                tensor.show_owned(name, state[name])
+            tensor.add_owned(state, name, tensor.compute)
         if tensor.grid is not None:
             packed = tensor.group["packed"]
-            for name, size in side_states(tensor, "factor", packed, diagonal=False).items():
-                state[name] = tensor.like_blocks(size, state_dtype(tensor))
-                tensor.show(name, state[name], size)
-            for name, size in side_states(tensor, "basis", False, diagonal=False).items():
-                state[name] = tensor.like_blocks(size, tensor.compute)
-                tensor.show(name, state[name], size)
+            factors = side_states(tensor, "factor", packed, diagonal=False)
+            tensor.add_blocks(state, factors, state_dtype(tensor))
+            bases = side_states(tensor, "basis", False, diagonal=False)
+            tensor.add_blocks(state, bases, tensor.compute)
         return state
 
     def _fresh(self, tensor: TensorPlan) -> None:
@@ -209,10 +205,8 @@ class SOAP(Preconditioned):
             batch.put("exp_avg_sq", second)
 
     def _count_batch(self, batch: Batch, found: Roots) -> None:
-        behind = batch.capacity - len(batch.blocks)  # zeros behind the blocks of a batch on CUDA
-        found.counts.computed -= behind
-        found.counts.zero -= behind
-        self._count(found.counts, [batch.blocks[i] for i in found.kept])
+        counts = found.without(batch.capacity - len(batch.blocks)).counts
+        self._count(counts, [batch.blocks[i] for i in found.kept])
 
     # ---------------------------------------------------------------- the parameters
 

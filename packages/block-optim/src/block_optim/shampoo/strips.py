@@ -172,19 +172,14 @@ class StripExchange:
 
     def _in_local(self, i: int, local: Mapping[int, Tensor]) -> Tensor:
         number, _ = self._strips[i]
-        low, high = self._range(i, self._rank)
-        base = self._tensors[number].holding.own[0]
-        return local[number][low - base : high - base]
+        return self._of(local[number], self._tensors[number].holding.own[0], i, self._rank)
 
     def _in_owned(self, i: int, rank: int, owned: Mapping[int, Tensor]) -> Tensor:
         number, _ = self._strips[i]
-        low, high = self._range(i, rank)
-        base = self._tensors[number].owned_range[0]
-        return owned[number][low - base : high - base]
+        return self._of(owned[number], self._tensors[number].owned_range[0], i, rank)
 
-    def _range(self, i: int, rank: int) -> Range:
-        """The elements of a strip that a rank holds."""
+    def _of(self, flat: Tensor, first: int, i: int, rank: int) -> Tensor:
+        """The elements of a strip that a rank holds, of a tensor's elements from ``first`` on."""
         number, index = self._strips[i]
-        t = self._tensors[number]
-        strip, cuts = t.grid.strip(index), t.holding.cuts
-        return max(cuts[rank], strip.start), min(cuts[rank + 1], strip.stop)
+        strip, cuts = self._tensors[number].grid.strip(index), self._tensors[number].holding.cuts
+        return flat[max(cuts[rank], strip.start) - first : min(cuts[rank + 1], strip.stop) - first]

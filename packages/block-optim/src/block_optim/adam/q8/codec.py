@@ -54,10 +54,7 @@ class Steps:
 FIRST, SECOND = Steps(5, 127), Steps(5, 255)
 FIRST_ZERO, SECOND_ZERO = FIRST.value(0), SECOND.value(-1)
 
-SCALE_MIN, SCALE_MAX = (
-    1e-30,
-    1e37,
-)  # a block of zeros gets the former; what is squared stays finite below the latter
+SCALE_MIN, SCALE_MAX = 1e-30, 1e37  # of a block of zeros; below which squares stay finite
 
 
 @dataclass
