@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -9,6 +10,7 @@ from block_optim.core._torch_compat import local_of
 from block_optim.core.params import Param
 
 
+@dataclass(slots=True, eq=False)
 class Active:
     """The parameters that have a gradient in this step, in the optimizer's order; iterates over (param, gradient).
 
@@ -25,32 +27,20 @@ class Active:
             optimizer `takes_found_inf`: then gradients are known to be finite, or are not checked.
     """
 
-    __slots__ = ("found_inf", "grads", "keeps", "locals", "params", "version")
-
-    def __init__(
-        self,
-        params: list[Param],
-        local_tensors: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        version: int,
-        keeps: int = 0,
-    ) -> None:
-        self.params, self.locals, self.grads = params, local_tensors, grads
-        self.version, self.keeps = version, keeps
-        self.found_inf: torch.Tensor | None = None
+    params: list[Param]
+    locals: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    version: int
+    keeps: int = 0
+    found_inf: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[tuple[Param, torch.Tensor]]:
         return zip(self.params, self.grads, strict=True)
 
     def select(self, positions: list[int]) -> "Active":
         """Only some of them."""
-        return Active(
-            [self.params[i] for i in positions],
-            [self.locals[i] for i in positions],
-            [self.grads[i] for i in positions],
-            self.version,
-            self.keeps,
-        )
+        params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
+        return Active(params, [self.locals[i] for i in positions], grads, self.version, self.keeps)
 
 
 class Collector:

@@ -7,6 +7,7 @@ factors, roots, bases                one 1-D tensor for each side, block after b
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,23 +23,24 @@ SIDES = (ROWS, COLS)
 Size = Callable[[int, int], int]  # of a state, for a block of (rows, cols)
 
 
+@dataclass(slots=True, eq=False)
 class OwnedBlock:
     """One block that this rank owns.
 
     Attributes:
         rows, cols: its size.
+        column: its first one, of a strip that begins at element `offset` of the owned run.
         number: among all blocks of this size in the model, in the optimizer's order: the same at every world size.
         views: its elements of each state, by name; the states keep their memory for life.
     """
 
-    __slots__ = ("cols", "column", "number", "offset", "rows", "tensor", "views")
-
-    def __init__(
-        self, tensor: "TensorPlan", rows: int, cols: int, column: int, offset: int, number: int
-    ) -> None:
-        self.tensor, self.rows, self.cols, self.column = tensor, rows, cols, column
-        self.offset, self.number = offset, number
-        self.views: dict[str, Tensor] = {}
+    tensor: "TensorPlan"
+    rows: int
+    cols: int
+    column: int
+    offset: int
+    number: int
+    views: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, flat: Tensor) -> Tensor:
         """This block (rows, cols) of an owned run."""
