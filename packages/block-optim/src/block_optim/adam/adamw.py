@@ -16,8 +16,8 @@ from block_optim.core.params import Group, Param
 class AdamW(BlockOptimizer):
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101), one kernel over each flat run of parameters.
 
-    Bit by bit torch's numbers, wherever tensors are cut: those of its for-loop and foreach implementations, or with
-    ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter), fp32
+    Gives torch's numbers bit by bit, wherever tensors are cut: those of its for-loop and foreach implementations, or
+    with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter), fp32
     also for bf16 and fp16 parameters, which torch gives states of their own dtype; the arithmetic is fp32 then, rounded
     to nearest when it is written back.
 
@@ -30,8 +30,8 @@ class AdamW(BlockOptimizer):
         amsgrad: must be False.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
-        stochastic_rounding: round bf16 parameters up or down at random, by how near they are; fp32 ones stay exact.
-        seed: of that; the random bits depend on seed, parameter name, step and element only.
+        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
+        seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:

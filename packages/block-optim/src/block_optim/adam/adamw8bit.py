@@ -49,8 +49,8 @@ class AdamW8bit(BlockOptimizer):
         state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding: round bf16 parameters up or down at random, by how near they are; fp32 ones stay exact.
-        seed: of that; the random bits depend on seed, parameter name, step and element only.
+        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
+        seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:

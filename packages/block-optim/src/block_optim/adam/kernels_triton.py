@@ -37,7 +37,7 @@ def _load(address, offset, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def _mix(x):
-    """The 32-bit mixer of `_rounding`, on uint32."""
+    """The 32-bit mixer of `core.rounding`, on uint32."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -79,7 +79,7 @@ def _store(
 
 @triton.jit
 def _nearest(bits, limits, low, high, base, key_shift: tl.constexpr):
-    """The table look-up of `_codec.Table`: base[key] + (bits > limit[key])."""
+    """The table look-up of `codec.Table`: base[key] + (bits > limit[key])."""
     key = tl.minimum(tl.maximum(bits >> key_shift, low), high) - low
     return tl.load(base + key) + (bits > tl.load(limits + key)).to(tl.int32)
 

@@ -147,7 +147,7 @@ class StepPlan(Generic[EntryT]):
         return odd
 
     def _prepare(self, counts: list[float], hypers: list[Hyper], grads: list[torch.Tensor]) -> None:
-        """Build again where options or counts that were equal no longer are, or have become so."""
+        """Build again where options or counts that were equal no longer are, or became so."""
         kinds = {h: i for i, h in reversed(list(enumerate(hypers)))}
         group_kinds = [kinds[h] for h in hypers]
         ages = {count: i for i, count in reversed(list(enumerate(counts)))}

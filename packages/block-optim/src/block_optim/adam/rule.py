@@ -126,7 +126,7 @@ class _Plan(StepPlan[Moments]):
         self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]
 
     def _runs(self, kinds: list[Any], grads: list[torch.Tensor]) -> list[Run]:
-        """The runs of parameters, gradients and moments. A parameter without gradient is no gap: it ends a run."""
+        """The runs of parameters, gradients and moments. A parameter without gradient is not a gap: it ends a run."""
         idle, everyone = [e.param.local for e in self.idle], [*self.entries, *self.idle]
         lists = [
             [*self.locals, *idle],

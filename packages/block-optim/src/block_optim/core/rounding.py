@@ -58,7 +58,7 @@ class Rounder:
     ) -> None:
         """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
         turn = (1 << 32) - start % (1 << 32)
-        if wide.numel() > turn:  # the lower half of the index begins anew within
+        if wide.numel() > turn:  # the lower half of the index starts again within
             self(wide[turn:], out[turn:], seed, name, step, start + turn)
             wide, out = wide[:turn], out[:turn]
         n = wide.numel()

@@ -1,6 +1,6 @@
 """Flat runs: tensors that lie next to each other in one storage are one tensor to an elementwise kernel.
 
-    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local parts; '.': what lies between
+    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': what lies between
     run         |<--------------------------------------->|        one call updates it all
     states      | a a a a a . b b b . . . c c c c c c c c |        allocated alike, so they are runs wherever a..c are
 
@@ -96,7 +96,7 @@ class FlatSpace:
     """A flat address space for the states of some local tensors: neighbours stay neighbours, gaps included.
 
     Attributes:
-        offsets: where each tensor's part begins.
+        offsets: where each tensor begins.
         numel: elements of a buffer over the whole space.
     """
 
@@ -117,7 +117,7 @@ class FlatSpace:
         return torch.zeros(self.numel, dtype=dtype, device=device)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Each tensor's part of a buffer, in the tensor's own shape and strides."""
+        """Each tensor's elements of a buffer, in its own shape and strides."""
         return [
             buffer.as_strided(shape, stride, offset)
             for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)

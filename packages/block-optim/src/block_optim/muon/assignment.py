@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound
 from block_optim.muon.matrices import Matrix
 
-WIRE_BYTES = 2  # an element on the wire is bf16: Newton-Schulz rounds its input to it, and gives it
+SENT_BYTES = 2  # elements travel as bf16: Newton-Schulz rounds its input to it, and returns it
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class AssignedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """On the wire, of the whole matrix."""
-        return self.matrix.numel * WIRE_BYTES
+        """Of the whole matrix, as it travels."""
+        return self.matrix.numel * SENT_BYTES
 
     @property
     def moved(self) -> int:
@@ -77,7 +77,7 @@ class DomainAssignment:
     @property
     def bytes_moved(self) -> int:
         """Sent in a step by all ranks together, there and back."""
-        return 2 * WIRE_BYTES * sum(m.moved for m in self.matrices)
+        return 2 * SENT_BYTES * sum(m.moved for m in self.matrices)
 
     @property
     def fingerprint(self) -> int:
@@ -97,7 +97,7 @@ class DomainAssignment:
         lines.append(f"  {'rank':>6}{'matrices':>10}{'FLOP':>10}{'owned B':>10}{'received B':>12}")
         for rank, load in enumerate(self.loads[:most]):
             own = [m for m in self.matrices if m.owner == rank]
-            owned, received = sum(m.nbytes for m in own), WIRE_BYTES * sum(m.moved for m in own)
+            owned, received = sum(m.nbytes for m in own), SENT_BYTES * sum(m.moved for m in own)
             lines.append(f"  {rank:>6}{len(own):>10}{_si(load):>10}{_si(owned):>10}{_si(received):>12}")
         lines += _more(self.num_ranks - most, "ranks")
         width = max((len(m.name) for m in self.matrices[:most]), default=4)
@@ -109,7 +109,7 @@ class DomainAssignment:
             shape = f"{m.matrix.rows}x{m.matrix.columns}"
             lines.append(
                 f"  {m.name:{width}}  {shape:>13}{m.bucket:>8}{m.owner:>7}{share:>7.0%}{_si(m.flops):>10}"
-                f"{_si(2 * WIRE_BYTES * m.moved):>10}"
+                f"{_si(2 * SENT_BYTES * m.moved):>10}"
             )
         return "\n".join(lines + _more(len(self.matrices) - most, "matrices"))
 

@@ -1,8 +1,8 @@
 """One bucket of Muon's matrices on one rank: pack, compute, send back, apply. All memory is laid out once.
 
 gradient, momentum          lerp, cast to bf16               Newton-Schulz           add to the parameter
-fragments here  ----------> wire: the owner's stack if   --> stacks of equal     --> fragments here, from
-                            this rank owns the matrix,       shapes, in place        the same wire views
+fragments here  ----------> packed: the owner's stack if --> stacks of equal     --> fragments here, from
+                            this rank owns the matrix,       shapes, in place        the same packed views
                             else the exchange's `held`
 """
 
@@ -22,7 +22,7 @@ from block_optim.muon.local import LocalParam
 from block_optim.muon.momentum import decode
 from block_optim.muon.newton_schulz import Recipe, orthogonalize_
 
-WIRE = torch.bfloat16
+PACKED = torch.bfloat16
 EXCHANGE_SLOTS = 3  # exchanges under way or unread at once: of the next bucket, this one, the last
 STACK_SLOTS = 2  # buckets whose own matrices are in memory at once
 
@@ -37,7 +37,7 @@ class Fragment:
         number: the matrix's in the bucket.
         param: the parameter.
         low, high: in the parameter's local elements.
-        wire: where it is packed and where its update arrives, 1-D, bf16.
+        packed: where it is packed and where its update arrives, 1-D, bf16.
         own: whether this rank computes the matrix.
         row: the run's first row in the matrix (NorMuon).
         side: first row in what this rank sends in the side exchange (NorMuon).
@@ -47,7 +47,7 @@ class Fragment:
     param: LocalParam
     low: int
     high: int
-    wire: torch.Tensor
+    packed: torch.Tensor
     own: bool
     row: int
     side: int
@@ -75,14 +75,14 @@ class Arrival:
     Attributes:
         number: the matrix's in the bucket.
         stack: its place in the matrix.
-        wire: where it arrives, and where its update is sent from.
+        packed: where it arrives, and where its update is sent from.
         row: its first row in the matrix, and
         rows: the second moments of its rows in the side exchange (NorMuon).
     """
 
     number: int
     stack: torch.Tensor
-    wire: torch.Tensor
+    packed: torch.Tensor
     row: int
     rows: torch.Tensor | None
 
@@ -126,7 +126,7 @@ class Bucket:
         if holding.group is not None and travels(owners, lengths):
             slot = str(number % EXCHANGE_SLOTS)
             at = (holding.group, holding.rank, owners)
-            self.exchange = Exchange(*at, lengths, WIRE, scratch, slot)
+            self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
             if self._normuon:
                 self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
         self._exchanges = [e for e in (self.side, self.exchange) if e is not None]
@@ -145,7 +145,7 @@ class Bucket:
             if m.owner == self._rank:
                 by_shape[m.matrix.rows, m.matrix.columns].append(i)
         total = sum(rows * columns * len(own) for (rows, columns), own in by_shape.items())
-        arena = self._scratch.take(f"stacks {number % STACK_SLOTS}", (total,), WIRE)
+        arena = self._scratch.take(f"stacks {number % STACK_SLOTS}", (total,), PACKED)
         self._stacks: list[tuple[torch.Tensor, list[int]]] = []
         self._own: dict[int, torch.Tensor] = {}
         start = 0
@@ -170,20 +170,20 @@ class Bucket:
                 row, side = first // columns, at // columns
                 if rank == self._rank:
                     if m.owner == rank:
-                        wire = self._own[i][first : first + length]
+                        packed = self._own[i][first : first + length]
                     else:
                         assert self.exchange is not None
-                        wire = self.exchange.held[i][at : at + length]
+                        packed = self.exchange.held[i][at : at + length]
                     own = m.owner == rank
-                    self._fragments.append(Fragment(i, param, low, low + length, wire, own, row, side))
+                    self._fragments.append(Fragment(i, param, low, low + length, packed, own, row, side))
                 elif m.owner == self._rank:
                     assert self.exchange is not None
-                    wire = self.exchange.owned[i, rank][at : at + length]
+                    packed = self.exchange.owned[i, rank][at : at + length]
                     rows = None
                     if self.side is not None:
                         rows = self.side.owned[i, rank][side : side + length // columns]
                     stack = self._own[i][first : first + length]
-                    self._arrivals.append(Arrival(i, stack, wire, row, rows))
+                    self._arrivals.append(Arrival(i, stack, packed, row, rows))
                 at += length
 
     # ------------------------------------------------------------- a step
@@ -212,16 +212,16 @@ class Bucket:
     def _pack(self, fragments: list[Fragment]) -> None:
         """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16; of fragments of one dtype."""
         mu, nesterov = self.group["momentum"], self.group["nesterov"]
-        wires = [f.wire for f in fragments]
+        packed = [f.packed for f in fragments]
         if not fragments[0].param.coded:
             momenta = [f.param.momentum[f.low : f.high] for f in fragments]
             if not nesterov:
-                foreach_copy_(wires, momenta)
+                foreach_copy_(packed, momenta)
                 return
             values = self._pieces("pack", fragments, fragments[0].param.momentum.dtype)
             foreach_copy_(values, [f.grad for f in fragments])
             foreach_lerp_(values, momenta, mu)
-            foreach_copy_(wires, values)
+            foreach_copy_(packed, values)
             return
         for f in fragments:
             value = self._scratch.take("pack", (f.high - f.low,), torch.float32)
@@ -229,7 +229,7 @@ class Bucket:
             decode(*f.param.coded_momentum(f.low, f.high), f.param.columns, momentum)
             if nesterov:
                 momentum = value.copy_(f.grad).lerp_(momentum, mu)
-            f.wire.copy_(momentum)
+            f.packed.copy_(momentum)
 
     def _pieces(self, name: str, fragments: list[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch for each fragment, side by side."""
@@ -239,7 +239,7 @@ class Bucket:
         """Orthogonalise this rank's own matrices. Communicates nothing."""
         arrived = [a for a in self._arrivals if self._is_active(a.number)]
         if arrived:
-            foreach_copy_([a.stack for a in arrived], [a.wire for a in arrived])
+            foreach_copy_([a.stack for a in arrived], [a.packed for a in arrived])
         for stack, own in self._stacks:
             active = [self._is_active(i) for i in own]
             if all(active):
@@ -253,7 +253,7 @@ class Bucket:
                 if self._is_active(i):
                     self._normalise_rows(i)
         if arrived:
-            foreach_copy_([a.wire for a in arrived], [a.stack for a in arrived])
+            foreach_copy_([a.packed for a in arrived], [a.stack for a in arrived])
 
     def _is_active(self, number: int) -> bool:
         return self.matrices[number].param in self._active
@@ -312,7 +312,7 @@ class Bucket:
         else:
             foreach_mul_([f.local for f in fragments], float(1 - lr * decay))
         for (alpha, narrow), some in by_scale.items():
-            updates = self._rescaled(some) if self._normuon else [f.wire for f in some]
+            updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
             targets = [f.local for f in some]
             if not narrow:
                 foreach_add_(targets, updates, alpha=alpha)
@@ -326,7 +326,7 @@ class Bucket:
         """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
         factors = self._pieces("decay", fragments, torch.float32)
         for factor, f in zip(factors, fragments, strict=True):
-            factor.copy_(f.wire)
+            factor.copy_(f.packed)
             torch.mul(factor, f.local, out=factor)
             torch.ge(factor, 0, out=factor)
             factor.mul_(-amount).add_(1)
@@ -345,7 +345,7 @@ class Bucket:
             factor = self._scratch.take("rows t", (rows.numel(),), torch.float32)
             torch.sqrt(rows, out=factor).add_(self.group["normuon_eps"])
             torch.div(c, factor, out=factor)
-            update.copy_(f.wire)
+            update.copy_(f.packed)
             update.view(rows.numel(), -1).mul_(factor.unsqueeze(-1))
         return updates
 

@@ -9,7 +9,7 @@
 
 The int8 map is linear, q = round(127 m / max|m|) in each block: orthogonalisation divides by no small number, so a
 map with finer steps near zero, as Adam's second moment needs it, buys Muon nothing (arXiv 2509.23106). Blocks lie
-within rows of the tensor, so they do not depend on the number of ranks, as long as no rank's part ends inside a row.
+within rows of the tensor, so they do not depend on the number of ranks, as long as no rank's elements end inside a row.
 """
 
 import torch
@@ -29,10 +29,10 @@ def encode(values: torch.Tensor, buffer: torch.Tensor, scale: torch.Tensor | Non
     if scale is None:
         buffer.copy_(values)
         return
-    for part, codes, factors in _blocks(values, buffer, scale, columns):
-        torch.linalg.vector_norm(part, ord=float("inf"), dim=-1, out=factors)
+    for block, codes, factors in _blocks(values, buffer, scale, columns):
+        torch.linalg.vector_norm(block, ord=float("inf"), dim=-1, out=factors)
         factors.div_(127).clamp_(min=_TINY)
-        codes.copy_(part.div_(factors.unsqueeze(-1)).round_())
+        codes.copy_(block.div_(factors.unsqueeze(-1)).round_())
 
 
 def decode(
@@ -41,8 +41,8 @@ def decode(
     """Read back 1-D values of whole rows, into a tensor of their number. Allocates nothing."""
     into.copy_(buffer)
     if scale is not None:
-        for part, _, factors in _blocks(into, buffer, scale, columns):
-            part.mul_(factors.unsqueeze(-1))
+        for block, _, factors in _blocks(into, buffer, scale, columns):
+            block.mul_(factors.unsqueeze(-1))
     return into
 
 

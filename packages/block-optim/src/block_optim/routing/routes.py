@@ -70,11 +70,11 @@ def param_groups_for(
 ) -> Mixed:
     """One optimizer for a model: its matrices to Muon; embeddings, head, norms and biases to AdamW.
 
-    Say it after the model is sharded. What went where is printed (by rank 0) and is the result's ``routes``.
+    Call it after the model is sharded. What went where is printed (by rank 0) and is the result's ``routes``.
 
     Args:
         model: plain, or sharded by anything that keeps DTensor or ragged parameters.
-        lr: for all groups, unless ``muon`` or ``adamw`` says another.
+        lr: for all groups, unless ``muon`` or ``adamw`` gives another.
         others: "adamw" or "adamw8bit", for what is not Muon's; embeddings have fp32 states in either.
         muon: options of `Muon`. Because the rate is shared, ``adjust_lr_fn`` is "match_rms_adamw" unless given here.
         adamw: options of the other algorithm; embeddings share those that `AdamW` has.

@@ -59,7 +59,7 @@ class Shampoo(Preconditioned):
         momentum, dampening, nesterov: of the update, as in torch's SGD.
         max_preconditioner_dim: the largest block.
         diagonal_above: dimensions larger than this have diagonal factors.
-        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (the README's table).
+        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
         precondition_frequency: steps from one computation of a block's roots to the next.
         start_preconditioning_step: until then the update is the grafting method's; without one there is none, and
             statistics are gathered. None: `precondition_frequency`.
@@ -81,7 +81,7 @@ class Shampoo(Preconditioned):
     preconditioner's, element by element.
 
     Raises:
-        ValueError: an option that cannot be, or a parameter that is cut other than along its rows.
+        ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
     """
 
     format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
@@ -260,7 +260,7 @@ class Shampoo(Preconditioned):
     # ---------------------------------------------------------------- roots
 
     def _refresh(self, works: Sequence[Work]) -> list[RootJob]:
-        """Compute the roots whose turn it is; returns those that are to be computed next to the next step."""
+        """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
         later: list[RootJob] = []
         for job in root_jobs(works):
             if job.group["overlap"] and not job.first:

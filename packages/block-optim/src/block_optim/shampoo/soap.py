@@ -47,7 +47,7 @@ class SOAP(Preconditioned):
         shampoo_beta: of the factors. None: ``betas[1]``.
         max_preconditioner_dim: the largest block.
         diagonal_above: dimensions larger than this are not rotated.
-        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (the README's table).
+        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
         precondition_frequency: updates from one refresh of a block's bases to the next.
         first_step_update: use the first gradient too, in a basis made from itself. By default the first step only makes
             the bases, and moves nothing.
@@ -61,7 +61,7 @@ class SOAP(Preconditioned):
     `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
 
     Raises:
-        ValueError: an option that cannot be, or a parameter that is cut other than along its rows.
+        ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
     """
 
     format_options = (*Preconditioned.format_options, "first_step_update")

@@ -129,7 +129,7 @@ class RootMap:
 def dynamic_values(signed: bool) -> list[float]:
     """bitsandbytes' dynamic map of 8 bits: seven decades, each with twice the steps of the one below; sorted.
 
-    Within decade 10^(i-6) the steps are the midpoints of 2^i (unsigned: 2^(i+1)) equal parts of [0.1, 1].
+    Within decade 10^(i-6) the steps are the midpoints of 2^i (unsigned: 2^(i+1)) equal intervals of [0.1, 1].
     """
     found = [0.0, 1.0]
     for i in range(7):
