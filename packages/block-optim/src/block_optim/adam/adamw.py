@@ -17,9 +17,9 @@ class AdamW(BlockOptimizer):
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101), one kernel over each flat run of parameters.
 
     Gives torch's numbers bit by bit, wherever tensors are cut: those of its for-loop and foreach implementations, or
-    with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter), fp32
-    also for bf16 and fp16 parameters, which torch gives states of their own dtype; the arithmetic is fp32 then, rounded
-    to nearest when it is written back.
+    with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter),
+    fp32 also for bf16 and fp16 parameters, which torch gives states of their own dtype; the arithmetic is fp32 then,
+    rounded to nearest when it is written back.
 
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors.
