@@ -161,20 +161,21 @@ def plan_of(model, world_size):
     """Muon's plan for a model whose matrices are cut in even rows over so many ranks."""
     import torch
 
-    from block_optim._coefficients import resolve
-    from block_optim._muon_layout import Held
-    from block_optim._muon_matrices import matrices_of
-    from block_optim._muon_plan import PlannedMatrix, holders, plan_domain
-    from block_optim._newton_schulz import Recipe
+    from block_optim.core.holding import Holding
+    from block_optim.muon.assignment import AssignedMatrix, assign_domain
+    from block_optim.muon.coefficients import resolve
+    from block_optim.muon.matrices import holders, matrices_of
+    from block_optim.muon.newton_schulz import Recipe
 
     recipe, (layers, matrices), planned = Recipe(resolve("keller")), MODELS[model], []
     for i, (rows, columns) in enumerate(matrices * layers):
         step = -(-rows // world_size)
-        held = Held(None, 0, tuple(min(rows, step * rank) * columns for rank in range(world_size + 1)))
+        cuts = tuple(min(rows, step * rank) * columns for rank in range(world_size + 1))
+        held = Holding(None, None, 0, cuts)
         (matrix,) = matrices_of("matrix", (rows, columns), "auto")
         flops = recipe.flops(rows, columns, torch.device("cpu"))
-        planned.append(PlannedMatrix(f"matrix {i}", i, 0, matrix, holders(matrix, held), flops))
-    return plan_domain(planned, world_size, 32 << 20)
+        planned.append(AssignedMatrix(f"matrix {i}", i, 0, matrix, holders(matrix, held), flops))
+    return assign_domain(planned, world_size, 32 << 20)
 
 
 def counts(model, world_size):
@@ -213,8 +214,9 @@ def newton_schulz_shares():
     """(shape, count, method, dtype, TFLOP/s, share of a large product's) for a few shapes."""
     import torch
 
-    from block_optim._coefficients import resolve
-    from block_optim._newton_schulz import Recipe, Scratch, gram_dtype, orthogonalize_
+    from block_optim.core.scratch import Scratch
+    from block_optim.muon.coefficients import resolve
+    from block_optim.muon.newton_schulz import Recipe, gram_dtype, orthogonalize_
 
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

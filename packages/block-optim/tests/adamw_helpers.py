@@ -2,9 +2,11 @@
 
 import itertools
 import random
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import full
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
@@ -66,16 +68,16 @@ def ragged_flat(tensors, mesh, cuts, block=None, gap=3):
     dtype = next(iter(tensors.values())).dtype
     buffer = torch.full((sum(t.numel() + gap for t in tensors.values()),), GAP_FILL, dtype=dtype)
     found, offset = {}, 0
-    for name, full in tensors.items():
-        points = cut_points(full.shape, block if name in EIGHT_BIT else None)
-        ends = [0, *sorted(draw.choice(points) for _ in range(ranks - 1)), full.numel()]
+    for name, tensor in tensors.items():
+        points = cut_points(tensor.shape, block if name in EIGHT_BIT else None)
+        ends = [0, *sorted(draw.choice(points) for _ in range(ranks - 1)), tensor.numel()]
         lengths = [b - a for a, b in itertools.pairwise(ends)]
-        dims = tuple(range(full.ndim))
+        dims = tuple(range(tensor.ndim))
         local = buffer[offset : offset + lengths[rank]]
-        local.copy_(full.reshape(-1)[ends[rank] : ends[rank + 1]])
-        if full.ndim == 0:
+        local.copy_(tensor.reshape(-1)[ends[rank] : ends[rank + 1]])
+        if tensor.ndim == 0:
             lengths = [int(n > 0) for n in lengths]
-        found[name] = RaggedDTensor.from_local(local, mesh, [RaggedShard(dims, lengths)], shape=full.shape)
+        found[name] = RaggedDTensor.from_local(local, mesh, [RaggedShard(dims, lengths)], shape=tensor.shape)
         offset += local.numel() + gap
     return found, buffer
 
@@ -83,21 +85,17 @@ def ragged_flat(tensors, mesh, cuts, block=None, gap=3):
 def by_rows(tensors, mesh, block):
     """FSDP2's layout where it keeps blocks whole, Replicate elsewhere."""
     found = {}
-    for name, full in tensors.items():
-        chunk = -(-full.shape[0] // mesh.size()) * (full.numel() // full.shape[0]) if full.ndim else 0
-        allowed = set(cut_points(full.shape, block if name in EIGHT_BIT else None))
-        fits = full.ndim and all(min(r * chunk, full.numel()) in allowed for r in range(mesh.size()))
-        found[name] = torch_distribute(full.clone(), mesh, [Shard(0) if fits else Replicate()])
+    for name, tensor in tensors.items():
+        chunk = -(-tensor.shape[0] // mesh.size()) * (tensor.numel() // tensor.shape[0]) if tensor.ndim else 0
+        allowed = set(cut_points(tensor.shape, block if name in EIGHT_BIT else None))
+        fits = tensor.ndim and all(min(r * chunk, tensor.numel()) in allowed for r in range(mesh.size()))
+        found[name] = torch_distribute(tensor.clone(), mesh, [Shard(0) if fits else Replicate()])
     return found
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def make_optimizer(kind, params, **options):
     named = list(params.items())
-    split = [
+    split: list[dict[str, Any]] = [
         {
             "params": [p for p in named if p[0] in ("norm", "second", "scalar")],
             "weight_decay": 0.0,
@@ -110,7 +108,7 @@ def make_optimizer(kind, params, **options):
     return AdamW(split, lr=1e-2, fused=kind == "AdamW fused", **options)
 
 
-BLOCKS = {"AdamW8bit elements": Elements(64), "AdamW8bit tile": Tile(8, 16)}
+BLOCKS: dict[str, Elements | Tile] = {"AdamW8bit elements": Elements(64), "AdamW8bit tile": Tile(8, 16)}
 KINDS = ["AdamW", "AdamW fused", *BLOCKS]
 
 
@@ -148,16 +146,8 @@ def give_gradients(params, kind, layout="plain", cuts=0, step=0, dtype=torch.flo
 
 
 def full_state(params, optimizer):
-    """Every parameter and state, whole."""
-    found = {name: whole(p.detach()) for name, p in params.items()}
+    """Every parameter and state, in full."""
+    found = {name: full(p.detach()) for name, p in params.items()}
     for name, p in params.items():
-        found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state[p].items()}
+        found |= {f"{name}/{key}": full(value) for key, value in optimizer.state[p].items()}
     return found
-
-
-def assert_same_bits(found, wanted, where=""):
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key].shape == value.shape, (where, key)
-        apart = int((found[key] != value).sum())
-        assert apart == 0, (where, key, f"{apart} of {value.numel()} elements differ")

@@ -7,7 +7,9 @@ import sys
 
 import torch
 
-from block_optim import AdamW, AdamW8bit, _adamw_rule, _launch, _quantized_rule
+from block_optim import AdamW, AdamW8bit
+from block_optim.adam import launch, rule
+from block_optim.adam.q8 import rule as q8_rule
 from layout_planner import Elements, Tile
 
 SHAPES = [(40, 70), (64, 64), (2, 20, 24)]
@@ -15,12 +17,11 @@ SHAPES = [(40, 70), (64, 64), (2, 20, 24)]
 
 def run(kernels, make, dtype, skip=False):
     """Parameters and states after three steps, the last one to be skipped if ``skip``."""
-    for module in (_launch, _quantized_rule, _adamw_rule):
-        module.has_kernels = lambda device: kernels
+    for module in (launch, rule, q8_rule):
+        vars(module)["has_kernels"] = lambda device: kernels
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
-    rules = [rule for rule in (getattr(optimizer, n, None) for n in ("_rule", "_narrow")) if rule is not None]
     for step in range(3):
         for p in params:
             p.grad = (torch.randn(p.shape, generator=generator) * torch.logspace(-3, 3, p.shape[-1])).to(
@@ -29,9 +30,9 @@ def run(kernels, make, dtype, skip=False):
         if step == 1:
             params[1].grad = None
         if kernels and step == 2 and skip:
-            active = optimizer._collect()
-            for rule in rules:
-                rule.update(active, torch.tensor(1.0))
+            active = optimizer._collector.collect(list(optimizer._params.values()))
+            active.found_inf = torch.tensor(1.0)
+            optimizer.update(active)
         elif not (skip and step == 2):
             optimizer.step()
     found = [p.detach() for p in params]

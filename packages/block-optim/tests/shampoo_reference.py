@@ -132,13 +132,15 @@ class SoapMatrix:
         self.betas, self.shampoo_beta, self.eps = betas, shampoo_beta, eps
         self.frequency, self.offset = frequency, offset
         self.left, self.right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
-        self.q_left = self.q_right = None
+        self.started = False
+        self.q_left, self.q_right = torch.eye(rows).double(), torch.eye(cols).double()
         self.m, self.v = torch.zeros(rows, cols).double(), torch.zeros(rows, cols).double()
         self.t = 0
 
     def direction(self, g):
         """None for the first gradient, which only makes the basis."""
-        if self.q_left is None:
+        if not self.started:
+            self.started = True
             self._accumulate(g)
             self.q_left = torch.linalg.eigh(self.left)[1].flip(1)
             self.q_right = torch.linalg.eigh(self.right)[1].flip(1)

@@ -17,7 +17,7 @@ from adamw_helpers import (
     make_optimizer,
     parameters,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from runs import Allocations
 
 from block_optim import AdamW, AdamW8bit
 from layout_planner import Elements, Rows, Tile
@@ -153,25 +153,6 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(quantized):
 # ---------------------------------------------------------------- as an optimizer
 
 
-class Storages(TorchDispatchMode):
-    """Bytes of storages that ops inside bring into being."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {t.untyped_storage()._cdata for t in known}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for t in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(t, torch.Tensor):
-                self.known.add(t.untyped_storage()._cdata)
-        result = func(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.known:
-                self.bytes += t.untyped_storage().nbytes()
-        return result
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_allocated_after_the_first_step(kind, dtype):
@@ -181,9 +162,9 @@ def test_nothing_is_allocated_after_the_first_step(kind, dtype):
     for step in range(3):
         for name, grad in full_gradients(step).items():
             params[name].grad = grad.to(dtype)
-        with Storages([]) as spy:
+        with Allocations() as spy:
             optimizer.step()
-    assert spy.bytes == 0
+    assert spy.found == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,24 +1,13 @@
-"""On real ranks: one process's bits in every layout, one flag and nothing else on the wire, states in checkpoints."""
+"""On real ranks: one process's bits in every layout, one flag and nothing else on the wire."""
 
 import logging
 import math
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from adamw_helpers import (
-    KINDS,
-    assert_same_bits,
-    full_state,
-    give_gradients,
-    make_optimizer,
-    parameters,
-    train,
-    whole,
-)
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from adamw_helpers import KINDS, full_state, give_gradients, make_optimizer, parameters, train
+from runs import full, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
@@ -32,7 +21,7 @@ RANKS = [1, 2, 3, 4]
 def every_layout(wanted):
     for kind, result in wanted.items():
         for layout, cuts in (("ragged", 0), ("ragged", 1), ("ragged", 2), ("rows", 0)):
-            assert_same_bits(train(kind, layout, cuts), result, f"{kind}, {layout} {cuts}")
+            same(train(kind, layout, cuts), result)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -44,7 +33,7 @@ def rounded(wanted):
     for kind, result in wanted.items():
         for cuts in (0, 1):
             found = train(kind, "ragged", cuts, dtype=torch.bfloat16, stochastic_rounding=True)
-            assert_same_bits(found, result)
+            same(found, result)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -127,19 +116,19 @@ def skipped_everywhere(kind, bad):
         local.view(-1)[-1] = bad  # on some ranks only
     for _ in range(2):
         optimizer.step()
-    assert_same_bits(full_state(params, optimizer), before)
+    same(full_state(params, optimizer), before)
     assert optimizer.skipped_steps == 2
     norm = torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
     optimizer.step(grad_norm=norm)
     assert optimizer.skipped_steps == 3
-    assert_same_bits(full_state(params, optimizer), before)
+    same(full_state(params, optimizer), before)
     logging.getLogger("block_optim").removeHandler(messages)
     assert len(messages.found) == 3
     assert ("second" in messages.found[0]) == holder
     assert "3 skipped" in messages.found[2]
     give_gradients(params, kind, "ragged", 1)
     optimizer.step()
-    assert not torch.equal(whole(params["first"].detach()), before["first"])
+    assert not torch.equal(full(params["first"].detach()), before["first"])
     return holder
 
 
@@ -167,7 +156,7 @@ def bad_gaps(kind):
             params["tail"].grad = None
         optimizer.step()
     assert optimizer.skipped_steps == 0
-    assert_same_bits(full_state(params, optimizer), wanted)
+    same(full_state(params, optimizer), wanted)
     local = next(iter(params.values())).to_local()
     storage = torch.empty(0).set_(local.untyped_storage())
     assert (storage == 7.25).sum() >= 3 * (len(params) - 1)  # the gaps between parameters are as they were
@@ -195,56 +184,6 @@ def test_a_rank_without_gradients_neither_hangs_nor_counts(kind):
     run_ranks(3, gradients_on_some_ranks, kind)
 
 
-# ---------------------------------------------------------------- checkpoints
-
-
-class Model(torch.nn.Module):
-    """Holds the parameters, under names without dots."""
-
-    def __init__(self, params):
-        super().__init__()
-        for name, p in params.items():
-            self.register_parameter(name.replace(".", "_"), p)
-
-
-def save(kind, layout, folder):
-    params = parameters(kind, layout, 1)
-    optimizer = make_optimizer(kind, params)
-    for step in range(2):
-        give_gradients(params, kind, layout, 1, step)
-        optimizer.step()
-    state = get_optimizer_state_dict(Model(params), optimizer)
-    dcp.save({"optimizer": state, "model": dict(params)}, checkpoint_id=folder)
-    return full_state(params, optimizer)
-
-
-def load(kind, layout, folder, wanted):
-    params = parameters(kind, layout, 2)
-    optimizer = make_optimizer(kind, params)
-    model = Model(params)
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": dict(params)}
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert_same_bits(full_state(params, optimizer), wanted)
-    give_gradients(params, kind, layout, 2, step=2)
-    optimizer.step()
-    return full_state(params, optimizer)
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit elements", "AdamW8bit tile"])
-@pytest.mark.parametrize(("before", "after"), [((3, "ragged"), (2, "rows")), ((2, "rows"), (4, "ragged"))])
-def test_a_checkpoint_goes_on_with_the_same_bits_at_another_world_size(kind, before, after):
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(before[0], save, kind, before[1], folder)[0]
-        found = run_ranks(after[0], load, kind, after[1], folder, saved)[0]
-    params = parameters(kind)
-    optimizer = make_optimizer(kind, params)
-    for step in range(3):
-        give_gradients(params, kind, step=step)
-        optimizer.step()
-    assert_same_bits(found, full_state(params, optimizer))
-
-
 def full_dict_into_parts(kind):
     plain = parameters(kind)
     theirs = make_optimizer(kind, plain)
@@ -257,7 +196,7 @@ def full_dict_into_parts(kind):
     assert record.kinds == []
     for name, p in params.items():
         for key, value in theirs.state[plain[name]].items():
-            assert torch.equal(whole(optimizer.state[p][key]), value), (name, key)
+            assert torch.equal(full(optimizer.state[p][key]), value), (name, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)

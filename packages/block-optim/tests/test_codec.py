@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from block_optim import AdamW8bit
-from block_optim._blocks import Stretch
-from block_optim._codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
-from block_optim._quantized_ops import BUFFERS, UnitScratch
+from block_optim.adam.q8.codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
+from block_optim.adam.q8.grid import Stretch
+from block_optim.adam.q8.ops import BUFFERS, TileScratch
 from layout_planner import Elements, Tile
 
-MAPS = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
+MAPS: dict[str, RootMap | DynamicMap] = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
 HALVES = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 
 def buffers(numel):
     stretch = Stretch(0, 1, numel, (1, numel), 0)
-    return UnitScratch(torch.device("cpu"), numel).buffers(stretch)[:BUFFERS]
+    return TileScratch(torch.device("cpu"), numel).buffers(stretch)[:BUFFERS]
 
 
 def decode(state_map, which, codes):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from block_optim._coefficients import (
+from block_optim.muon.coefficients import (
     KELLER,
     NAMES,
     Polynomials,
@@ -58,8 +58,8 @@ def test_polar_express_is_what_the_recursion_gives_to_all_published_digits():
 
 def test_polar_express_divides_by_its_safety_factor_until_it_has_converged():
     found = polar_express(9, safety=1.05)
-    for step, (a, b, c) in enumerate(POLAR_EXPRESS[:7]):
-        assert found[step] == pytest.approx((a / 1.05, b / 1.05**3, c / 1.05**5), rel=1e-5)
+    for k, (a, b, c) in enumerate(POLAR_EXPRESS[:7]):
+        assert found[k] == pytest.approx((a / 1.05, b / 1.05**3, c / 1.05**5), rel=1e-5)
     for step in found[7:]:
         assert step == pytest.approx((1.875, -1.25, 0.375), rel=1e-6)
 

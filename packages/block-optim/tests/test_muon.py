@@ -3,17 +3,18 @@
 import copy
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
-from muon_helpers import SHAPES, STACKS, Allocations, same, tensors, train
+from runs import MATRICES, STACKS, Allocations, tensors
 
-from block_optim._muon import Muon
-from block_optim._muon_bucket import lr_ratio
-from block_optim._newton_schulz import orthogonalize
+from block_optim import Muon, orthogonalize
+from block_optim.muon.bucket import lr_ratio
+from block_optim.muon.matrices import matrices_of
 
 
-def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
+def parameters(shapes=MATRICES, seed=0, dtype=torch.float32):
     return [torch.nn.Parameter(t) for t in tensors(shapes, seed, dtype)]
 
 
@@ -24,6 +25,17 @@ def give_gradients(params, seed):
 
 def copies(params):
     return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def equal(params, others):
+    return all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def step_all(*pairs, seed=1):
+    """Give the parameters of each (parameters, optimizer) the same gradients, and step."""
+    for params, optimizer in pairs:
+        give_gradients(params, seed)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -42,10 +54,7 @@ def test_single_matrices_get_the_bits_of_torch_muon_for_twelve_steps(options):
     twins = copies(params)
     ours, theirs = Muon(params, **options), torch.optim.Muon(twins, **options)
     for step in range(12):
-        give_gradients(params, step)
-        give_gradients(twins, step)
-        ours.step()
-        theirs.step()
+        step_all((params, ours), (twins, theirs), seed=step)
         for optimizer in (ours, theirs):
             if not isinstance(options["lr"], torch.Tensor):
                 optimizer.param_groups[0]["lr"] *= 0.9
@@ -71,12 +80,10 @@ def test_an_lr_scheduler_and_per_group_options_are_read_in_every_step():
     )
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.8**k) for o in (ours, theirs)]
     for step in range(3):
-        for some, optimizer in ((params, ours), (twins, theirs)):
-            give_gradients(some, step)
-            optimizer.step()
+        step_all((params, ours), (twins, theirs), seed=step)
         for scheduler in schedulers:
             scheduler.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert equal(params, twins)
 
 
 def test_step_with_a_closure_evaluates_it_once_and_returns_its_loss():
@@ -108,47 +115,28 @@ def test_step_with_a_closure_evaluates_it_once_and_returns_its_loss():
 )
 def test_the_matrices_of_a_tensor_are_updated_as_separate_parameters_would_be(shape, how):
     (param,) = parameters([shape])
-    if how == "rows:12,4,4*2":
-        grouped = param.detach().view(2, 20, 6)
-        cut = [grouped[:, a:b].reshape(-1, 6) for a, b in ((0, 12), (12, 16), (16, 20))]
-    elif how.startswith("rows"):
-        cut = list(param.detach().split((12, 4, 4)))
-    elif how.startswith("heads"):
-        cut = list(param.detach().chunk(4))
-    elif how == "flatten" or (how == "auto" and len(shape) == 4):
-        cut = [param.detach().flatten(1)]
-    else:
-        cut = list(param.detach().flatten(0, -3))
-    twins = [torch.nn.Parameter(piece.clone().contiguous()) for piece in cut]
+
+    def matrices(tensor):
+        flat = tensor.detach().reshape(-1)
+        found = [(m, [flat[first : first + n] for first, n in m.runs]) for m in matrices_of("w", shape, how)]
+        return [torch.cat(runs).view(m.rows, m.columns) for m, runs in found]
+
+    twins = [torch.nn.Parameter(m) for m in matrices(param)]
     ours, theirs = Muon([param], lr=0.1, matrices=how), torch.optim.Muon(twins, lr=0.1)
     for step in range(2):
         give_gradients([param], step)
-        gradient = torch.nn.Parameter(param.grad)
-        if how == "rows:12,4,4*2":
-            grouped = gradient.detach().view(2, 20, 6)
-            pieces = [grouped[:, a:b].reshape(-1, 6) for a, b in ((0, 12), (12, 16), (16, 20))]
-        elif how.startswith("rows"):
-            pieces = gradient.detach().split((12, 4, 4))
-        else:
-            pieces = gradient.detach().reshape(len(twins), *twins[0].shape)
-        for twin, piece in zip(twins, pieces, strict=True):
-            twin.grad = piece.clone()
+        for twin, grad in zip(twins, matrices(param.grad), strict=True):
+            twin.grad = grad
         ours.step()
         theirs.step()
-    if how == "rows:12,4,4*2":
-        q, k, v = (t.detach().view(2, -1, 6) for t in twins)
-        assert torch.equal(param.detach().view(2, 20, 6), torch.cat([q, k, v], 1))
-    else:
-        assert torch.equal(param.detach().reshape(-1), torch.cat([t.detach().reshape(-1) for t in twins]))
+    assert all(torch.equal(a, b) for a, b in zip(matrices(param), twins, strict=True))
 
 
 def test_batches_of_one_shape_agree_with_single_matrices_within_the_documented_tolerance():
     params = parameters([(24, 40)] * 5 + [(3, 24, 40)])
     twins = copies(params)
     ours, theirs = Muon(params, lr=1.0, weight_decay=0.0, batched=True), Muon(twins, lr=1.0, weight_decay=0.0)
-    for some, optimizer in ((params, ours), (twins, theirs)):
-        give_gradients(some, 1)
-        optimizer.step()
+    step_all((params, ours), (twins, theirs), seed=1)
     for p, q in zip(params, twins, strict=True):
         torch.testing.assert_close(p, q, atol=2e-2, rtol=0)
 
@@ -222,10 +210,7 @@ def test_int8_momentum_keeps_close_to_fp32_in_a_quarter_of_the_memory():
     ours = Muon(params, lr=0.01, momentum_dtype=torch.int8, weight_decay=0)
     theirs = Muon(twins, lr=0.01, weight_decay=0)
     for step in range(10):
-        give_gradients(params, step)
-        give_gradients(twins, step)
-        ours.step()
-        theirs.step()
+        step_all((params, ours), (twins, theirs), seed=step)
     (p,), (q,) = params, twins
     (start,) = tensors([(64, 300)], 0)
     change, distance = (q.detach() - start).norm(), (p.detach() - q.detach()).norm()
@@ -246,10 +231,7 @@ def test_momentum_of_another_dtype_follows_the_same_path(dtype):
     twins = [torch.nn.Parameter(p.detach().float()) for p in params]
     ours, theirs = Muon(params, lr=0.05, momentum_dtype=dtype), Muon(twins, lr=0.05)
     for step in range(5):
-        give_gradients(params, step)
-        give_gradients(twins, step)
-        ours.step()
-        theirs.step()
+        step_all((params, ours), (twins, theirs), seed=step)
     assert ours.state[params[0]]["momentum_buffer"].dtype == dtype
     torch.testing.assert_close(params[0].float(), twins[0].detach(), rtol=2e-2, atol=2e-2)
 
@@ -269,7 +251,7 @@ def test_parameters_of_several_dtypes_share_a_group(momentum_dtype):
             give_gradients(some, step)
         for optimizer in (together, *alone):
             optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
+    assert equal(*made)
     assert not torch.equal(made[0][2], made[0][2].float().double())  # fp64 is not rounded to fp32 on the way
 
 
@@ -293,7 +275,7 @@ def test_parameters_without_gradient_stay_as_torch_leaves_them():
             some[step].grad = None
             some[-1].grad = None
             optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert equal(params, twins)
     assert not ours.state[params[-1]]["momentum_buffer"].any()
 
 
@@ -301,7 +283,7 @@ def test_a_step_without_any_gradient_does_nothing():
     params = parameters()
     before = copies(params)
     Muon(params).step()
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert equal(params, before)
 
 
 def test_a_non_finite_gradient_skips_the_step_counts_it_and_says_so(caplog):
@@ -317,7 +299,7 @@ def test_a_non_finite_gradient_skips_the_step_counts_it_and_says_so(caplog):
         optimizer.step()
     assert optimizer.skipped_steps == 1
     assert "not finite" in caplog.text
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert equal(params, before)
     assert all(
         torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(params, momenta, strict=True)
     )
@@ -343,20 +325,21 @@ def test_an_orthogonalisation_that_fails_falls_back_and_is_counted():
     ],
 )
 def test_nothing_is_allocated_in_a_step_after_the_first(options):
-    params = parameters(SHAPES + STACKS)
+    params = parameters(MATRICES + STACKS)
     optimizer = Muon(params, bucket_bytes=2000, skip_nonfinite=False, **options)
     give_gradients(params, 0)
     optimizer.step()
-    held = optimizer._engine.scratch_bytes
+    held = optimizer._build().scratch_bytes
     with Allocations() as spy:
         optimizer.step()
     assert spy.found == []
-    assert optimizer._engine.scratch_bytes == held
+    assert optimizer._build().scratch_bytes == held
 
 
 def test_the_state_exists_from_construction_and_a_state_dict_resumes_to_the_bit():
-    shapes = SHAPES + STACKS
-    for options in ({}, {"normuon": True, "momentum_dtype": torch.int8}):
+    shapes = MATRICES + STACKS
+    variants: list[dict[str, Any]] = [{}, {"normuon": True, "momentum_dtype": torch.int8}]
+    for options in variants:
         params = parameters(shapes)
         optimizer = Muon(params, lr=0.1, **options)
         assert all(optimizer.state[p] for p in params)
@@ -367,14 +350,12 @@ def test_the_state_exists_from_construction_and_a_state_dict_resumes_to_the_bit(
         other = Muon(twins, lr=0.5, **options)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         third = copy.deepcopy(optimizer)
-        for some, o in ((params, optimizer), (twins, other)):
-            give_gradients(some, 9)
-            o.step()
-        assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+        step_all((params, optimizer), (twins, other), seed=9)
+        assert equal(params, twins)
         clones = [p for g in third.param_groups for p in g["params"]]
         give_gradients(clones, 9)
         third.step()
-        assert all(torch.equal(p, q) for p, q in zip(params, clones, strict=True))
+        assert equal(params, clones)
 
 
 def test_a_state_dict_of_torch_muon_can_be_loaded():
@@ -385,9 +366,7 @@ def test_a_state_dict_of_torch_muon_can_be_loaded():
     twins = copies(params)
     ours = Muon(twins)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    for some, optimizer in ((params, theirs), (twins, ours)):
-        give_gradients(some, 1)
-        optimizer.step()
+    step_all((params, theirs), (twins, ours), seed=1)
     assert torch.equal(params[0], twins[0])
 
 
@@ -398,16 +377,14 @@ def test_a_state_of_another_format_is_refused():
         Muon(params).load_state_dict(saved)
 
 
-def test_parameters_added_later_are_planned_and_updated():
+def test_parameters_added_later_are_assigned_and_updated():
     params = parameters(((6, 4), (4, 6)))
     twins = copies(params)
     ours, theirs = Muon(params[:1]), Muon(twins)
     ours.add_param_group({"params": params[1:]})
-    for some, optimizer in ((params, ours), (twins, theirs)):
-        give_gradients(some, 1)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
-    assert len(ours.plan.domains[0].matrices) == 2
+    step_all((params, ours), (twins, theirs), seed=1)
+    assert equal(params, twins)
+    assert len(ours.assignment.domains[0].matrices) == 2
 
 
 def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
@@ -441,15 +418,20 @@ def test_an_option_that_means_nothing_is_refused_by_name(options, message):
         Muon([torch.nn.Parameter(torch.zeros(4, 4))], **options)
 
 
-def test_what_is_no_matrix_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"norm\.weight: shape \(4,\) is no matrix"):
+def test_what_is_not_a_matrix_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"norm\.weight: shape \(4,\) is not a matrix"):
         Muon([("norm.weight", torch.nn.Parameter(torch.zeros(4)))])
     with pytest.raises(ValueError, match="not row-major"):
         Muon([torch.nn.Parameter(torch.zeros(4, 6).T)])
 
 
 def test_small_buckets_change_nothing():
-    same(train("plain", SHAPES + STACKS, bucket_bytes=1), train("plain", SHAPES + STACKS))
+    params = parameters(MATRICES + STACKS)
+    twins = copies(params)
+    small, large = Muon(params, bucket_bytes=1), Muon(twins)
+    for step in range(3):
+        step_all((params, small), (twins, large), seed=step)
+    assert equal(params, twins)
 
 
 @pytest.mark.gpu
@@ -463,13 +445,13 @@ def test_on_a_gpu_single_matrices_get_the_bits_of_torch_muon():
             for p, grad in zip(some, tensors([p.shape for p in some], step), strict=True):
                 p.grad = grad.cuda()
             optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert equal(params, twins)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_no_memory_is_allocated_in_a_step_after_the_first():
-    params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters(SHAPES + STACKS)]
+    params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters(MATRICES + STACKS)]
     optimizer = Muon(params, method="gram", skip_nonfinite=False)
     for p in params:
         p.grad = torch.randn_like(p)

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from muon_helpers import full, placed, tensors, world_mesh
+from runs import full, placed, tensors, world_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim._qk_clip import qk_clip_
+from block_optim import qk_clip_
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -113,7 +113,7 @@ def test_sharded_rows_are_scaled_by_their_global_number_without_communication():
     ("arguments", "options", "message"),
     [
         ((torch.ones(10, 2), None, torch.ones(4)), {}, "do not divide into 4 heads"),
-        ((torch.ones(12, 2), torch.ones(7, 2), torch.ones(4)), {}, "no number of heads of 3 rows"),
+        ((torch.ones(12, 2), torch.ones(7, 2), torch.ones(4)), {}, "not a number of heads of 3 rows"),
         ((torch.ones(12, 2), torch.ones(9, 2), torch.ones(4)), {}, "divides 4 query heads"),
         ((torch.ones(12, 2), None, torch.tensor([1.0, float("nan"), 1, 1])), {}, "one finite number"),
         ((torch.ones(12, 2), None, torch.ones(2, 2)), {}, "one finite number"),

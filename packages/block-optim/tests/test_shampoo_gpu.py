@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_shampoo import gradients, parameter, train
+from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
-from block_optim._roots import RootOptions, inverse_roots
+from block_optim.shampoo.roots import RootOptions, inverse_roots
 
 pytestmark = pytest.mark.gpu
 

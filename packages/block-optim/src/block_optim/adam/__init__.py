@@ -1,0 +1,1 @@
+"""AdamW with fp32 and with 8-bit states. Knows core only."""

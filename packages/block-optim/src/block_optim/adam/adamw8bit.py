@@ -1,0 +1,159 @@
+"""AdamW with 8-bit states, one scale for each block of the global tensor."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from block_optim.adam.adamw import check_adamw_options, check_params
+from block_optim.adam.launch import has_kernels
+from block_optim.adam.q8.codec import map_of
+from block_optim.adam.q8.grid import check_block, scale_layout
+from block_optim.adam.q8.rule import QuantizedRule
+from block_optim.adam.rule import AdamWRule
+from block_optim.core.active import Active
+from block_optim.core.base import BlockOptimizer
+from block_optim.core.params import Group, Param
+from layout_planner import Block, Elements, Tile, parse_block
+
+QuantizeRule = Callable[[str, torch.Tensor], bool]
+
+EMBEDDING_NAMES = ("embed", "wte", "wpe")
+
+
+def matrices_but_embeddings(name: str, param: torch.Tensor) -> bool:
+    """The default rule: 8-bit states for tensors of two or more dimensions whose name is not an embedding's.
+
+    A name is an embedding's if it contains "embed", "wte" or "wpe". Parameters without names cannot be told apart:
+    pass ``model.named_parameters()``.
+    """
+    return param.ndim >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
+
+
+class AdamW8bit(BlockOptimizer):
+    """AdamW whose moments take 8 bits each, with one fp32 scale for each block and moment.
+
+    Blocks lie on the global tensor's grid, and which tensors have 8-bit states follows from global shapes and names, so
+    that the same run gives the same bits at any world size. Communicates nothing in `step`, but for the agreement on
+    non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
+
+    States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
+    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). With ``state_map="root"`` the code
+    in ``exp_avg_sq`` is of the second moment's root.
+
+    Args:
+        params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
+        lr, betas, eps, weight_decay, maximize: as in `AdamW`.
+        block: `Elements(n)` consecutive elements, or `Tile(rows, columns)` of each matrix.
+        state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
+        min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
+        quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
+        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
+        seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
+        skip_nonfinite: see `BlockOptimizer`.
+
+    Raises:
+        ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
+    """
+
+    format_options = ("block", "state_map")
+    requires_blocks = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block: Elements | Tile = Elements(256),  # noqa: B008  # a frozen value
+        state_map: str = "root",
+        min_8bit_numel: int = 4096,
+        quantize: QuantizeRule = matrices_but_embeddings,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        maximize: bool = False,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "block": block, "state_map": state_map, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
+        }  # fmt: skip
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+
+    @classmethod
+    def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
+        """The block, for a tensor that gets 8-bit states; fp32 states may be cut anywhere."""
+        block = check_block(options["block"])
+        return block if is_quantized(name, param, options["min_8bit_numel"], options["quantize"]) else None
+
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether the host need not wait for the skip flag: kernels read it on the device."""
+        return self._has_kernels
+
+    def setup(self) -> None:
+        """Make a rule for each kind of state."""
+        self._wide = AdamWRule(fused="cuda")
+        self._narrow = QuantizedRule()
+        self._chosen: dict[torch.Tensor, bool] = {}
+        self._has_kernels = True
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where an option or a parameter does not fit; choose who gets 8-bit states."""
+        check_adamw_options(group)
+        block = check_block(
+            parse_block(group["block"]) if isinstance(group["block"], str) else group["block"]
+        )
+        group["block"] = str(block)
+        map_of(group["state_map"], torch.device("cpu"))
+        if group["state_map"] == "dynamic" and isinstance(block, Tile):
+            raise ValueError(
+                f"state_map='dynamic' with block={block!r}: its zero for small second moments makes updates explode in "
+                "tiles, where large and small rows share a scale; use Elements, or state_map='root'"
+            )
+        check_params(group, params)
+        rule = group.pop("quantize")
+        for param in params:
+            wanted = is_quantized(param.name, param.tensor, group["min_8bit_numel"], rule)
+            self._chosen[param.tensor] = wanted
+            if wanted:
+                _check_quantizable(param)
+                scale_layout(param, block)
+
+    def init_states(self, group: Group, params: list[Param]) -> None:
+        """Make step counts, moments or codes, and scales."""
+        self._has_kernels = self._has_kernels and all(has_kernels(p.device) for p in params)
+        self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
+        self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
+
+    def update(self, active: Active) -> None:
+        """Update the parameters that have gradients."""
+        self._narrow.update(active)
+        self._wide.update(active)
+
+
+def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule | bool) -> bool:
+    """Whether a tensor has 8-bit states; from its global shape and its name."""
+    if isinstance(rule, bool):
+        return rule and param.numel() > 0
+    return param.numel() >= max(least, 1) and bool(rule(name, param))
+
+
+def _check_quantizable(param: Param) -> None:
+    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{param.name}: 8-bit states are for fp32, bf16 and fp16 parameters, not {param.dtype}"
+        )
+    if param.start is None:
+        raise ValueError(
+            f"{param.name}: with placements {param.placements} what a rank holds is not one run of the tensor, so "
+            "blocks are cut; keep its states in fp32 with quantize=False in its group"
+        )
+    if not param.local.is_contiguous():
+        raise ValueError(
+            f"{param.name}: 8-bit states need a contiguous parameter, its stride is {param.local.stride()}"
+        )

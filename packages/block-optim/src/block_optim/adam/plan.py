@@ -1,0 +1,186 @@
+"""What AdamW's two rules share: step counts, and a plan that is made again only when something changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from block_optim.adam.launch import Launch, Scalars
+from block_optim.adam.scalars import Hyper, Rates
+from block_optim.core import _torch_compat as compat
+from block_optim.core.active import Active
+from block_optim.core.params import Group, Param
+
+
+class Counts:
+    """The step counts of all parameters of a rule: fp32, in one small buffer for each device and group."""
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self._known: list[float] = []
+        self._versions: list[int] = []
+
+    def new(self, number: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+        """Counts of more parameters, 0-d each."""
+        self.buffers.append(torch.zeros(number, device=device))
+        return self.buffers[-1].unbind()
+
+    def add(self, counters: list[torch.Tensor] | None, slots: list[int]) -> list[float]:
+        """Count a step for some parameters (None: for all); their counts.
+
+        Counts on a device are read when something else has written them; between that they are added up here too,
+        those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
+        """
+        on_device = any(buffer.device.type != "cpu" for buffer in self.buffers)
+        if not on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
+            self._known = [count for buffer in self.buffers for count in buffer.tolist()]
+        for buffer in self.buffers if counters is None else counters:
+            buffer.add_(1)
+        for slot in slots:
+            self._known[slot] += 1
+        self._versions = [compat.version_of(b) for b in self.buffers]
+        return [self._known[slot] for slot in slots]
+
+    def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
+        """Do not count the step after all where ``skipped`` is 1."""
+        for buffer in self.buffers if counters is None else counters:
+            buffer.sub_(skipped)
+        self._versions = [compat.version_of(b) for b in self.buffers]
+
+
+@dataclass
+class Entry:
+    """A parameter of a rule, its step count and that count's number."""
+
+    param: Param
+    step: torch.Tensor
+    slot: int
+
+    @property
+    def group(self) -> Group:
+        """The parameter's options."""
+        return self.param.group
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What prepared calls need to know of one step.
+
+    Attributes:
+        grads: the local gradients, in the plan's order.
+        rates: the options and scalars of each class of parameters.
+        keep: views of gradients may be kept while this stays the same, unless it is 0.
+        found_inf: as in `Active`.
+    """
+
+    grads: list[torch.Tensor]
+    rates: list[tuple[Hyper, Rates]]
+    keep: int
+    found_inf: torch.Tensor | None
+
+
+class StepPlan(Generic[EntryT]):
+    """How the parameters of a rule that have gradients are updated, for as long as their addresses stay.
+
+    Parameters share a kernel call if they are of one class: of groups with equal options, and of equal step counts.
+    A subclass prepares its calls in `_build` and makes them in `_run`.
+    """
+
+    def __init__(self, entries: dict[torch.Tensor, EntryT], counts: Counts, active: Active) -> None:
+        self.version = active.version
+        self.positions = [i for i, p in enumerate(active.params) if p.tensor in entries]
+        self.entries = [entries[active.params[i].tensor] for i in self.positions]
+        self.locals = [active.locals[i] for i in self.positions]
+        present = {id(e) for e in self.entries}
+        self.idle = [e for e in entries.values() if id(e) not in present]
+        self.groups = list({id(e.group): e.group for e in self.entries}.values())
+        order = {id(group): i for i, group in enumerate(self.groups)}
+        self.group_of = [order[id(e.group)] for e in self.entries]
+        self.counts = counts
+        self.slots = [e.slot for e in self.entries]
+        self.counters = None if len(self.entries) == len(entries) else [e.step for e in self.entries]
+        self.odd = self._odd_gradients(active)
+        self.pattern: object = None
+        self.classes: list[tuple[int, int]] = []
+        self.launches: list[tuple[Scalars, list[Launch]]] = []
+
+    def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
+        """Prepare calls; ``self.classes.index(keys[i])`` is the class of entry i."""
+        raise NotImplementedError
+
+    def _run(self, step: Step) -> None:
+        """Make the calls: here the launches of Triton kernels."""
+        for scalars, launches in self.launches:
+            scalars.update([hyper for hyper, _ in step.rates], [self.entries[i].step for i in self.samples])
+            for launch in launches:
+                launch(step.grads, scalars, step.found_inf)
+
+    def step(self, active: Active) -> None:
+        """Count, and update."""
+        if not self.entries:
+            return
+        grads = [active.grads[i] for i in self.positions]
+        for i, buffer in self.odd:
+            grads[i] = buffer.copy_(grads[i])
+        counts = self.counts.add(self.counters, self.slots)
+        hypers = [Hyper.of(group) for group in self.groups]
+        self._prepare(counts, hypers, grads)
+        rates = [(hypers[self.group_of[i]], hypers[self.group_of[i]].rates(counts[i])) for i in self.samples]
+        self._run(Step(grads, rates, active.keeps, active.found_inf))
+        if active.found_inf is not None:
+            self.counts.take_back(self.counters, active.found_inf)
+
+    def _odd_gradients(self, active: Active) -> list[tuple[int, torch.Tensor]]:
+        """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
+        odd = []
+        for i, (position, local) in enumerate(zip(self.positions, self.locals, strict=True)):
+            grad = active.grads[position]
+            if grad.stride() != local.stride() and not (grad.is_contiguous() and local.is_contiguous()):
+                buffer = torch.empty_strided(
+                    local.shape, local.stride(), dtype=grad.dtype, device=grad.device
+                )
+                odd.append((i, buffer))
+        return odd
+
+    def _prepare(self, counts: list[float], hypers: list[Hyper], grads: list[torch.Tensor]) -> None:
+        """Build again where options or counts that were equal no longer are, or became so."""
+        kinds = {h: i for i, h in reversed(list(enumerate(hypers)))}
+        group_kinds = [kinds[h] for h in hypers]
+        ages = {count: i for i, count in reversed(list(enumerate(counts)))}
+        pattern = (group_kinds, [ages[count] for count in counts] if len(ages) > 1 else None)
+        if pattern == self.pattern:
+            return
+        keys = [(group_kinds[g], ages[count]) for g, count in zip(self.group_of, counts, strict=True)]
+        self.classes = list(dict.fromkeys(keys))
+        self.samples = [keys.index(key) for key in self.classes]  # an entry of each class
+        self._build(keys, grads)
+        self.pattern = pattern
+
+
+class Rule(Generic[EntryT]):
+    """The moments and updates of the parameters that were given to `init_states`.
+
+    A subclass makes their states in `init_states` and the plan of a step in `_plan_of`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[torch.Tensor, EntryT] = {}
+        self._counts = Counts()
+        self._plan: StepPlan[EntryT] | None = None
+
+    def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
+        """Make the states of parameters of one group and enter them into ``state``."""
+        raise NotImplementedError
+
+    def _plan_of(self, active: Active) -> StepPlan[EntryT]:
+        raise NotImplementedError
+
+    def update(self, active: Active) -> None:
+        """One step of those parameters of this rule that have gradients."""
+        if self._plan is None or self._plan.version != active.version:
+            self._plan = self._plan_of(active)
+        self._plan.step(active)

@@ -1,0 +1,1 @@
+"""8-bit states: codes, blocks, and the step over them."""

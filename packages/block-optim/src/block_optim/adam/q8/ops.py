@@ -1,0 +1,186 @@
+"""One AdamW step over a matrix of tiles with 8-bit moments, as a list of torch ops.
+
+    codes, scales -> m, r            decode (scratch)
+    m, v = r^2, g -> m', v'          each product and sum rounded by itself: what Triton computes without contraction
+    m', v' -> r' = root of v', p'    v' / sqrt(v'), since torch's CPU square root is not always rounded correctly
+    m', r' -> scales', codes'        the largest of each tile, the nearest code of each quotient
+
+Everything is written into scratch that is made once: nothing is allocated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, Buffer, DynamicMap, RootMap
+from block_optim.adam.q8.grid import Stretch
+from block_optim.adam.scalars import Hyper, Rates
+from block_optim.core.rounding import Rounder
+
+SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
+BUFFERS = 7  # m, r, two for the update, and three more that the table look-ups need
+
+
+class TileScratch:
+    """Buffers that all tile steps of a device take turns with."""
+
+    def __init__(self, device: torch.device, numel: int) -> None:
+        self._flat = [torch.zeros(numel, device=device) for _ in range(BUFFERS + 2)]
+        self._made: dict[tuple[int, int, tuple[int, int]], list[Buffer]] = {}
+
+    def buffers(self, stretch: Stretch) -> list[Buffer]:
+        """The buffers with views for a stretch of this shape; the last two are for copies of narrow tensors."""
+        key = (stretch.rows, stretch.columns, stretch.tile)
+        if key not in self._made:
+            self._made[key] = [_buffer(flat, stretch) for flat in self._flat]
+        return self._made[key]
+
+    @staticmethod
+    def size(stretch: Stretch) -> int:
+        """Elements that a stretch takes, with the rest of short tiles."""
+        (height, width), tile = _bands(stretch), stretch.tile
+        return height * tile[0] * width * tile[1]
+
+
+def _bands(stretch: Stretch) -> tuple[int, int]:
+    return -(-stretch.rows // stretch.tile[0]), -(-stretch.columns // stretch.tile[1])
+
+
+def _buffer(flat: torch.Tensor, stretch: Stretch) -> Buffer:
+    (height, width), (rows, columns) = _bands(stretch), stretch.tile
+    values = flat[: height * rows * width * columns]
+    matrix = values.view(height * rows, width * columns)
+    inner = matrix[: stretch.rows, : stretch.columns]
+    rest = [matrix[stretch.rows :], matrix[: stretch.rows, stretch.columns :]]
+    return Buffer(
+        values,
+        values.view(torch.int32),
+        values.view(height, rows, width, columns),
+        inner,
+        inner.view(torch.int32),
+        [t for t in rest if t.numel()],
+    )
+
+
+@dataclass(frozen=True)
+class TileTensors:
+    """The memory of a matrix of tiles; gradients come with each step.
+
+    Attributes:
+        param: (rows, columns).
+        codes: of both moments, (rows, columns) uint8.
+        scales: of both moments, (bands of tiles, tiles in a band).
+        name: the parameter's, and
+        first_element: its index in the global tensor, for stochastic rounding.
+    """
+
+    param: torch.Tensor
+    codes: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]
+    name: str
+    first_element: int
+
+
+class TileStep:
+    """A prepared step over one matrix of tiles."""
+
+    def __init__(
+        self,
+        tensors: TileTensors,
+        state_map: RootMap | DynamicMap,
+        stretch: Stretch,
+        scratch: TileScratch,
+        rounding: tuple[Rounder, int] | None,
+    ) -> None:
+        self.tensors = tensors
+        self.map = state_map
+        self.rounding = rounding
+        self.buffers = scratch.buffers(stretch)
+        height, width = _bands(stretch)
+        self.spread = [scale.view(height, 1, width, 1) for scale in tensors.scales]
+
+    def __call__(self, grad: torch.Tensor, hyper: Hyper, rates: Rates, count: int) -> None:
+        """Update the tiles; ``grad`` is (rows, columns), ``count`` the number of this step."""
+        first, second, root, update, *spare = self.buffers[:BUFFERS]
+        wide_param, wide_grad = self.buffers[BUFFERS:]
+        if grad.dtype != torch.float32:
+            grad = wide_grad.inner.copy_(grad)
+        self._decode(first, second, [root, update, *spare])
+        self._average(first, second, root, grad, hyper, rates)
+        _root_of(second.values, root.values)
+        torch.div(root.values, rates.root, out=update.values)
+        update.values.add_(rates.eps)
+        # Whichever of second moment and root is not to be stored makes room for the update.
+        kept, free = (root, second) if self.map.stores_root else (second, root)
+        torch.mul(first.values, rates.step_size, out=free.values)
+        free.values.div_(update.values)
+        self._write(free, wide_param, rates, count)
+        self._encode(first, kept, [free, update, *spare])
+
+    def _decode(self, first: Buffer, second: Buffer, spares: list[Buffer]) -> None:
+        codes = self.tensors.codes
+        self.map.decode_first(codes[0], first, spares)
+        first.tiles.mul_(self.spread[0])
+        self.map.decode_second(codes[1], second, spares)
+        second.tiles.mul_(self.spread[1])
+        if self.map.stores_root:
+            second.values.mul_(second.values)
+
+    def _average(
+        self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, hyper: Hyper, rates: Rates
+    ) -> None:
+        first.values.mul_(rates.beta1)
+        torch.mul(grad, -rates.first if hyper.maximize else rates.first, out=spare.inner)
+        first.inner.add_(spare.inner)
+        second.values.mul_(rates.beta2)
+        torch.mul(grad, grad, out=spare.inner)
+        spare.inner.mul_(rates.second)
+        second.inner.add_(spare.inner)
+        second.values.clamp_(SQUARE_MIN, SQUARE_MAX)
+
+    def _write(self, update: Buffer, wide: Buffer, rates: Rates, count: int) -> None:
+        param = self.tensors.param
+        target = param if param.dtype == torch.float32 else wide.inner.copy_(param)
+        if rates.decay is not None:
+            target.mul_(rates.decay)
+        target.sub_(update.inner)
+        if target is param:
+            return
+        if self.rounding is None:
+            param.copy_(target)
+            return
+        rounder, seed = self.rounding
+        if not target.is_contiguous():
+            target = update.values[: param.numel()].view(param.shape).copy_(target)
+        name, first = self.tensors.name, self.tensors.first_element
+        rounder(target.view(-1), param.view(-1), seed, name, count, first)
+
+    def _encode(self, first: Buffer, second: Buffer, spares: list[Buffer]) -> None:
+        spare = spares[0]
+        for buffer in (first, second):
+            for rest in buffer.padding:
+                rest.zero_()
+        torch.abs(first.values, out=spare.values)
+        for largest, scale, spread, top in (
+            (spare, self.tensors.scales[0], self.spread[0], self.map.first_top),
+            (second, self.tensors.scales[1], self.spread[1], self.map.second_top),
+        ):
+            torch.amax(largest.tiles, (1, 3), out=scale)
+            scale.div_(top).clamp_(SCALE_MIN, SCALE_MAX)
+            (first if largest is spare else second).tiles.div_(spread)
+        self.map.encode_first(first, self.tensors.codes[0], spares)
+        self.map.encode_second(second, self.tensors.codes[1], spares)
+
+
+def _root_of(square: torch.Tensor, out: torch.Tensor) -> None:
+    """square / sqrt(square): the same bits on every CPU, and as in Triton.
+
+    On CPU `torch.rsqrt` is 1 / sqrt, both rounded correctly, while `torch.sqrt` may be MKL's, which is not; on CUDA it
+    is the other way round.
+    """
+    if square.device.type == "cpu":
+        torch.rsqrt(square, out=out)
+    else:
+        torch.sqrt(square, out=out)
+        torch.reciprocal(out, out=out)
+    out.mul_(square)

@@ -1,0 +1,251 @@
+"""AdamW with 8-bit moments over blocks: the update rule, apart from the optimizer that hosts it.
+
+    runs        where parameters, gradients and codes are neighbours alike, without gaps
+    stretches   consecutive blocks of one width: a matrix of tiles, over several parameters if they fit together
+    tile steps  stretches cut between bands of tiles to what the scratch holds
+
+On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA all stretches are one Triton launch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from block_optim.adam.launch import Launch, Row, Scalars, has_kernels
+from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
+from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, map_of
+from block_optim.adam.q8.grid import (
+    Grid,
+    Stretch,
+    check_block,
+    local_scales,
+    merged,
+    scale_layout,
+    stretches_of,
+    wrap_scales,
+)
+from block_optim.adam.q8.ops import SQUARE_MAX, SQUARE_MIN, TileScratch, TileStep, TileTensors
+from block_optim.core.active import Active
+from block_optim.core.params import Param
+from block_optim.core.rounding import Rounder
+from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
+from layout_planner import parse_block
+from ragged_shard import RaggedShard
+
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements of a tile step
+
+
+@dataclass
+class Codes(Entry):
+    """An entry with its states as plain local tensors, and its blocks."""
+
+    grid: Grid
+    codes: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]  # flat, over all parameters that were added together
+    first_scale: int
+
+
+class QuantizedRule(Rule[Codes]):
+    """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), and scales (`.._scale`)."""
+
+    def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
+        """Make codes and scales in flat buffers for each device."""
+        for device in dict.fromkeys(p.device for p in params):
+            self._init_on(device, [p for p in params if p.device == device], state)
+        self._plan = None
+
+    def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
+        block = check_block(parse_block(params[0].group["block"]))
+        layouts = [scale_layout(p, block) for p in params]
+        space = FlatSpace([p.local for p in params])
+        codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
+        # Scales in the order of memory, so that those of neighbours are neighbours.
+        counts = [local_scales(p, grid) for p, (grid, _) in zip(params, layouts, strict=True)]
+        starts, end = [0] * len(params), 0
+        for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
+            starts[i], end = end, end + counts[i]
+        scales = torch.zeros(end, device=device), torch.zeros(end, device=device)
+        steps = self._counts.new(len(params), device if has_kernels(device) else "cpu")
+        for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
+            shape = grid.scale_shape
+            if any(isinstance(p, RaggedShard) for p in placements):
+                shape = (counts[i],) if len(shape) == 1 else (counts[i] // shape[-1], shape[-1])
+            wrapped = [
+                wrap_scales(param, grid, placements, flat[starts[i] : starts[i] + counts[i]].view(shape))
+                for flat in scales
+            ]
+            state[param.tensor] = {
+                "step": steps[i],
+                "exp_avg": param.wrap(codes[0][i]),
+                "exp_avg_scale": wrapped[0],
+                "exp_avg_sq": param.wrap(codes[1][i]),
+                "exp_avg_sq_scale": wrapped[1],
+            }
+            pair = codes[0][i], codes[1][i]
+            entry = Codes(param, steps[i], len(self._entries), grid, pair, scales, starts[i])
+            self._entries[param.tensor] = entry
+
+    def _plan_of(self, active: Active) -> "_Plan":
+        return _Plan(self._entries, self._counts, active)
+
+
+@dataclass
+class _Call:
+    """A tile step, the stretch of the run in whose gradients its own lie, and its class."""
+
+    tiles: TileStep
+    run: Run
+    stretch: Stretch
+    kind: int
+    kept: tuple[int, torch.Tensor] | None = None
+
+    def grad(self, step: Step) -> torch.Tensor:
+        """The gradients as (rows, columns)."""
+        if self.kept is not None and self.kept[0] == step.keep:
+            return self.kept[1]
+        found = _matrix(step.grads[self.run.members[0]], self.stretch)
+        self.kept = (step.keep, found) if step.keep else None
+        return found
+
+
+def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    """A stretch of a run, as (rows, columns); ``first`` is the tensor with which the run begins."""
+    return first.as_strided(
+        (stretch.rows, stretch.columns), (stretch.columns, 1), offset_of(first) + stretch.start
+    )
+
+
+class _Plan(StepPlan[Codes]):
+    """Tile steps, or launches of a kernel, over stretches over runs."""
+
+    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: Active) -> None:
+        super().__init__(entries, counts, active)
+        self.calls: list[_Call] = []
+
+    def _run(self, step: Step) -> None:
+        if self.calls:
+            counts = [round(float(self.entries[i].step)) for i in self.samples]
+            for call in self.calls:
+                call.tiles(call.grad(step), *step.rates[call.kind], counts[call.kind])
+        super()._run(step)
+
+    def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
+        lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
+        own = [self._own(i, e) for i, e in enumerate(self.entries)]
+        kinds = [(key, id(e.scales), mine) for key, e, mine in zip(keys, self.entries, own, strict=True)]
+        found: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
+        for run in joint_runs(lists, kinds, max_gap=0):
+            first = run.members[0]
+            kind = self.classes.index(keys[first])
+            found.setdefault(self.locals[first].device, []).extend(
+                (run, kind, s) for s in self._stretches(run)
+            )
+        self.calls, self.launches = [], []
+        for device, stretches in found.items():
+            if has_kernels(device):
+                scalars = Scalars(device, len(self.classes))
+                self.launches.append((scalars, self._launches(device, stretches, grads)))
+            else:
+                self.calls += self._tile_steps(device, stretches)
+
+    def _own(self, i: int, entry: Codes) -> tuple[str, str, int | None]:
+        """What else keeps parameters out of one run: their format, and each bf16 one that is rounded by its name."""
+        group = entry.group
+        return group["block"], group["state_map"], None if self._seed(i) is None else i
+
+    def _seed(self, i: int) -> int | None:
+        """Of the stochastic rounding of an entry's parameter; None: rounded to nearest."""
+        group = self.entries[i].group
+        rounded = group["stochastic_rounding"] and self.locals[i].dtype == torch.bfloat16
+        return group["seed"] if rounded else None
+
+    def _stretches(self, run: Run) -> list[Stretch]:
+        base = offset_of(self.locals[run.members[0]])
+        found = []
+        for i in run.members:
+            entry = self.entries[i]
+            start = offset_of(self.locals[i]) - base
+            found += stretches_of(entry.param, entry.grid, start, entry.first_scale)
+        return merged(found)
+
+    def _tensors(self, i: int, stretch: Stretch) -> TileTensors:
+        """The memory of a stretch of the run that begins with entry i."""
+        entry = self.entries[i]
+        assert entry.param.start is not None
+        bands = -(-stretch.rows // stretch.tile[0])
+        scales = [s[stretch.scale : stretch.scale + stretch.num_scales].view(bands, -1) for s in entry.scales]
+        codes = [_matrix(c, stretch) for c in entry.codes]
+        return TileTensors(
+            _matrix(self.locals[i], stretch),
+            (codes[0], codes[1]),
+            (scales[0], scales[1]),
+            entry.param.name,
+            entry.param.start + stretch.start,
+        )
+
+    def _launches(
+        self, device: torch.device, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]
+    ) -> list[Launch]:
+        rows: dict[tuple[Any, ...], list[Row]] = {}
+        for run, kind, s in stretches:
+            i = run.members[0]
+            group, dtypes, t = (
+                self.entries[i].group,
+                (self.locals[i].dtype, grads[i].dtype),
+                self._tensors(i, s),
+            )
+            row = Row(
+                t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.num_scales, kind, dtypes[1],
+                t.first_element, t.name,
+            )  # fmt: skip
+            seed = group["seed"] if group["stochastic_rounding"] else None
+            rows.setdefault((s.tile, group["state_map"], seed, dtypes), []).append(row)
+        return [
+            _launch(tile, state_map, seed, chosen, device)
+            for (tile, state_map, seed, _), chosen in rows.items()
+        ]
+
+    def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
+        limit = CHUNK.get(device.type, CHUNK["cuda"])
+        pieces = [(run, kind, piece) for run, kind, whole in stretches for piece in _pieces(whole, limit)]
+        size = max(TileScratch.size(piece) for _, _, piece in pieces)
+        scratch, rounder, calls = TileScratch(device, size), None, []
+        if any(e.group["stochastic_rounding"] for e in self.entries):
+            rounder = Rounder(size, device)
+        for run, kind, piece in pieces:
+            i = run.members[0]
+            seed = self._seed(i)
+            rounding = None if rounder is None or seed is None else (rounder, seed)
+            state_map = map_of(self.entries[i].group["state_map"], device)
+            tiles = TileStep(self._tensors(i, piece), state_map, piece, scratch, rounding)
+            calls.append(_Call(tiles, run, piece, kind))
+        return calls
+
+
+def _launch(
+    tile: tuple[int, int], state_map: str, seed: int | None, rows: list[Row], device: torch.device
+) -> Launch:
+    """The launch for rows of one tile, state map, seed of stochastic rounding or None, and types."""
+    from block_optim.adam import kernels_triton
+
+    tables, constants = map_of(state_map, device).kernel_arguments(device)
+    constants |= {
+        "TILE_ROWS": tile[0],
+        "TILE_COLUMNS": tile[1],
+        "ROW_SPAN": kernels_triton.power_of_two(tile[0]),
+        "COLUMN_SPAN": kernels_triton.power_of_two(tile[1]),
+        "SCALE_MIN": SCALE_MIN,
+        "SCALE_MAX": SCALE_MAX,
+        "SQUARE_MIN": SQUARE_MIN,
+        "SQUARE_MAX": SQUARE_MAX,
+    }
+    return Launch(kernels_triton.quantized_adamw, rows, seed, tables, constants)
+
+
+def _pieces(stretch: Stretch, limit: int) -> list[Stretch]:
+    """A stretch in pieces of at most ``limit`` elements where its bands are that small."""
+    bands = -(-stretch.rows // stretch.tile[0])
+    many = max(1, limit // (stretch.tile[0] * -(-stretch.columns // stretch.tile[1]) * stretch.tile[1]))
+    return [stretch.bands(first, min(many, bands - first)) for first in range(0, bands, many)]

@@ -1,0 +1,165 @@
+"""AdamW over flat runs: the update rule, apart from the optimizer that hosts it.
+
+    runs       where parameters, gradients and both moments are neighbours alike      a 1-D view each
+    slices     runs, cut to `CHUNK` elements                                          what the scratch can hold
+    kernel     a fixed list of torch ops, or torch's fused kernel                     torch's numbers, bit by bit
+
+Whichever kernel, an element's numbers do not depend on where its tensor is cut: the ops of the list are the same
+everywhere, and torch's fused CPU kernel, whose code for the last few elements rounds differently, gets whole
+vectors only.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, Origin, RunSlice
+from block_optim.adam.launch import WIDE_BLOCK, Row, Scalars, has_kernels, wide_launch
+from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
+from block_optim.core.active import Active
+from block_optim.core.params import Param
+from block_optim.core.runs import FlatSpace, Run, gap_index, is_dense, joint_runs
+
+
+@dataclass
+class Moments(Entry):
+    """An entry with its moments as plain local tensors."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+class AdamWRule(Rule[Moments]):
+    """States `step`, `exp_avg` and `exp_avg_sq` (fp32; fp64 for fp64 parameters).
+
+    Groups may have ``stochastic_rounding`` and ``seed``, for bf16 parameters.
+
+    Args:
+        fused: torch's fused kernel and its numbers, instead of the op list and those of torch's for-loop and foreach;
+            or "cuda": only there, so that the host need not wait for `found_inf`.
+    """
+
+    def __init__(self, *, fused: bool | str = False) -> None:
+        super().__init__()
+        self._fused = fused
+
+    def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
+        """Make the moments in one flat buffer for each device and dtype."""
+        for device, dtype in dict.fromkeys((p.device, _state_dtype(p)) for p in params):
+            chosen = [p for p in params if (p.device, _state_dtype(p)) == (device, dtype)]
+            space = FlatSpace([p.local for p in chosen])
+            first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
+            on_device = self._is_fused(device) and device.type != "cpu"
+            steps = self._counts.new(len(chosen), device if on_device else "cpu")
+            for param, m, v, step in zip(chosen, first, second, steps, strict=True):
+                state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
+                self._entries[param.tensor] = Moments(param, step, len(self._entries), m, v)
+        self._plan = None
+
+    def _is_fused(self, device: torch.device) -> bool:
+        return self._fused is True or self._fused == device.type
+
+    def _plan_of(self, active: Active) -> "_Plan":
+        return _Plan(self._entries, self._counts, active, self._is_fused)
+
+
+def _state_dtype(param: Param) -> torch.dtype:
+    """Of a parameter's moments: as wide as itself, at least fp32."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def check_dense(param: Param) -> None:
+    """Raise unless the local tensor fills its memory without holes."""
+    if not is_dense(param.local):
+        raise ValueError(
+            f"{param.name}: its memory has holes (shape {tuple(param.local.shape)}, stride {param.local.stride()}); "
+            "optimize a contiguous tensor"
+        )
+
+
+class _Plan(StepPlan[Moments]):
+    """Kernels over runs, and the parameters' gap elements to put back."""
+
+    def __init__(
+        self,
+        entries: dict[torch.Tensor, Moments],
+        counts: Counts,
+        active: Active,
+        fused: Callable[[torch.device], bool],
+    ) -> None:
+        super().__init__(entries, counts, active)
+        self.fused = fused
+        self.kernels: list[Kernel] = []
+        self.gaps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def _run(self, step: Step) -> None:
+        for run, index, buffer in self.gaps:
+            torch.index_select(run, 0, index, out=buffer)
+        for kernel in self.kernels:
+            kernel(step)
+        super()._run(step)
+        for run, index, buffer in self.gaps:
+            run.index_copy_(0, index, buffer)
+
+    def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
+        lists = (self.locals, [e.exp_avg for e in self.entries], [e.exp_avg_sq for e in self.entries])
+        origins = [_origin(e) for e in self.entries]
+        runs = self._runs(list(zip(keys, origins, strict=True)), grads)
+        batches: dict[Any, list[RunSlice]] = {}
+        for run in runs:
+            i = run.members[0]
+            local, origin = self.locals[i], origins[i]
+            seed = None if origin is None else origin.seed
+            found = RunSlice(run, self.classes.index(keys[i]), lists, self.entries[i].step, origin)
+            batches.setdefault((local.device, local.dtype, grads[i].dtype, seed), []).append(found)
+        self.kernels, self.launches = [], []
+        for (device, dtype, grad_dtype, seed), slices in batches.items():
+            fused = self.fused(device)
+            narrow = dtype != torch.float32 or grad_dtype != torch.float32
+            if fused and narrow and slices[0].first.dtype == torch.float32 and has_kernels(device):
+                launch = wide_launch([_row(s, grad_dtype) for s in slices], seed)
+                self.launches.append((Scalars(device, len(self.classes)), [launch]))
+            else:
+                self.kernels += (FusedKernel if fused else ListKernel).over(slices, grad_dtype)
+        self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]
+
+    def _runs(self, kinds: list[Any], grads: list[torch.Tensor]) -> list[Run]:
+        """The runs of parameters, gradients and moments. A parameter without gradient is not a gap: it ends a run."""
+        idle, everyone = [e.param.local for e in self.idle], [*self.entries, *self.idle]
+        lists = [
+            [*self.locals, *idle],
+            [*grads, *idle],
+            [e.exp_avg for e in everyone],
+            [e.exp_avg_sq for e in everyone],
+        ]
+        found = joint_runs(lists, [*kinds, *(("idle", i) for i in range(len(idle)))])
+        return [run for run in found if run.members[0] < len(self.entries)]
+
+    def _gap(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        local = self.locals[run.members[0]]
+        index = gap_index(run, local.device)
+        if index is None:
+            return None
+        return run.view(self.locals), index, torch.empty(len(index), dtype=local.dtype, device=local.device)
+
+
+_NOWHERE = Origin("", 0, 0)
+
+
+def _origin(entry: Moments) -> Origin | None:
+    """What the random bits of a stochastically rounded parameter depend on; None for others."""
+    if not entry.group.get("stochastic_rounding") or entry.param.dtype != torch.bfloat16:
+        return None
+    assert entry.param.start is not None
+    return Origin(entry.param.name, entry.group["seed"], entry.param.start)
+
+
+def _row(s: RunSlice, grad_dtype: torch.dtype) -> Row:
+    origin = s.origin or _NOWHERE
+    param, *states = (t.as_strided((s.numel,), (1,)) for t in (s.param, s.first, s.second))
+    programs = -(-s.numel // WIDE_BLOCK)
+    return Row(
+        param, tuple(states), s.run, 0, 1, s.numel, programs, s.kind, grad_dtype, origin.element, origin.name
+    )

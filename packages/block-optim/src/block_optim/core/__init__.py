@@ -1,0 +1,1 @@
+"""What every optimizer shares. Knows none of them."""

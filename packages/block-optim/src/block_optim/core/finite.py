@@ -1,0 +1,126 @@
+"""Whether a step goes ahead: every rank gives the same answer about non-finite gradients.
+
+    known already        GradScaler's `found_inf`, or `step(grad_norm=...)`      no collective
+    one rank             this rank's own check                                   no collective
+    several              the own check, then MAX over each process group that    4 bytes, one all_reduce for each
+                         cuts a parameter, one after another
+
+Ranks along a Replicate axis hold the same gradients, so those axes are not asked.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial
+
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, non_finite_check
+from block_optim.core.holding import cutting_axes
+from block_optim.core.params import Param
+from block_optim.core.runs import Run, find_runs, is_dense
+
+MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each run
+
+
+def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
+    """The process groups over whose ranks some parameter is cut, in a fixed order."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for param in params:
+        for axis in cutting_axes(param.mesh, param.placements):
+            assert param.mesh is not None
+            group = param.mesh.get_group(axis)
+            found.setdefault(group.group_name, group)
+    return list(found.values())
+
+
+def agreed(flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The largest of all ranks' flags, in place: one all_reduce of its 4 bytes over each process group in turn."""
+    for group in groups:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return flag
+
+
+def norm_is_finite(norm: torch.Tensor | float) -> bool:
+    """Whether the gradients' total norm, which is the same on every rank, is finite.
+
+    A DTensor whose reduction is pending (torch's `clip_grad_norm_` returns one for DTensors) is reduced here, by
+    one all-reduce; a plain, a Replicate or a ragged norm costs nothing.
+    """
+    if isinstance(norm, DISTRIBUTED):
+        pending = any(isinstance(p, Partial) for p in norm.placements)
+        norm = norm.full_tensor() if pending else local_of(norm)
+    return math.isfinite(float(norm))
+
+
+class DeferredFlags:
+    """Skip flags that stay on a device: counted when the device has got there, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def add(self, flag: torch.Tensor) -> None:
+        """Note the flag of a step that has been launched."""
+        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((event, host))
+
+    def skipped(self, wait: bool = False) -> int:
+        """How many of the steps noted so far were skipped and have not been reported yet."""
+        count = 0
+        while self._pending and (wait or self._pending[0][0].query()):
+            event, host = self._pending.pop(0)
+            event.synchronize()
+            count += int(float(host) != 0)
+        return count
+
+
+class GradientCheck:
+    """This rank's own check: one pass over the local gradients, a handful of calls however many there are.
+
+    The sum of a run of gradients is finite unless one of them is not (NaN and infinity stay what they are in sums),
+    or unless it overflows, or something in a gap between the gradients is not; so only a sum that is not finite is
+    looked into, gradient by gradient.
+    """
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._many = False
+        self._runs: list[Run] = []
+        self._loose: list[int] = []
+        self._dense: list[int] = []
+        self._cells: list[torch.Tensor] = []
+        self._sums = torch.empty(0)
+        self._flag: torch.Tensor | None = None
+
+    def __call__(self, grads: Sequence[torch.Tensor], version: int, device: torch.device) -> torch.Tensor:
+        """A 0-d fp32 tensor on ``device``: 0 where all gradients are finite, else 1."""
+        if self._flag is None or self._flag.device != device:
+            self._flag = torch.zeros((), device=device)
+        flag = self._flag
+        flag.zero_()
+        if device.type != "cpu":
+            for dtype in {g.dtype for g in grads}:
+                same = [g for g in grads if g.dtype == dtype]
+                non_finite_check(same, flag)
+            return flag
+        if version != self._version:
+            self._loose = [i for i, g in enumerate(grads) if not is_dense(g)]  # as autograd's expanded ones
+            self._dense = [i for i, g in enumerate(grads) if is_dense(g)]
+            self._runs = find_runs([grads[i] for i in self._dense])
+            self._many = len(self._runs) > MANY_RUNS
+            self._sums = torch.zeros(len(self._runs))
+            self._cells = list(self._sums.unbind())
+            self._version = version
+        dense = [grads[i] for i in self._dense] if self._loose else grads
+        if self._many:
+            for dtype in {g.dtype for g in dense}:
+                non_finite_check([g for g in dense if g.dtype == dtype], flag)
+        for run, cell in zip(() if self._many else self._runs, self._cells, strict=False):
+            torch.sum(run.view(dense), 0, dtype=torch.float32, out=cell)
+        loose = sum(float(torch.sum(grads[i], dtype=torch.float32)) for i in self._loose)
+        if not math.isfinite(sum(self._sums.tolist()) + loose):
+            flag.fill_(float(not all(bool(torch.isfinite(g).all()) for g in grads)))
+        return flag

@@ -1,0 +1,130 @@
+"""One parameter as an optimizer sees it: the global tensor's name and shape, and what of it is on this rank.
+
+Plain tensors, DTensors of torch (FSDP2's uneven `Shard(0)` too) and RaggedDTensors look alike from here:
+
+    global tensor (5, 4), flattened   0 . . . . . . . . . . . . . . . . . . 19
+    this rank's run                           [start            stop)
+    local                                      (2, 4), plain, the parameter's own memory
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement
+
+from block_optim.core._torch_compat import DISTRIBUTED, local_of
+from block_optim.core.holding import Holding, first_element, holding_of, wrap_local
+from ragged_shard import RaggedDTensor
+
+Group = dict[str, Any]  # a parameter group: "params" and options, as torch's optimizers have them
+
+
+class Param:
+    """A parameter: its name, options and global shape, and this rank's elements.
+
+    Attributes:
+        tensor: what the user handed over; the key of `optimizer.state`.
+        name: from named parameters, else made of its index and shape; for messages and for seeds.
+        group: its parameter group, the dict in `optimizer.param_groups`.
+        shape: of the global tensor.
+        mesh: its DeviceMesh, or None for a plain tensor.
+        placements: one for each mesh axis; () for a plain tensor.
+        start: the first element of this rank's run in the flattened global tensor, or None where its elements are
+            not one run (a `Shard(1)`, say).
+    """
+
+    __slots__ = ("group", "mesh", "name", "placements", "shape", "start", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, name: str, group: Group | None = None) -> None:
+        self.tensor, self.name = tensor, name
+        self.group: Group = {} if group is None else group
+        self.shape = torch.Size(tensor.shape)
+        self.mesh: DeviceMesh | None = None
+        self.placements: tuple[Placement, ...] = ()
+        if isinstance(tensor, DISTRIBUTED):
+            self.mesh, self.placements = tensor.device_mesh, tuple(tensor.placements)
+            if any(isinstance(p, Partial) for p in self.placements):
+                raise ValueError(
+                    f"{name}: a parameter with placements {self.placements} awaits a reduction; reduce it"
+                )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point parameter, got {tensor.dtype}")
+        self.start = first_element(tensor)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements: plain, detached, the parameter's own memory. May be empty."""
+        return local_of(self.tensor).detach()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local tensor is."""
+        return local_of(self.tensor).device
+
+    @property
+    def holding(self) -> Holding:
+        """Which rank holds which elements.
+
+        Raises:
+            ValueError: placements that do not leave each rank one run of rows.
+        """
+        return holding_of(self.name, self.shape, self.mesh, self.placements)
+
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a gradient of this parameter, plain.
+
+        Raises:
+            ValueError: a gradient in another layout than its parameter.
+            RuntimeError: a sparse gradient.
+        """
+        if isinstance(grad, DISTRIBUTED) and (
+            grad.device_mesh != self.mesh or tuple(grad.placements) != self.placements
+        ):
+            raise ValueError(
+                f"{self.name}: its gradient lies as {tuple(grad.placements)} and the parameter as {self.placements}; "
+                "redistribute the gradient"
+            )
+        local = local_of(grad)
+        if local.layout is not torch.strided:
+            raise RuntimeError(f"{self.name}: sparse gradients are not supported; use sparse=False")
+        if local.shape != local_of(self.tensor).shape:
+            raise ValueError(
+                f"{self.name}: its gradient's local tensor has shape {tuple(local.shape)}, the parameter's "
+                f"{tuple(local_of(self.tensor).shape)}"
+            )
+        return local
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """A state of the parameter's global shape and placement around this rank's elements of it.
+
+        Shares the memory of `local`. Communicates nothing.
+        """
+        ragged = isinstance(self.tensor, RaggedDTensor)
+        return wrap_local(local, self.mesh, self.placements, self.shape, ragged)
+
+    def zeros(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A state of zeros of the parameter's global shape and placement, in its dtype or another."""
+        return self.wrap(torch.zeros_like(self.local, dtype=dtype))
+
+    def check_row_major(self) -> None:
+        """Raise ValueError unless the local tensor is contiguous."""
+        if not self.local.is_contiguous():
+            raise ValueError(
+                f"{self.name}: its memory is not row-major (shape {tuple(self.local.shape)}, stride "
+                f"{self.local.stride()}); make it contiguous() before the optimizer is built"
+            )
+
+    def __repr__(self) -> str:
+        return f"Param({self.name!r}, {tuple(self.shape)}, {self.placements})"

@@ -1,0 +1,82 @@
+"""Stochastic rounding of fp32 to bf16 with random bits that belong to an element, not to a rank or a call.
+
+    bits      = hash(seed, step, parameter's name; element's index in the global tensor)        32 bits
+    rounded   = (fp32's bits + lowest 16 of these) with its lowest 16 cleared
+
+so a number between two bf16 neighbours goes to the upper one with the probability of its place between them, and the
+same run gives the same bits however tensors are cut. The hash is two rounds of a 32-bit integer mixer (xor-shifts and
+multiplications), keyed before each; integer arithmetic, so torch and Triton agree.
+"""
+
+import functools
+import hashlib
+
+import torch
+
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+GOLDEN = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+
+
+def keys_of(seed: int, name: str, step: int, high: int) -> tuple[int, int]:
+    """Two 32-bit keys for a parameter and a step; ``high`` is the element index's upper half."""
+    first, second = base_keys(seed, name)
+    return (first + step * GOLDEN) & _MASK, (second ^ mix(high * GOLDEN + step)) & _MASK
+
+
+@functools.cache
+def base_keys(seed: int, name: str) -> tuple[int, int]:
+    """What seed and name contribute to the keys."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def mix(x: int) -> int:
+    """The mixer on a Python integer."""
+    x &= _MASK
+    x ^= x >> 16
+    x = x * MULTIPLIERS[0] & _MASK
+    x ^= x >> 15
+    x = x * MULTIPLIERS[1] & _MASK
+    return x ^ x >> 16
+
+
+def signed(x: int) -> int:
+    """An unsigned 32-bit number as torch's int32 holds it."""
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+class Rounder:
+    """Rounds stretches of one device; its buffers are made once."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._count = torch.arange(numel, dtype=torch.int32, device=device)
+        self._hash, self._spare = torch.empty_like(self._count), torch.empty_like(self._count)
+
+    def __call__(
+        self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
+    ) -> None:
+        """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
+        turn = (1 << 32) - start % (1 << 32)
+        if wide.numel() > turn:  # the lower half of the index starts again within
+            self(wide[turn:], out[turn:], seed, name, step, start + turn)
+            wide, out = wide[:turn], out[:turn]
+        n = wide.numel()
+        first, second = keys_of(seed, name, step, start >> 32)
+        x, spare = self._hash[:n], self._spare[:n]
+        torch.add(self._count[:n], signed(start + first & _MASK), out=x)
+        _mix(x, spare)
+        x.bitwise_xor_(signed(second))
+        _mix(x, spare)
+        x.bitwise_and_(0xFFFF)
+        wide.view(torch.int32).add_(x).bitwise_and_(-0x10000)
+        out.copy_(wide)
+
+
+def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
+    """`mix` on int32 tensors, whose products wrap and whose right shifts need their sign bits masked."""
+    for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1]), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_((1 << 32 - shift) - 1))
+        if multiplier is not None:
+            x.mul_(signed(multiplier))

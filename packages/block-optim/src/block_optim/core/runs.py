@@ -1,0 +1,154 @@
+"""Flat runs: tensors that lie next to each other in one storage are one tensor to an elementwise kernel.
+
+    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': what lies between
+    run         |<--------------------------------------->|        one call updates it all
+    states      | a a a a a . b b b . . . c c c c c c c c |        allocated alike, so they are runs wherever a..c are
+
+What lies between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements). A
+kernel over the run writes there too. A DBuffer's gaps hold zeros, but another storage may keep anything in them, so
+the update puts the parameters' gap elements back afterwards: two small index calls a run, and nothing to believe.
+Gaps of gradients are only read. Farther apart than `MAX_GAP` elements, tensors are not neighbours.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MAX_GAP = 64
+_ALIGN = 16  # elements between the runs of a flat space: 64 bytes of fp32
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours in one storage: which tensors, and how far the run reaches from the first one's first element."""
+
+    members: tuple[int, ...]
+    numel: int
+    gaps: tuple[tuple[int, int], ...]  # (start, stop), relative to the run
+
+    def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The run as a 1-D tensor over the members' memory."""
+        first = tensors[self.members[0]]
+        return first.as_strided((self.numel,), (1,), offset_of(first))
+
+
+def offset_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's first element lies in its storage."""
+    return int(tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def find_runs(
+    tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None = None, *, max_gap: int = MAX_GAP
+) -> list[Run]:
+    """The runs that some tensors make, in the order of their first member; empty tensors are in none.
+
+    Args:
+        tensors: plain, dense; any storages, dtypes and devices (those of one run agree in all three).
+        keys: tensors of different keys are not in one run.
+        max_gap: elements that may lie between neighbours.
+    """
+
+    def place(i: int) -> tuple[str, int, int, int]:
+        tensor = tensors[i]
+        return str(tensor.dtype), tensor.untyped_storage().data_ptr(), offset_of(tensor), i
+
+    order = sorted((i for i, t in enumerate(tensors) if t.numel()), key=place)
+    groups: list[list[int]] = []
+    end, previous = 0, None
+    for i in order:
+        tensor = tensors[i]
+        where = (tensor.dtype, tensor.untyped_storage().data_ptr(), keys[i] if keys else None)
+        if groups and where == previous and 0 <= offset_of(tensor) - end <= max_gap:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        end, previous = offset_of(tensor) + tensor.numel(), where
+    runs = [_run_of(group, tensors) for group in groups]
+    return sorted(runs, key=lambda run: min(run.members))
+
+
+def _run_of(group: list[int], tensors: Sequence[torch.Tensor]) -> Run:
+    base = offset_of(tensors[group[0]])
+    gaps, end = [], base
+    for i in group:
+        start = offset_of(tensors[i])
+        if start > end:
+            gaps.append((end - base, start - base))
+        end = start + tensors[i].numel()
+    return Run(tuple(group), end - base, tuple(gaps))
+
+
+class FlatSpace:
+    """A flat address space for the states of some local tensors: neighbours stay neighbours, gaps included.
+
+    Attributes:
+        offsets: where each tensor begins.
+        numel: elements of a buffer over the whole space.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.shapes = [tuple(t.shape) for t in tensors]
+        self.strides = [tuple(t.stride()) for t in tensors]
+        self.offsets = [0] * len(tensors)
+        end = 0
+        for run in find_runs(tensors):
+            base = offset_of(tensors[run.members[0]])
+            for i in run.members:
+                self.offsets[i] = end + offset_of(tensors[i]) - base
+            end += -(-run.numel // _ALIGN) * _ALIGN
+        self.numel = end
+
+    def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer over the space."""
+        return torch.zeros(self.numel, dtype=dtype, device=device)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each tensor's elements of a buffer, in its own shape and strides."""
+        return [
+            buffer.as_strided(shape, stride, offset)
+            for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)
+        ]
+
+
+def joint_runs(
+    lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable], *, max_gap: int = MAX_GAP
+) -> list[Run]:
+    """The runs of the first list's tensors in which all lists are runs, with members at the same distances.
+
+    So that one kernel may walk over parameters, gradients and states together.
+    """
+    first = lists[0]
+
+    def key(i: int) -> Any:
+        # Neighbours share these exactly where every list keeps them at the first list's distance.
+        return (
+            keys[i],
+            *(
+                (t[i].untyped_storage().data_ptr(), t[i].dtype, offset_of(t[i]) - offset_of(first[i]))
+                for t in lists[1:]
+            ),
+        )
+
+    return find_runs(first, [key(i) for i in range(len(first))], max_gap=max_gap)
+
+
+def gap_index(run: Run, device: torch.device) -> torch.Tensor | None:
+    """The elements of a run that belong to none of its members; None where there are none."""
+    if not run.gaps:
+        return None
+    elements: Iterable[int] = (i for start, stop in run.gaps for i in range(start, stop))
+    return torch.tensor(list(elements), device=device)

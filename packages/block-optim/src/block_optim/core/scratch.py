@@ -1,0 +1,56 @@
+"""Memory that is allocated once and used again in every step."""
+
+import math
+
+import torch
+
+
+class Scratch:
+    """Buffers by name and dtype that grow to the largest request and stay.
+
+    Args:
+        device: where the buffers are.
+        least: how many elements a buffer has at least.
+    """
+
+    def __init__(self, device: torch.device, least: int = 0) -> None:
+        self.device = device
+        self._least = least
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this shape; it overlaps what earlier calls with the same name and dtype returned."""
+        view = self._views.get((name, shape, dtype))
+        if view is not None:
+            return view
+        numel = math.prod(shape)
+        found = self._buffers.get((name, dtype))
+        if found is None or found.numel() < numel:
+            found = self._buffers[name, dtype] = self._empty(numel, dtype)
+            for old in [key for key in self._views if key[0] == name and key[2] == dtype]:
+                del self._views[old]
+        view = self._views[name, shape, dtype] = found[:numel].view(shape)
+        return view
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(max(numel, self._least), dtype=dtype, device=self.device)
+
+    def take_each(self, name: str, lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """1-D tensors of these lengths, one after another in one buffer."""
+        return list(self.take(name, (sum(lengths),), dtype).split(lengths))
+
+    def take_like(self, name: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Tensors of the shapes of others, one after another in one buffer."""
+        flat = self.take_each(name, [t.numel() for t in tensors], dtype)
+        return [f.view(t.shape) for f, t in zip(flat, tensors, strict=True)]
+
+    def reserve(self, other: "Scratch") -> None:
+        """Make every buffer as large as the other scratch has it, so that none grows later."""
+        for (name, dtype), buffer in other._buffers.items():
+            self.take(name, (buffer.numel(),), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())

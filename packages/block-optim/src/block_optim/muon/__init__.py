@@ -1,0 +1,1 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz. Knows core only."""

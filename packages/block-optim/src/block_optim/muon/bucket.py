@@ -1,0 +1,393 @@
+"""One bucket of Muon's matrices on one rank: pack, compute, send back, apply. All memory is laid out once.
+
+gradient, momentum          lerp, cast to bf16               Newton-Schulz           add to the parameter
+fragments here  ----------> packed: the owner's stack if --> stacks of equal     --> fragments here, from
+                            this rank owns the matrix,       shapes, in place        the same packed views
+                            else the exchange's `held`
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
+from block_optim.core.exchange import Exchange, Lane, Wait, nothing, travels
+from block_optim.core.holding import Holding
+from block_optim.core.params import Group
+from block_optim.core.scratch import Scratch
+from block_optim.muon.assignment import AssignedMatrix
+from block_optim.muon.local import LocalParam
+from block_optim.muon.momentum import decode
+from block_optim.muon.newton_schulz import Recipe, orthogonalize_
+
+PACKED = torch.bfloat16
+EXCHANGE_SLOTS = 3  # exchanges under way or unread at once: of the next bucket, this one, the last
+STACK_SLOTS = 2  # buckets whose own matrices are in memory at once
+
+LearningRate = float | torch.Tensor  # a tensor is on the CPU
+
+
+@dataclass
+class Fragment:
+    """A run of a matrix that this rank holds.
+
+    Attributes:
+        number: the matrix's in the bucket.
+        param: the parameter.
+        low, high: in the parameter's local elements.
+        packed: where it is packed and where its update arrives, 1-D, bf16.
+        own: whether this rank computes the matrix.
+        row: the run's first row in the matrix (NorMuon).
+        side: first row in what this rank sends in the side exchange (NorMuon).
+    """
+
+    number: int
+    param: LocalParam
+    low: int
+    high: int
+    packed: torch.Tensor
+    own: bool
+    row: int
+    side: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Its elements of the parameter."""
+        return self.param.local[self.low : self.high]
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """Its elements of the gradient."""
+        return self.param.grad[self.low : self.high]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """NorMuon's second moments of its rows."""
+        return self.param.rows(self.low, self.high)
+
+
+@dataclass
+class Arrival:
+    """A run of one of this rank's own matrices that another rank holds.
+
+    Attributes:
+        number: the matrix's in the bucket.
+        stack: its place in the matrix.
+        packed: where it arrives, and where its update is sent from.
+        row: its first row in the matrix, and
+        rows: the second moments of its rows in the side exchange (NorMuon).
+    """
+
+    number: int
+    stack: torch.Tensor
+    packed: torch.Tensor
+    row: int
+    rows: torch.Tensor | None
+
+
+class Bucket:
+    """Matrices of one parameter group that travel together.
+
+    Args:
+        matrices: of the assignment, in its order.
+        params: this rank's parameters by index.
+        group: the parameter group, whose options are read in every step.
+        recipe: what Newton-Schulz does.
+        holding: of one of the parameters: the process group (None: nothing travels) and this rank in it.
+        number: of this bucket; it says which buffers it shares with others.
+        scratch: all memory.
+        lane: where transfers run.
+    """
+
+    def __init__(
+        self,
+        matrices: list[AssignedMatrix],
+        params: Sequence[LocalParam],
+        group: Group,
+        recipe: Recipe,
+        holding: Holding,
+        *,
+        number: int,
+        scratch: Scratch,
+        lane: Lane,
+    ) -> None:
+        self.matrices, self.group, self.recipe, self.number = matrices, group, recipe, number
+        self.fell_back = 0
+        self._params, self._scratch, self._lane = params, scratch, lane
+        self._rank = holding.rank
+        self._normuon = bool(group["normuon"])
+        self.exchange: Exchange | None = None
+        self.side: Exchange | None = None
+        owners, lengths = [m.owner for m in matrices], [m.held for m in matrices]
+        # Only of these do all ranks know alike whether they have gradients, and so whether there is a transfer.
+        self._travelling = frozenset(m.param for m in matrices if m.moved)
+        if holding.group is not None and travels(owners, lengths):
+            slot = str(number % EXCHANGE_SLOTS)
+            at = (holding.group, holding.rank, owners)
+            self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
+            if self._normuon:
+                self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
+        self._exchanges = [e for e in (self.side, self.exchange) if e is not None]
+        self._lay_out_stacks(number)
+        self._fragments: list[Fragment] = []
+        self._arrivals: list[Arrival] = []
+        for i in range(len(matrices)):
+            self._lay_out(i)
+
+    # ------------------------------------------------------------- memory, once
+
+    def _lay_out_stacks(self, number: int) -> None:
+        """A contiguous stack for each shape of this rank's own matrices."""
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, m in enumerate(self.matrices):
+            if m.owner == self._rank:
+                by_shape[m.matrix.rows, m.matrix.columns].append(i)
+        total = sum(rows * columns * len(own) for (rows, columns), own in by_shape.items())
+        arena = self._scratch.take(f"stacks {number % STACK_SLOTS}", (total,), PACKED)
+        self._stacks: list[tuple[torch.Tensor, list[int]]] = []
+        self._own: dict[int, torch.Tensor] = {}
+        start = 0
+        for (rows, columns), own in by_shape.items():
+            stop = start + rows * columns * len(own)
+            stack = arena[start:stop].view(len(own), rows, columns)
+            self._stacks.append((stack, own))
+            self._own.update({i: stack[k].view(-1) for k, i in enumerate(own)})
+            start = stop
+        self._row_scale = self._scratch.take(
+            f"row scale {number % STACK_SLOTS}", (len(self.matrices),), torch.float32
+        )
+
+    def _lay_out(self, i: int) -> None:
+        """What this rank holds of a matrix, and what it gets of its own ones."""
+        m, param = self.matrices[i], self._params[self.matrices[i].param]
+        columns = m.matrix.columns
+        for rank, _ in m.held:
+            pieces = m.matrix.pieces(*param.cuts[rank : rank + 2])
+            at = 0  # in what travels of this matrix
+            for first, low, length in pieces:
+                row, side = first // columns, at // columns
+                if rank == self._rank:
+                    if m.owner == rank:
+                        packed = self._own[i][first : first + length]
+                    else:
+                        assert self.exchange is not None
+                        packed = self.exchange.held[i][at : at + length]
+                    own = m.owner == rank
+                    self._fragments.append(Fragment(i, param, low, low + length, packed, own, row, side))
+                elif m.owner == self._rank:
+                    assert self.exchange is not None
+                    packed = self.exchange.owned[i, rank][at : at + length]
+                    rows = None
+                    if self.side is not None:
+                        rows = self.side.owned[i, rank][side : side + length // columns]
+                    stack = self._own[i][first : first + length]
+                    self._arrivals.append(Arrival(i, stack, packed, row, rows))
+                at += length
+
+    # ------------------------------------------------------------- a step
+
+    def send(self, active: frozenset[int]) -> Wait:
+        """Pack what this rank holds, start the transfer to the owners; the result waits for what is owned here.
+
+        Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing travels.
+        """
+        self._active = active
+        by_kind: dict[tuple[bool, torch.dtype], list[Fragment]] = defaultdict(list)
+        for f in self._fragments:
+            if f.param.index in active:
+                by_kind[f.param.coded, f.param.momentum.dtype].append(f)
+        for some in by_kind.values():
+            self._pack(some)
+        if not self._travelling & active:
+            return nothing
+        if self.side is not None:
+            for f in self._fragments:
+                if not f.own:
+                    self.side.held[f.number][f.side : f.side + len(f.rows)].copy_(f.rows)
+        waits = [e.to_owners(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
+
+    def _pack(self, fragments: list[Fragment]) -> None:
+        """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16; of fragments of one dtype."""
+        mu, nesterov = self.group["momentum"], self.group["nesterov"]
+        packed = [f.packed for f in fragments]
+        if not fragments[0].param.coded:
+            momenta = [f.param.momentum[f.low : f.high] for f in fragments]
+            if not nesterov:
+                foreach_copy_(packed, momenta)
+                return
+            values = self._pieces("pack", fragments, fragments[0].param.momentum.dtype)
+            foreach_copy_(values, [f.grad for f in fragments])
+            foreach_lerp_(values, momenta, mu)
+            foreach_copy_(packed, values)
+            return
+        for f in fragments:
+            value = self._scratch.take("pack", (f.high - f.low,), torch.float32)
+            momentum = self._scratch.take("decoded", (f.high - f.low,), torch.float32)
+            decode(*f.param.coded_momentum(f.low, f.high), f.param.columns, momentum)
+            if nesterov:
+                momentum = value.copy_(f.grad).lerp_(momentum, mu)
+            f.packed.copy_(momentum)
+
+    def _pieces(self, name: str, fragments: list[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Scratch for each fragment, side by side."""
+        return self._scratch.take_each(name, [f.high - f.low for f in fragments], dtype)
+
+    def compute(self) -> None:
+        """Orthogonalise this rank's own matrices. Communicates nothing."""
+        arrived = [a for a in self._arrivals if self._is_active(a.number)]
+        if arrived:
+            foreach_copy_([a.stack for a in arrived], [a.packed for a in arrived])
+        for stack, own in self._stacks:
+            active = [self._is_active(i) for i in own]
+            if all(active):
+                self.fell_back += orthogonalize_(stack, self.recipe, self._scratch)
+            else:
+                for k, here in enumerate(active):
+                    if here:
+                        self.fell_back += orthogonalize_(stack[k : k + 1], self.recipe, self._scratch)
+        if self._normuon:
+            for i in self._own:
+                if self._is_active(i):
+                    self._normalise_rows(i)
+        if arrived:
+            foreach_copy_([a.packed for a in arrived], [a.stack for a in arrived])
+
+    def _is_active(self, number: int) -> bool:
+        return self.matrices[number].param in self._active
+
+    def _normalise_rows(self, i: int) -> None:
+        """NorMuon at the owner: second moments of the rows, and the factor that gives the update its norm back.
+
+        v <- beta2 v + (1 - beta2) mean(O^2) of a row; the update is c O / (sqrt(v) + eps), c such that its
+        Frobenius norm is that of an orthogonal matrix, sqrt(min(rows, columns)). Li et al., arXiv 2510.05491.
+        """
+        m = self.matrices[i].matrix
+        beta, eps = self.group["normuon_beta2"], self.group["normuon_eps"]
+        v = self._scratch.take("rows v", (m.rows,), torch.float32)
+        s = self._scratch.take("rows s", (m.rows,), torch.float32)
+        t = self._scratch.take("rows t", (m.rows,), torch.float32)
+        # Where rows lie: here, and (as they arrived) on other ranks.
+        places = [(f.row, f.rows) for f in self._fragments if f.number == i]
+        places += [(a.row, a.rows) for a in self._arrivals if a.number == i and a.rows is not None]
+        for row, rows in places:
+            v[row : row + len(rows)].copy_(rows)
+        matrix = self._own[i].view(m.rows, m.columns)
+        torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32, out=s)
+        s.square_().div_(m.columns)
+        v.lerp_(s, 1 - beta)
+        torch.sqrt(v, out=t).add_(eps).square_()
+        c = self._row_scale[i]
+        torch.sum(s.div_(t), dim=0, out=c)
+        c.mul_(m.columns).rsqrt_().mul_(min(m.rows, m.columns) ** 0.5).nan_to_num_(posinf=0.0)
+        for row, rows in places:
+            rows.copy_(v[row : row + len(rows)])
+        if self.side is not None:
+            for rank, _ in self.matrices[i].held:
+                if rank != self._rank:
+                    self.side.owned[i, rank][-1].copy_(c)
+
+    def send_back(self) -> Wait:
+        """Start the transfer of the updates to where the matrices are held; the result waits. As `send`, backwards."""
+        if not self._travelling & self._active:
+            return nothing
+        waits = [e.back(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
+
+    def apply(self, own: bool, lr: LearningRate) -> None:
+        """Decay weights and add the updates: of this rank's own matrices, or of the others'. Communicates nothing."""
+        fragments = [f for f in self._fragments if f.own == own and f.param.index in self._active]
+        if not fragments:
+            return
+        decay = self.group["weight_decay"]
+        by_scale: dict[tuple[float, bool], list[Fragment]] = defaultdict(list)
+        for f in fragments:
+            m = self.matrices[f.number].matrix
+            alpha = float(-lr * lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns))
+            by_scale[alpha, f.param.local.dtype.itemsize < 4].append(f)
+        if self.group["cautious_weight_decay"]:
+            self._decay_cautiously(fragments, float(lr * decay))
+        else:
+            foreach_mul_([f.local for f in fragments], float(1 - lr * decay))
+        for (alpha, narrow), some in by_scale.items():
+            updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
+            targets = [f.local for f in some]
+            if not narrow:
+                foreach_add_(targets, updates, alpha=alpha)
+            else:  # low-precision parameters are added to in fp32 and rounded once, whatever their cuts
+                wide = self._pieces("apply", some, torch.float32)
+                foreach_copy_(wide, targets)
+                foreach_add_(wide, updates, alpha=alpha)
+                foreach_copy_(targets, wide)
+
+    def _decay_cautiously(self, fragments: list[Fragment], amount: float) -> None:
+        """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
+        factors = self._pieces("decay", fragments, torch.float32)
+        for factor, f in zip(factors, fragments, strict=True):
+            factor.copy_(f.packed)
+            torch.mul(factor, f.local, out=factor)
+            torch.ge(factor, 0, out=factor)
+            factor.mul_(-amount).add_(1)
+            f.local.mul_(factor)
+
+    def _rescaled(self, fragments: list[Fragment]) -> list[torch.Tensor]:
+        """NorMuon's updates: each row divided by its second moment's root, times the matrix's factor."""
+        updates = self._pieces("rescaled", fragments, torch.float32)
+        for update, f in zip(updates, fragments, strict=True):
+            rows, c = f.rows, self._row_scale[f.number]
+            if not f.own:
+                assert self.side is not None
+                held = self.side.held[f.number]
+                rows.copy_(held[f.side : f.side + rows.numel()])
+                c = held[-1]
+            factor = self._scratch.take("rows t", (rows.numel(),), torch.float32)
+            torch.sqrt(rows, out=factor).add_(self.group["normuon_eps"])
+            torch.div(c, factor, out=factor)
+            update.copy_(f.packed)
+            update.view(rows.numel(), -1).mul_(factor.unsqueeze(-1))
+        return updates
+
+
+def side_lengths(matrices: list[AssignedMatrix]) -> list[list[tuple[int, int]]]:
+    """What NorMuon sends in addition to a matrix: a number for each row, and one for the matrix."""
+    return [[(rank, count // m.matrix.columns + 1) for rank, count in m.held] for m in matrices]
+
+
+def lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate of a matrix is multiplied."""
+    if adjust is None or adjust == "original":
+        return float(max(1.0, rows / columns) ** 0.5)
+    if adjust == "match_rms_adamw":
+        return float(0.2 * max(rows, columns) ** 0.5)
+    if adjust == "spectral":
+        return float((rows / columns) ** 0.5)
+    assert adjust == "none"
+    return 1.0
+
+
+def run_pipeline(buckets: list[Bucket], active: frozenset[int], rates: Mapping[int, LearningRate]) -> None:
+    """A step: the next bucket's transfer and the last one's return run during this one's Newton-Schulz.
+
+    Args:
+        buckets: in an order that all ranks share.
+        active: the indices of the parameters to update.
+        rates: the learning rate of each parameter group, by the id of its dict.
+    """
+    if not buckets:
+        return
+    arrive, last = buckets[0].send(active), None
+    returned: Wait = nothing
+    for i, bucket in enumerate(buckets):
+        following = buckets[i + 1].send(active) if i + 1 < len(buckets) else nothing
+        arrive()
+        bucket.compute()
+        leave = bucket.send_back()
+        bucket.apply(own=True, lr=rates[id(bucket.group)])
+        returned()
+        if last is not None:
+            last.apply(own=False, lr=rates[id(last.group)])
+        arrive, returned, last = following, leave, bucket
+    returned()
+    buckets[-1].apply(own=False, lr=rates[id(buckets[-1].group)])

@@ -1,0 +1,183 @@
+"""Assignment, memory and step of Muon's parameters: what the optimizer runs, apart from its options and states."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from block_optim.core.active import Active
+from block_optim.core.assign import digest
+from block_optim.core.exchange import Lane, Presence, lane_for
+from block_optim.core.holding import Holding
+from block_optim.core.params import Group, Param
+from block_optim.core.scratch import Scratch
+from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssignment, assign_domain
+from block_optim.muon.bucket import Bucket, run_pipeline
+from block_optim.muon.coefficients import resolve
+from block_optim.muon.local import LocalParam, update_momenta
+from block_optim.muon.matrices import holders, matrices_in
+from block_optim.muon.newton_schulz import Recipe
+
+
+@dataclass
+class _Domain:
+    """The matrices that one process group exchanges, on one device."""
+
+    device: torch.device
+    holding: Holding  # of one of its parameters: the group, and this rank in it
+    lane: Lane
+    matrices: list[AssignedMatrix] = field(default_factory=list)
+
+
+class MuonEngine:
+    """Built from all parameters and their states; built again when either changes.
+
+    Building it communicates: one all_reduce of 16 bytes for each process group, by which ranks see that their
+    assignments are equal.
+
+    Raises:
+        ValueError: they are not.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Param],
+        states: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+        bucket_bytes: int,
+    ) -> None:
+        self._index = {id(param.tensor): i for i, param in enumerate(params)}
+        self._groups = list({id(p.group): p.group for p in params}.values())
+        self._locals: list[LocalParam] = []
+        domains = self._find_domains(params, states)
+        found = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
+        self.assignment = Assignment(tuple(found))
+        for domain, assigned in zip(domains, found, strict=True):
+            if domain.holding.group is not None:
+                _check_alike(digest(assigned.fingerprint, _options(self._groups)), domain)
+        # Laid out once without memory, so that every buffer is allocated at its largest.
+        devices = dict.fromkeys(d.device for d in domains)
+        measured = {device: Scratch(torch.device("meta")) for device in devices}
+        self._make_buckets(domains, found, measured)
+        self._scratch = {device: Scratch(device) for device in devices}
+        for device, scratch in self._scratch.items():
+            scratch.reserve(measured[device])
+        self._buckets = self._make_buckets(domains, found, self._scratch)
+        # For each process group: whom to ask about gradients, and the parameters of which something travels.
+        self._presence: list[tuple[Presence, list[int]]] = []
+        for domain, assigned in zip(domains, found, strict=True):
+            exchanged, group = sorted({m.param for m in assigned.matrices if m.moved}), domain.holding.group
+            if group is not None and exchanged:
+                self._presence.append((Presence(group, len(exchanged), domain.device), exchanged))
+
+    def _find_domains(
+        self, params: Sequence[Param], states: Mapping[torch.Tensor, dict[str, torch.Tensor]]
+    ) -> list[_Domain]:
+        domains: dict[tuple[torch.device, str | None], _Domain] = {}
+        numbers = {id(group): i for i, group in enumerate(self._groups)}
+        for i, param in enumerate(params):
+            holding, device, matrices = param.holding, param.device, matrices_in(param)
+            self._locals.append(LocalParam(i, param, holding.cuts, states[param.tensor]))
+            key = (device, None if holding.group is None else holding.group.group_name)
+            if key not in domains:
+                domains[key] = _Domain(device, holding, lane_for(device))
+            recipe = recipe_of(param.group)
+            for k, m in enumerate(matrices):
+                if holding.cuts[0] <= m.span[0] and m.span[1] <= holding.cuts[-1]:
+                    name = param.name if len(matrices) == 1 else f"{param.name}[{k}]"
+                    flops, held = recipe.flops(m.rows, m.columns, device), holders(m, holding)
+                    number = numbers[id(param.group)]
+                    domains[key].matrices.append(AssignedMatrix(name, i, number, m, held, flops))
+        return list(domains.values())
+
+    def _make_buckets(
+        self,
+        domains: list[_Domain],
+        assigned: list[DomainAssignment],
+        scratches: Mapping[torch.device, Scratch],
+    ) -> list[Bucket]:
+        found: list[Bucket] = []
+        for domain, assignment in zip(domains, assigned, strict=True):
+            by_bucket: list[list[AssignedMatrix]] = [[] for _ in range(assignment.num_buckets)]
+            for m in assignment.matrices:
+                by_bucket[m.bucket].append(m)
+            for matrices in by_bucket:
+                group = self._groups[matrices[0].group]
+                bucket = Bucket(
+                    matrices,
+                    self._locals,
+                    group,
+                    recipe_of(group),
+                    domain.holding,
+                    number=len(found),
+                    scratch=scratches[domain.device],
+                    lane=domain.lane,
+                )
+                found.append(bucket)
+        return found
+
+    @property
+    def fell_back(self) -> int:
+        """Matrices orthogonalised by a safer method."""
+        return sum(bucket.fell_back for bucket in self._buckets)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of buffers and scratch held on this rank."""
+        return sum(scratch.nbytes for scratch in self._scratch.values())
+
+    def step(self, given: Active) -> None:
+        """One update of the parameters that have gradients on some rank."""
+        here = {self._index[id(param.tensor)]: grad for param, grad in given}
+        active = self._agree(here)
+        by_group: dict[int, list[LocalParam]] = {}
+        for i in sorted(active):
+            local = self._locals[i]
+            local.refresh()
+            grad = here.get(i)
+            if grad is None:  # another rank has one; of this rank's elements it is zero
+                grad = torch.zeros_like(local.local)
+            local.grad = grad.reshape(-1)
+            by_group.setdefault(id(local.param.group), []).append(local)
+        for some in by_group.values():
+            update_momenta(some, some[0].param.group["momentum"], self._scratch[some[0].local.device])
+        rates = {id(group): _on_host(group["lr"]) for group in self._groups}
+        run_pipeline(self._buckets, active, rates)
+        for i in active:  # gradients are not ours to keep
+            self._locals[i].grad = self._locals[i].local
+
+    def _agree(self, here: Mapping[int, torch.Tensor]) -> frozenset[int]:
+        """The parameters to update: those with a gradient here, and of those exchanged the ones with any anywhere."""
+        asked = [(presence.ask([i in here for i in params]), params) for presence, params in self._presence]
+        active = set(here)
+        for answer, params in asked:
+            active.update(i for i, some in zip(params, answer(), strict=True) if some)
+        return frozenset(active)
+
+
+def recipe_of(group: Group) -> Recipe:
+    """What a parameter group wants done to its matrices."""
+    polynomials = resolve(group["coefficients"], group["ns_steps"])
+    return Recipe(polynomials, group["eps"], group["method"], group["batched"])
+
+
+def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:
+    """A tensor on the CPU, so that it is waited for once; arithmetic stays in its dtype, as torch's does."""
+    return lr.detach().cpu() if isinstance(lr, torch.Tensor) else lr
+
+
+def _options(groups: list[Group]) -> list[str]:
+    """What groups say, but for what may be a tensor or is the parameters themselves."""
+    left_out = ("params", "param_names", "lr", "initial_lr")
+    return [repr(sorted((k, str(v)) for k, v in group.items() if k not in left_out)) for group in groups]
+
+
+def _check_alike(mark: int, domain: _Domain) -> None:
+    both = torch.tensor([mark, -mark], dtype=torch.int64, device=domain.device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=domain.holding.group)
+    highest, lowest = both.tolist()
+    if highest != -lowest:
+        raise ValueError(
+            "the ranks of a process group assign Muon's matrices differently: their parameters, groups or options "
+            "differ; build the optimizer from the same parameters in the same order with the same options on every rank"
+        )

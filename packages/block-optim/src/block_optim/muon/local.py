@@ -1,0 +1,113 @@
+"""A parameter of Muon on this rank, as flat tensors: its elements, its states, and in a step its gradient."""
+
+from typing import Any
+
+import torch
+
+from block_optim.core._torch_compat import foreach_lerp_, local_of
+from block_optim.core.holding import wrap_local
+from block_optim.core.params import Param
+from block_optim.core.scratch import Scratch
+from block_optim.muon.matrices import matrices_in
+from block_optim.muon.momentum import decode, encode, scale_columns
+from ragged_shard import RaggedDTensor, RaggedShard
+
+
+class LocalParam:
+    """One parameter's memory here. States are never replaced, so views of them are made once.
+
+    Attributes:
+        index: in the optimizer.
+        columns: of its matrices.
+        cuts: where each rank's elements begin in the flattened tensor, as in `Holding`.
+        local: this rank's elements of it, 1-D; renewed when it lies elsewhere.
+        grad: this step's gradient, 1-D.
+        momentum: the buffer, 1-D.
+        coded: whether the buffer is of another dtype than the parameter.
+    """
+
+    def __init__(
+        self, index: int, param: Param, cuts: tuple[int, ...], state: dict[str, torch.Tensor]
+    ) -> None:
+        self.index, self.param, self.cuts = index, param, cuts
+        matrices = matrices_in(param)
+        self.columns = matrices[0].columns if matrices else 1
+        self.local = param.local.view(-1)
+        self.grad: torch.Tensor = self.local  # set in every step
+        self.momentum = local_of(state["momentum_buffer"]).view(-1)
+        self.coded = self.momentum.dtype != self.local.dtype
+        self._scale = local_of(state["momentum_scale"]).view(-1) if "momentum_scale" in state else None
+        self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
+
+    def refresh(self) -> None:
+        """See whether the parameter lies where it did."""
+        local = self.param.local
+        if local.data_ptr() != self.local.data_ptr():
+            self.local = local.view(-1)
+
+    def rows(self, low: int, high: int) -> torch.Tensor:
+        """NorMuon's second moments of the rows in local elements [low, high)."""
+        assert self._rows is not None
+        return self._rows[low // self.columns : high // self.columns]
+
+    def coded_momentum(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The buffer and, for int8, the scales of local elements [low, high)."""
+        if self._scale is None:
+            return self.momentum[low:high], None
+        per_row = scale_columns(self.columns)
+        first, last = low // self.columns * per_row, high // self.columns * per_row
+        return self.momentum[low:high], self._scale[first:last]
+
+    def update_coded(self, mu: float, scratch: Scratch) -> None:
+        """Momentum of another dtype: read, move, store."""
+        if self.momentum.numel():
+            value = scratch.take("decoded", (self.momentum.numel(),), torch.float32)
+            grad = scratch.take("pack", (self.momentum.numel(),), torch.float32).copy_(self.grad)
+            decode(self.momentum, self._scale, self.columns, value).lerp_(grad, 1 - mu)
+            encode(value, self.momentum, self._scale, self.columns)
+
+
+def update_momenta(params: list[LocalParam], mu: float, scratch: Scratch) -> None:
+    """m <- mu m + (1 - mu) g, as torch.optim.Muon has it, for parameters of one group."""
+    plain = [p for p in params if not p.coded]
+    if plain:
+        foreach_lerp_([p.momentum for p in plain], [p.grad for p in plain], 1 - mu)
+    for p in params:
+        if p.coded:
+            p.update_coded(mu, scratch)
+
+
+def muon_state(param: Param) -> dict[str, torch.Tensor]:
+    """A parameter's states, zero."""
+    matrices, dtype = matrices_in(param), param.group["momentum_dtype"] or param.dtype
+    columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
+    state = {"momentum_buffer": param.zeros(dtype)}
+    if dtype == torch.int8:
+        state["momentum_scale"] = _row_state(param, columns, scale_columns(columns))
+    if param.group["normuon"]:
+        state["second_moment"] = _row_state(param, columns, 1)
+    return state
+
+
+def _row_state(param: Param, columns: int, per_row: int) -> torch.Tensor:
+    """A zero fp32 state with ``per_row`` numbers for each row of a parameter's matrices, placed like the parameter.
+
+    Raises:
+        ValueError: what a rank holds ends inside a row.
+    """
+    flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone
+    shape = (param.shape[0], per_row) if flat else (*param.shape[:-1], per_row)
+    ragged: Any = next((p for p in param.placements if isinstance(p, RaggedShard)), None)
+    leading = 1 if ragged is None else len(ragged.dims)
+    if any(c % columns for c in param.holding.cuts) or leading > len(shape) - 1:
+        raise ValueError(
+            f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but int8 "
+            "momentum and NorMuon keep numbers for whole rows; lay it out with whole rows (a block policy of Rows(1)), "
+            "or leave the option off"
+        )
+    rows = param.local.numel() // columns
+    local = torch.zeros(rows * per_row, dtype=torch.float32, device=param.device)
+    if param.mesh is None:
+        return local.view(shape)
+    is_ragged = isinstance(param.tensor, RaggedDTensor)
+    return wrap_local(local.view(-1, *shape[leading:]), param.mesh, param.placements, shape, is_ragged)

@@ -1,0 +1,141 @@
+"""How a tensor is seen as matrices: each is a few runs of the row-major flattened tensor.
+
+"auto"              (R, C)        one matrix                          (E, R, C)   "stack": E matrices
+"stack"             (.., R, C)    one for each index of the leading dimensions (stacked experts)
+"flatten"           (O, I, h, w)  one of O rows and I*h*w columns (a convolution); "auto" for 4 dimensions and more
+"heads:8"           (R, C)        8 of R/8 rows each
+"rows:64,16,16"     (96, C)       3, cut between rows (a fused QKV projection with fewer key than query heads)
+"rows:64,16,16*8"   (768, C)      3 as well, whose rows lie interleaved in 8 groups of 96:
+
+    group 0  q q q q k v      q: one matrix of the q rows of all groups
+    group 1  q q q q k v
+                              "heads" and "rows" cut each matrix of a stack in the same way
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from block_optim.core.holding import Holding
+from block_optim.core.params import Param
+from layout_planner import Block, Rows, Whole
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix inside a tensor.
+
+    Attributes:
+        rows: of the matrix.
+        columns: of the matrix.
+        runs: (first element, elements) in the flattened tensor; one after the other they are the matrix, row-major, and
+            each is whole rows.
+    """
+
+    rows: int
+    columns: int
+    runs: Runs
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first element and the one after the last in the flattened tensor."""
+        return self.runs[0][0], self.runs[-1][0] + self.runs[-1][1]
+
+    def pieces(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+        """What lies in elements [start, stop) of the tensor: (offset in the matrix, offset from start, length)."""
+        found, offset = [], 0
+        for first, length in self.runs:
+            low, high = max(first, start), min(first + length, stop)
+            if low < high:
+                found.append((offset + low - first, low - start, high - low))
+            offset += length
+        return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def matrices_of(name: str, shape: tuple[int, ...], how: str) -> tuple[Matrix, ...]:
+    """The matrices of a tensor, in the order of their first elements; none in a tensor without elements.
+
+    Raises:
+        ValueError: fewer than two dimensions, a view that is not known or does not fit the shape; names the tensor.
+    """
+    if len(shape) < 2:
+        raise ValueError(
+            f"{name}: shape {shape} is not a matrix, which Muon needs; give it to AdamW (param_groups_for does)"
+        )
+    if not math.prod(shape):
+        return ()
+    kind, _, rest = how.partition(":")
+    if how == "auto":
+        kind = "flatten" if len(shape) > 3 else "stack"
+    if kind == "flatten" and not rest:
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (Matrix(rows, columns, ((0, rows * columns),)),)
+    rows, columns = shape[-2:]
+    if kind == "stack" and not rest:
+        sizes: tuple[int, ...] = (rows,)
+        groups = 1
+    elif kind == "heads" and re.fullmatch(r"[1-9]\d*", rest):
+        if rows % int(rest):
+            raise ValueError(f"{name}: matrices={how!r}, but its {rows} rows do not divide into {rest} heads")
+        sizes, groups = (rows // int(rest),) * int(rest), 1
+    elif kind == "rows" and re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*(\*[1-9]\d*)?", rest):
+        counts, _, repeat = rest.partition("*")
+        sizes, groups = tuple(int(count) for count in counts.split(",")), int(repeat or 1)
+        if sum(sizes) * groups != rows:
+            raise ValueError(
+                f"{name}: matrices={how!r} are {sum(sizes) * groups} rows, the tensor has {rows}"
+            )
+    else:
+        raise ValueError(
+            f'{name}: matrices={how!r} is not known: use "auto", "stack", "flatten", "heads:8", "rows:64,16,16" or '
+            '"rows:64,16,16*8"'
+        )
+    return _split(shape, sizes, groups)
+
+
+def _split(shape: tuple[int, ...], sizes: tuple[int, ...], groups: int) -> tuple[Matrix, ...]:
+    rows, columns = shape[-2:]
+    found = []
+    for index in range(math.prod(shape[:-2])):
+        first = index * rows
+        for size in sizes:
+            runs = tuple(((first + g * sum(sizes)) * columns, size * columns) for g in range(groups))
+            found.append(Matrix(size * groups, columns, runs))
+            first += size
+    return tuple(found)
+
+
+def matrices_in(param: Param) -> tuple[Matrix, ...]:
+    """The matrices of a parameter by its group's option ``matrices``."""
+    return matrices_of(param.name, tuple(param.shape), param.group["matrices"])
+
+
+def holders(matrix: Matrix, holding: Holding) -> tuple[tuple[int, int], ...]:
+    """(rank, elements) of each rank that holds some of a matrix."""
+    found = []
+    for rank in holding.touching(*matrix.span):
+        count = sum(n for _, _, n in matrix.pieces(*holding.cuts[rank : rank + 2]))
+        if count:
+            found.append((rank, count))
+    return tuple(found)
+
+
+def block_of_matrices(name: str, shape: tuple[int, ...], how: str) -> Block | None:
+    """Whole(), or for a stack as many rows as its matrices have; None where there is no matrix."""
+    if len(shape) < 2 or not math.prod(shape):
+        return None
+    found = matrices_of(name, shape, how)
+    if len(found) == 1:
+        return Whole()
+    alike = len({m.rows for m in found}) == 1 and len(found[0].runs) == 1
+    # One of them, or all that one matrix of the stack is cut into.
+    return Rows(found[0].rows if alike else shape[-2])

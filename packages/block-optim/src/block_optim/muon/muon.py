@@ -1,0 +1,177 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz, for matrices that may be spread over ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from block_optim.core.active import Active
+from block_optim.core.base import BlockOptimizer
+from block_optim.core.options import check_choice, check_count, check_range
+from block_optim.core.params import Group, Param
+from block_optim.muon.assignment import Assignment
+from block_optim.muon.coefficients import Coefficients, resolve
+from block_optim.muon.engine import MuonEngine
+from block_optim.muon.local import muon_state
+from block_optim.muon.matrices import block_of_matrices, matrices_in
+from block_optim.muon.momentum import DTYPES
+from block_optim.muon.newton_schulz import METHODS, Method
+from layout_planner import Block
+
+ADJUST = (None, "original", "match_rms_adamw", "spectral", "none")
+
+
+class Muon(BlockOptimizer):
+    """Muon (Jordan et al.), with the numbers of `torch.optim.Muon`, on plain, DTensor and ragged parameters.
+
+    Momentum is the same everywhere: ``m <- mu m + (1 - mu) g``, on each rank for what it holds. A matrix is
+    orthogonalised by one rank, its owner; `assignment` says which. A matrix that lies whole on one rank moves nothing.
+
+    Args:
+        params: matrices (tensors, named tensors, or groups): 2-D, stacks, convolutions; see ``matrices``.
+        lr: a number or a tensor of one element.
+        weight_decay: decoupled, by the learning rate before ``adjust_lr_fn``.
+        momentum: mu.
+        nesterov: orthogonalise ``g + mu (m - g)`` instead of m.
+        coefficients: keller, quintic, polar_express, cans, aol, deepseek_v4, cubic, or a list of triples.
+        ns_steps: how many; None takes what the set says (5 for keller).
+        eps: least Frobenius norm to divide by.
+        adjust_lr_fn: None or "original": sqrt(max(1, rows/columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns));
+            "spectral": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
+        method: "standard" (bf16, torch's bits), "gram" (fp16, where that saves FLOPs) or "auto" (gram on GPUs).
+        matrices: how a tensor is seen: "auto" (2-D one, 3-D a stack, beyond flattened), "stack", "flatten", "heads:8",
+            "rows:64,16,16" or "rows:64,16,16*8" (fused and interleaved).
+        batched: compute matrices of one shape in one batch; None does so on GPUs. The bits then depend, within
+            2e-2 of an update, on how many an owner has; False gives torch's bits and does not depend on ranks.
+        normuon: divide each row by the root of its second moment, the matrix's norm kept (arXiv 2510.05491).
+        normuon_beta2: decay of the second moments.
+        normuon_eps: added to their roots.
+        cautious_weight_decay: decay only entries that the update shrinks anyway.
+        momentum_dtype: None (the parameter's), float32, bfloat16, float16, or int8 (blocks of 256 columns).
+        bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
+        skip_nonfinite: see `BlockOptimizer`.
+
+    State: ``momentum_buffer``; with int8 also ``momentum_scale``, with NorMuon ``second_moment``.
+
+    `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
+    that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
+    and one back, together ``2 x 2 bytes x (elements not at their owners)``; NorMuon adds 8 bytes a row in
+    a second pair. Nothing where no matrix is cut. What travels is bf16, in which Newton-Schulz reads and
+    writes, so it loses nothing.
+    A rank without gradient for a parameter that others have one for counts as zeros.
+
+    Raises:
+        ValueError: an option, a parameter or placements that do not fit; ranks whose assignments differ.
+    """
+
+    format_options = ("momentum_dtype", "normuon", "matrices")
+    shared_options = ("bucket_bytes",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        coefficients: Coefficients = "keller",
+        ns_steps: int | None = None,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        *,
+        method: Method = "standard",
+        matrices: str = "auto",
+        batched: bool | None = None,
+        normuon: bool = False,
+        normuon_beta2: float = 0.95,
+        normuon_eps: float = 1e-8,
+        cautious_weight_decay: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 32 << 20,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        check_count("bucket_bytes", bucket_bytes)
+        self.bucket_bytes = bucket_bytes
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "coefficients": coefficients, "ns_steps": ns_steps, "eps": eps, "adjust_lr_fn": adjust_lr_fn,
+            "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
+            "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
+            "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
+        }  # fmt: skip
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+
+    @classmethod
+    def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
+        """The whole matrix, or one of a stack."""
+        return block_of_matrices(name, tuple(param.shape), options["matrices"])
+
+    # ---------------------------------------------------------------- construction
+
+    def setup(self) -> None:
+        """Begin without an engine."""
+        self._engine: MuonEngine | None = None
+        self._fell_back = 0
+
+    def prepare(self) -> None:
+        """Assign matrices to owners. Communicates 16 bytes for each process group."""
+        self._build()
+
+    def _build(self) -> MuonEngine:
+        if self._engine is None:
+            self._engine = MuonEngine(list(self._params.values()), self.state, self.bucket_bytes)
+        return self._engine
+
+    def invalidate(self) -> None:
+        """Assign again in the next step."""
+        self._fell_back = self.fallbacks
+        self._engine = None
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where an option or a parameter does not fit."""
+        check_range("weight_decay", group["weight_decay"], 0)
+        check_range("momentum", group["momentum"], 0, 1)
+        check_range("eps", group["eps"], 0)
+        check_range("normuon_beta2", group["normuon_beta2"], 0, 1)
+        check_range("normuon_eps", group["normuon_eps"], 0)
+        resolve(group["coefficients"], group["ns_steps"])
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
+        check_choice("method", group["method"], METHODS)
+        check_choice("momentum_dtype", group["momentum_dtype"], DTYPES)
+        for param in params:
+            check_matrices(param)
+
+    def init_states(self, group: Group, params: list[Param]) -> None:
+        """Make momenta."""
+        for param in params:
+            self.state[param.tensor] = muon_state(param)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which rank computes which matrix; `print` it."""
+        return self._build().assignment
+
+    @property
+    def fallbacks(self) -> int:
+        """Matrices that this rank has orthogonalised by a safer method, since construction."""
+        return self._fell_back + (0 if self._engine is None else self._engine.fell_back)
+
+    def update(self, active: Active) -> None:
+        """Update the parameters that have gradients on some rank."""
+        self._build().step(active)
+
+
+def check_matrices(param: Param) -> None:
+    """Raise ValueError unless a parameter is matrices that lie where Muon can work on them."""
+    matrices, cuts = matrices_in(param), param.holding.cuts
+    param.check_row_major()
+    low, high = cuts[0], cuts[-1]
+    spans = [m.span for m in matrices]
+    if any(start < high and low < stop and not (low <= start and stop <= high) for start, stop in spans):
+        raise ValueError(
+            f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut through a matrix along an "
+            "axis that Muon does not exchange along; only whole stacked matrices may be left to other ranks there"
+        )

@@ -1,0 +1,1 @@
+"""Which algorithm for which parameter, and several as one optimizer. Knows all other rooms."""

@@ -1,0 +1,214 @@
+"""Which algorithm for which parameter of a model. The first rule that applies decides:
+
+override           a pattern that the user gave matches one of the parameter's names
+vector             fewer than two dimensions, or only one longer than 1: biases, norms, scales
+embedding          the weight of an nn.Embedding or nn.EmbeddingBag, tied heads with it, or named like one:
+                   AdamW with fp32 states, also where the others' take 8 bits
+head               named like an output projection outside all blocks, or a Linear onto as many outputs as an
+                   embedding has entries
+norm               a parameter of a module whose class is a norm
+matrix             everything else: Muon; convolutions flattened, other tensors of three dimensions as stacks
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from block_optim.routing.mixed import ALGORITHMS, Kind, Mixed, kind_of, name_of
+
+Override = str | Kind | Mapping[str, Any]  # an algorithm, or its options
+
+_EMBEDDING_NAME = re.compile(
+    r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)([._]|$)"
+)
+_HEAD_NAME = re.compile(
+    r"^((module|model|_orig_mod)\.)*(lm_head|head|output|unembed\w*|embed_out|classifier|score|output_projection)$"
+    r"|(^|\.)lm_head$"
+)
+_NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a parameter goes, and why.
+
+    Attributes:
+        names: all under which the model has it, the first one first.
+        shape: of the global tensor.
+        algorithm: its name, or "none" for a parameter that does not train.
+        reason: the rule.
+        options: what the rule or the override says beyond the algorithm's defaults.
+        kind: the algorithm's class; None for a parameter that does not train.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    algorithm: str
+    reason: str
+    options: tuple[tuple[str, Any], ...] = ()
+    kind: Kind | None = None
+
+
+def param_groups_for(
+    model: nn.Module,
+    *,
+    lr: float | torch.Tensor = 1e-3,
+    others: str = "adamw",
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Override] | None = None,
+    decay_vectors: bool = True,
+    skip_nonfinite: bool = True,
+    verbose: bool = True,
+) -> Mixed:
+    """One optimizer for a model: its matrices to Muon; embeddings, head, norms and biases to AdamW.
+
+    Call it after the model is sharded. What went where is printed (by rank 0) and is the result's ``routes``.
+
+    Args:
+        model: plain, or sharded by anything that keeps DTensor or ragged parameters.
+        lr: for all groups, unless ``muon`` or ``adamw`` gives another.
+        others: "adamw" or "adamw8bit", for what is not Muon's; embeddings have fp32 states in either.
+        muon: options of `Muon`. Because the rate is shared, ``adjust_lr_fn`` is "match_rms_adamw" unless given here.
+        adamw: options of the other algorithm; embeddings share those that `AdamW` has.
+        overrides: from patterns (searched in names, the first match counts) to an algorithm as in `Mixed`, or to a
+            dict of ``algorithm`` and options:
+            ``{r"attn\\.qkv": {"matrices": "rows:512,128,128"}, r"router": "adamw"}``.
+        decay_vectors: whether biases, norms and scales decay like the rest of their algorithm.
+        skip_nonfinite: see `BlockOptimizer`.
+        verbose: print.
+
+    Returns:
+        A `Mixed` with named parameters, one state dict and, as ``routes``, a tuple of `Route`.
+
+    Raises:
+        ValueError: an override that matches nothing or names no algorithm; nothing to train.
+    """
+    if others not in ("adamw", "adamw8bit"):
+        raise ValueError(f"others={others!r}: expected 'adamw' or 'adamw8bit'")
+    routes = routes_of(model, others=others, overrides=overrides or {})
+    params: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
+    if others != "adamw":
+        common = ("lr", "betas", "eps", "weight_decay", "maximize")
+        shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
+    groups: dict[Any, dict[str, Any]] = {}
+    for route in routes:
+        if route.kind is None:
+            continue
+        options = {**shared.get(route.algorithm, {}), **dict(route.options)}
+        if route.reason == "vector" and not decay_vectors:
+            options["weight_decay"] = 0.0
+        key = (route.algorithm, repr(sorted(options.items(), key=lambda item: item[0])))
+        group = groups.setdefault(key, {"params": [], "algorithm": route.kind, **options})
+        group["params"].append((route.names[0], params[route.names[0]]))
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
+    optimizer = Mixed(list(groups.values()), lr=lr, skip_nonfinite=skip_nonfinite)
+    optimizer.routes = routes
+    if verbose and not (dist.is_initialized() and dist.get_rank()):
+        print(describe_routes(routes))
+    return optimizer
+
+
+def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override]) -> tuple[Route, ...]:
+    """The route of every parameter, in the model's order. Looks at names, modules and global shapes only."""
+    patterns = {re.compile(pattern): _override(pattern, value) for pattern, value in overrides.items()}
+    used: set[re.Pattern[str] | None] = set()
+    names: dict[int, list[str]] = defaultdict(list)
+    params: dict[int, torch.Tensor] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        names[id(one)].append(name)
+        params[id(one)] = one
+    modules = dict(model.named_modules(remove_duplicate=False))
+    vocabularies = {
+        m.num_embeddings for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
+    routes = []
+    for key, param in params.items():
+        owners = [modules[name.rpartition(".")[0]] for name in names[key]]
+        match = next((p for p in patterns if any(p.search(name) for name in names[key])), None)
+        used.add(match)
+        if param.requires_grad:
+            algorithm, reason, options = _rule(names[key], owners, param, vocabularies, others)
+            kind: Kind | None = ALGORITHMS[algorithm]
+            if match is not None:
+                given = dict(patterns[match])
+                kind = kind_of(given.pop("algorithm", "muon" if "matrices" in given else algorithm))
+                assert kind is not None
+                kept = {name: value for name, value in options.items() if name in kind.all_options({})}
+                reason, options = "override", {**kept, **given}
+        else:
+            kind, reason, options = None, "frozen", {}
+        name = "none" if kind is None else name_of(kind)
+        sorted_options = tuple(sorted(options.items()))
+        routes.append(Route(tuple(names[key]), tuple(param.shape), name, reason, sorted_options, kind))
+    unused = [p.pattern for p in patterns if p not in used]
+    if unused:
+        raise ValueError(
+            f"overrides {unused} match no parameter of {type(model).__name__}; names are as in named_parameters()"
+        )
+    return tuple(routes)
+
+
+def _override(pattern: str, value: Override) -> dict[str, Any]:
+    found = dict(value) if isinstance(value, Mapping) else {"algorithm": value}
+    algorithm = found.get("algorithm", "muon")
+    if kind_of(algorithm) is None:
+        raise ValueError(
+            f"overrides[{pattern!r}]: algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}, nor a subclass of "
+            "BlockOptimizer"
+        )
+    return found
+
+
+def _rule(
+    names: list[str], owners: list[nn.Module], param: torch.Tensor, vocabularies: set[int], others: str
+) -> tuple[str, str, dict[str, Any]]:
+    """(algorithm, reason, options) for a parameter under its names and in the modules that have it."""
+    if param.ndim < 2 or sum(size > 1 for size in param.shape) < 2:
+        return others, "vector", {}
+    if any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in owners):
+        return "adamw", "embedding", {}
+    if any(_EMBEDDING_NAME.search(name) for name in names):
+        return "adamw", "embedding", {}
+    linear = any(isinstance(m, nn.Linear) for m in owners)
+    if any(_HEAD_NAME.search(name.rpartition(".")[0]) for name in names) or (
+        linear and param.shape[0] in vocabularies
+    ):
+        return others, "head", {}
+    if any(_NORM_CLASS.search(type(m).__name__) for m in owners):
+        return others, "norm", {}
+    if any(isinstance(m, nn.modules.conv._ConvNd) for m in owners):
+        return "muon", "convolution", {"matrices": "flatten"}
+    return "muon", "stack" if param.ndim == 3 else "matrix", {}
+
+
+def describe_routes(routes: tuple[Route, ...]) -> str:
+    """A line for each kind of parameter (layers' numbers as *), and one for each algorithm's sum."""
+    lines: dict[Any, list[int]] = {}
+    totals: dict[str, list[int]] = {}
+    for route in routes:
+        name = " = ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in route.names))
+        options = ", ".join(f"{key}={value!r}" for key, value in route.options)
+        line = lines.setdefault((name, route.shape, route.algorithm, route.reason, options), [0])
+        line[0] += 1
+        total = totals.setdefault(route.algorithm, [0, 0])
+        total[0] += 1
+        total[1] += math.prod(route.shape)
+    width = max(len(key[0]) for key in lines)
+    text = [f"{'parameter':{width}}  {'shape':>18}  {'count':>5}  {'algorithm':10} why"]
+    for (name, shape, algorithm, reason, options), (count,) in lines.items():
+        size = "x".join(map(str, shape)) or "()"
+        text.append(
+            f"{name:{width}}  {size:>18}  {count:>5}  {algorithm:10} {reason}{options and f' ({options})'}"
+        )
+    sums = (f"{name}: {count} tensors, {numel} elements" for name, (count, numel) in totals.items())
+    return "\n".join([*text, "; ".join(sums)])

@@ -1,0 +1,1 @@
+"""Shampoo and SOAP: preconditioners of whole blocks. Knows core only."""

@@ -1,0 +1,289 @@
+"""What Shampoo and SOAP share: planning, gradients to owners, updates back, and work next to the step.
+
+step:   results of the last refresh in (if it ran next to the step)
+        gradients -> owned runs       moving strips only: one all_reduce of flags, one all_to_all_single
+        _directions                   the rule itself, on owned runs and blocks; no communication
+        owned runs -> local updates   moving strips only: one all_to_all_single
+        _apply                        weight decay, momentum, learning rate, on local elements
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from block_optim.core._torch_compat import local_of
+from block_optim.core.active import Active
+from block_optim.core.base import BlockOptimizer
+from block_optim.core.options import check_choice, check_count, check_range
+from block_optim.core.params import Group, Param
+from block_optim.shampoo.batches import Batch
+from block_optim.shampoo.grid import MATRICES, block_of, grid_of
+from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
+from block_optim.shampoo.roots import RootCounts
+from block_optim.shampoo.strips import StripExchange
+from block_optim.shampoo.worker import Worker
+from layout_planner import Block
+
+_LOG = logging.getLogger("block_optim")
+
+LARGEST = 1e15  # gradients beyond are cut to it: their squares, summed over a block, stay in fp32
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+T = TypeVar("T")
+
+
+@dataclass
+class Work:
+    """One tensor in one step: its step number, and flat runs in the compute dtype.
+
+    `grad` and `update` are of the owned elements, `local_update` of the local ones: one memory where nothing moves.
+    """
+
+    tensor: TensorPlan
+    step: int
+    grad: Tensor
+    update: Tensor
+    local_update: Tensor
+
+
+class StepBlocks:
+    """The blocks of some works, and what of the step's gradients and updates is theirs."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = {w.tensor.number: w for w in works if w.tensor.grid is not None}
+        self.blocks = [block for w in self._works.values() for block in w.tensor.blocks]
+
+    def grads(self, batch: Batch) -> list[Tensor]:
+        """The gradient of each block of a batch."""
+        return [b.of(self._works[b.tensor.number].grad) for b in batch.blocks]
+
+    def updates(self, batch: Batch) -> list[Tensor]:
+        """Where the update of each block of a batch belongs."""
+        return [b.of(self._works[b.tensor.number].update) for b in batch.blocks]
+
+
+class Preconditioned(BlockOptimizer):
+    """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state`, `_directions` and `_apply`."""
+
+    format_options: ClassVar[tuple[str, ...]] = (
+        "max_preconditioner_dim",
+        "diagonal_above",
+        "matrices",
+        "factor_dtype",
+        "packed",
+    )
+
+    def setup(self) -> None:
+        """Begin without tensors."""
+        self._plan = Plan()
+        self._links: list[StripExchange] | None = None
+        self._worker: Worker | None = None
+        self._told = 0
+        self.root_counts = RootCounts()
+        self.clamped_gradients = 0
+
+    # ---------------------------------------------------------------- options and states
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where an option or a parameter does not fit."""
+        if isinstance(group["factor_dtype"], torch.dtype):
+            group["factor_dtype"] = str(group["factor_dtype"]).removeprefix("torch.")
+        check_choice("factor_dtype", group["factor_dtype"], tuple(_DTYPES))
+        check_choice("matrices", group["matrices"], MATRICES)
+        for name in ("max_preconditioner_dim", "diagonal_above", "precondition_frequency"):
+            check_count(name, group[name])
+        if group["max_preconditioner_dim"] < 2:
+            raise ValueError("max_preconditioner_dim=1 leaves nothing to precondition: use AdamW")
+        for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
+            check_range(name, beta, 0.0, 1.0 + 1e-12 if name == "betas[1]" else 1.0)
+        check_range("eps", group["eps"], 0.0)
+        check_range("weight_decay", group["weight_decay"], 0.0)
+        for param in params:
+            param.check_row_major()
+
+    def init_states(self, group: Group, params: list[Param]) -> None:
+        """Plan the tensors and make their states."""
+        for tensor in self._plan.add(params):
+            self.state[tensor.param.tensor] = self._make_state(tensor)
+            self._fresh(tensor)
+        self._links = None
+        self._tell_cost()
+
+    def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
+        """States of one tensor, zero, with the blocks' views of them."""
+        raise NotImplementedError
+
+    def _fresh(self, tensor: TensorPlan) -> None:
+        """What of the states does not begin as zeros."""
+
+    def reset_state(self, param: Param) -> None:
+        """Put a parameter's states back to what they were at construction."""
+        super().reset_state(param)
+        self._fresh(self._plan.tensors[param.tensor])
+
+    # ---------------------------------------------------------------- what the user is told
+
+    @classmethod
+    def block_of(cls, name: str, param: Tensor, options: Mapping[str, Any]) -> Block | None:
+        """A strip of blocks."""
+        return block_of(grid_of(tuple(param.shape), options))
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that all ranks together send in one step for blocks that are not local; 0 with the block policy."""
+        return sum(exchange.bytes_per_step for exchange in self._exchanges())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's states, by name; the 4 bytes of each step counter under "step"."""
+        found: dict[str, int] = defaultdict(int)
+        for state in self.state.values():
+            for name, value in state.items():
+                local = local_of(value)
+                found[name] += local.numel() * local.element_size()
+        return dict(found)
+
+    def _tell_cost(self) -> None:
+        cost = self.bytes_per_step
+        if cost <= self._told:
+            return
+        self._told = cost
+        moving = [t for t in self._plan.tensors.values() if t.moves]
+        names = ", ".join(t.param.name for t in moving[:3]) + (", ..." if len(moving) > 3 else "")
+        kind, dim = type(self).__name__, moving[0].group["max_preconditioner_dim"]
+        _LOG.warning(
+            f"{kind}: {len(moving)} of {len(self._plan.tensors)} parameters ({names}) have blocks that no rank holds "
+            f"whole: each step sends {cost / 1e6:.3g} MB over all ranks, gradients to the blocks' owners and updates "
+            f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) lays them out so "
+            "that nothing is sent."
+        )
+
+    # ---------------------------------------------------------------- the step
+
+    def update(self, active: Active) -> None:
+        """Update the parameters that have gradients, or blocks of which other ranks have gradients."""
+        self.synchronize()
+        works = self._gather(active)
+        self._directions(works)
+        by_number = {w.tensor.number: w for w in works}
+        for exchange in self._exchanges():
+            taking = [by_number[n] for n in exchange.numbers if n in by_number]
+            exchange.scatter(
+                {w.tensor.number: w.update for w in taking}, {w.tensor.number: w.local_update for w in taking}
+            )
+        self._apply(works)
+
+    def _directions(self, works: Sequence[Work]) -> None:
+        """Write `work.update`; advance the states."""
+        raise NotImplementedError
+
+    def _apply(self, works: Sequence[Work]) -> None:
+        """Move the parameters by `work.local_update`."""
+        raise NotImplementedError
+
+    def _exchanges(self) -> list[StripExchange]:
+        if self._links is None:
+            by_link: dict[tuple[str, torch.dtype], list[TensorPlan]] = defaultdict(list)
+            for tensor in self._plan.tensors.values():
+                group = tensor.holding.group
+                if tensor.moves and group is not None:
+                    by_link[group.group_name, tensor.compute].append(tensor)
+            self._links = [
+                StripExchange(
+                    {t.number: t.assignment for t in tensors if t.assignment is not None},
+                    dtype,
+                    tensors[0].param.device,
+                )
+                for (_, dtype), tensors in by_link.items()
+            ]
+        return self._links
+
+    def _gather(self, active: Active) -> list[Work]:
+        """The owned runs of all gradients that are there; on every rank where a moving one is there on some."""
+        tensors = list(self._plan.tensors.values())
+        found: dict[int, Tensor] = {}
+        for param, grad in active:
+            tensor = self._plan.tensors[param.tensor]
+            found[tensor.number] = grad.reshape(-1).to(tensor.compute)
+        for exchange in self._exchanges():
+            agreed = exchange.agree([n in found for n in exchange.numbers])
+            taking = [n for n, there in zip(exchange.numbers, agreed, strict=True) if there]
+            local = {n: found[n] if n in found else _local_zeros(tensors[n]) for n in taking}
+            owned = {n: _zeros(tensors[n], tensors[n].owned_numel) for n in taking}
+            exchange.gather(local, owned)
+            found |= owned
+        works = []
+        for number in sorted(found):
+            tensor, grad = tensors[number], found[number]
+            counter = self.state[tensor.param.tensor]["step"]
+            counter += 1
+            update = torch.empty_like(grad)
+            works.append(
+                Work(tensor, int(counter), grad, update, _local_zeros(tensor) if tensor.moves else update)
+            )
+        self._limit(works)
+        return works
+
+    def _limit(self, works: Sequence[Work]) -> None:
+        """Cut gradients whose squares would overflow; counted, and said."""
+        some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
+        if not some:
+            return
+        peaks = torch.stack([torch.linalg.vector_norm(w.grad, torch.inf) for w in some]).tolist()
+        for work, peak in zip(some, peaks, strict=True):
+            if peak > LARGEST:
+                work.grad = work.grad.clamp(-LARGEST, LARGEST)
+                self.clamped_gradients += 1
+                _LOG.warning("%s: a gradient of %.1e was cut to %.0e", work.tensor.param.name, peak, LARGEST)
+
+    # ---------------------------------------------------------------- work next to the step
+
+    def _run_later(self, device: torch.device, job: Callable[[], T], commit: Callable[[T], None]) -> None:
+        """Run `job` during what comes next; `commit` its result when the next step begins."""
+        if self._worker is None:
+            self._worker = Worker(device)
+        self._worker.submit(job, commit)
+
+    def synchronize(self) -> None:
+        """Wait for a refresh that runs next to the step, and put its results in place."""
+        if self._worker is not None:
+            self._worker.finish()
+
+    def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:
+        """Add up what became of roots, and say what went wrong."""
+        self.root_counts += counts
+        if counts.fell_back:
+            _LOG.info("%d of %d roots fell back to fp64 eigh", counts.fell_back, counts.computed)
+        names = sorted({block.tensor.param.name for block in kept})
+        if names:
+            _LOG.warning(
+                "%d of %d roots failed, also in fp64: the last good ones stay in use (%s)",
+                counts.kept,
+                counts.computed,
+                ", ".join(names[:5]),
+            )
+
+
+def _zeros(tensor: TensorPlan, numel: int) -> Tensor:
+    return torch.zeros(numel, dtype=tensor.compute, device=tensor.param.device)
+
+
+def _local_zeros(tensor: TensorPlan) -> Tensor:
+    return _zeros(tensor, tensor.param.local.numel())
+
+
+def by_step(works: Iterable[Work]) -> list[tuple[Group, int, list[Work]]]:
+    """Works of one group and one step number together, for foreach ops with common scalars."""
+    found: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    for work in works:
+        found[id(work.tensor.group), work.step].append(work)
+    return [(members[0].tensor.group, step, members) for (_, step), members in found.items()]
+
+
+def state_dtype(tensor: TensorPlan) -> torch.dtype:
+    """What factors and roots are stored in: the option, but fp64 for fp64 parameters."""
+    return torch.float64 if tensor.compute == torch.float64 else _DTYPES[tensor.group["factor_dtype"]]

@@ -1,0 +1,174 @@
+"""What this rank does for each tensor: the blocks it owns, and where their state lies.
+
+owned run of a tensor, flat         |-------- strip --------|-------- strip --------|
+as a matrix                          rows x all columns; a block is some of the columns
+states of the tensor's shape         the same run: momentum, second moments
+factors, roots, bases                one 1-D tensor for each side, block after block
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from block_optim.core._torch_compat import local_of
+from block_optim.core.holding import Holding
+from block_optim.core.params import Group, Param
+from block_optim.shampoo.grid import Grid, grid_of
+from block_optim.shampoo.strips import StripAssignment, assign_strips
+
+ROWS, COLS = "rows", "cols"
+SIDES = (ROWS, COLS)
+Size = Callable[[int, int], int]  # of a state, for a block of (rows, cols)
+
+
+@dataclass(slots=True, eq=False)
+class OwnedBlock:
+    """One block that this rank owns.
+
+    Attributes:
+        rows, cols: its size.
+        column: its first one, of a strip that begins at element `offset` of the owned run.
+        number: among all blocks of this size in the model, in the optimizer's order: the same at every world size.
+        views: its elements of each state, by name; the states keep their memory for life.
+    """
+
+    tensor: "TensorPlan"
+    rows: int
+    cols: int
+    column: int
+    offset: int
+    number: int
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This block (rows, cols) of an owned run."""
+        width = self.tensor.grid_of_blocks.cols
+        strip = flat[self.offset : self.offset + self.rows * width].view(self.rows, width)
+        return strip[:, self.column : self.column + self.cols]
+
+    def dim(self, side: str) -> int:
+        """Size along one side."""
+        return self.rows if side == ROWS else self.cols
+
+    def diagonal(self, side: str) -> bool:
+        """Whether the factor of a side is diagonal."""
+        grid = self.tensor.grid_of_blocks
+        return grid.diagonal_rows if side == ROWS else grid.diagonal_cols
+
+
+class TensorPlan:
+    """One parameter: how it is cut, which of its strips this rank owns, and their blocks.
+
+    Attributes:
+        grid: its blocks, or None where it goes element by element (it is then cut anywhere, and nothing of it moves).
+        compute: the dtype that everything is computed in: fp32, or fp64 for fp64 parameters.
+    """
+
+    def __init__(self, param: Param, number: int, grid: Grid | None, holding: Holding) -> None:
+        self.param, self.number, self.grid, self.holding = param, number, grid, holding
+        self.assignment: StripAssignment | None = None
+        self.blocks: list[OwnedBlock] = []
+        self.compute = torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    @property
+    def group(self) -> Group:
+        """The parameter's options."""
+        return self.param.group
+
+    @property
+    def grid_of_blocks(self) -> Grid:
+        """The grid of a tensor that has one."""
+        assert self.grid is not None
+        return self.grid
+
+    @property
+    def moves(self) -> bool:
+        """Whether strips of it travel, here or between other ranks."""
+        return self.assignment is not None and bool(self.assignment.moving)
+
+    @property
+    def owned_numel(self) -> int:
+        """How many elements this rank works on: one run."""
+        start, stop = self.holding.own if self.assignment is None else self.assignment.owned_range
+        return stop - start
+
+    def own(self, assignment: StripAssignment, counts: dict[tuple[int, int], int]) -> None:
+        """Take this rank's strips; `counts` numbers the blocks of each size over the whole model."""
+        self.assignment = assignment
+        grid, mine = self.grid_of_blocks, assignment.owned
+        base = assignment.owned_range[0]
+        for index in range(grid.num_strips):
+            strip = grid.strip(index)
+            for column, width in grid.columns:
+                size = (strip.rows, width)
+                number = counts.get(size, 0)
+                if index in mine:
+                    self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, number))
+                counts[size] = number + 1
+
+    def add_owned(self, state: dict[str, Tensor], name: str, dtype: torch.dtype) -> None:
+        """Add a state of zeros of the parameter's shape, each strip on its owner; locally it may be taken flat."""
+        if self.moves:
+            assert self.assignment is not None
+            local = torch.zeros(self.owned_numel, dtype=dtype, device=self.param.device)
+            state[name] = self.holding.state(local, self.param.shape, self.assignment.elements())
+        else:
+            state[name] = self.param.zeros(dtype)
+        if self.grid is not None:
+            flat = local_of(state[name]).view(-1)
+            for block in self.blocks:
+                block.views[name] = block.of(flat)
+
+    def add_blocks(self, state: dict[str, Tensor], sizes: dict[str, Size], dtype: torch.dtype) -> None:
+        """Add 1-D states of zeros with `size(rows, cols)` elements for each block, on the block's owner."""
+        assert self.assignment is not None
+        for name, size in sizes.items():
+            grid, lengths = self.grid_of_blocks, [0] * self.holding.num_ranks
+            for index, owner in enumerate(self.assignment.owners):
+                rows = grid.strip(index).rows
+                lengths[owner] += sum(size(rows, width) for _, width in grid.columns)
+            local = torch.zeros(lengths[self.holding.rank], dtype=dtype, device=self.param.device)
+            state[name] = self.holding.state(local, (sum(lengths),), lengths)
+            views = local.split([size(block.rows, block.cols) for block in self.blocks])
+            for block, view in zip(self.blocks, views, strict=True):
+                block.views[name] = view
+
+
+class Plan:
+    """All tensors of an optimizer; grows with its groups."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Tensor, TensorPlan] = {}
+        self._loads: dict[str, list[int]] = {}
+        self._counts: dict[tuple[int, int], int] = {}
+
+    def add(self, params: Sequence[Param]) -> list[TensorPlan]:
+        """Plan the parameters of one group: nothing is communicated, every rank comes to the same."""
+        found: list[TensorPlan] = []
+        for param in params:
+            grid = grid_of(tuple(param.shape), param.group)
+            holding = _elementwise_holding(param) if grid is None else _holding(param)
+            found.append(TensorPlan(param, len(self.tensors) + len(found), grid, holding))
+        gridded = [t for t in found if t.grid is not None]
+        assigned = assign_strips([(t.grid_of_blocks, t.holding) for t in gridded], self._loads)
+        for tensor, assignment in zip(gridded, assigned, strict=True):
+            tensor.own(assignment, self._counts)
+        self.tensors.update((t.param.tensor, t) for t in found)
+        return found
+
+
+def _elementwise_holding(param: Param) -> Holding:
+    """A tensor that goes element by element is worked on where it lies, however that is."""
+    return Holding(param.mesh, None, 0, (0, param.local.numel()))
+
+
+def _holding(param: Param) -> Holding:
+    holding = param.holding
+    if (holding.cuts[0], holding.cuts[-1]) != (0, param.numel):
+        raise ValueError(
+            f"{param.name}: placements {param.placements} cut it along two mesh axes; Shampoo and SOAP take "
+            "RaggedShard or Shard(0) on one axis and Replicate on the others: redistribute it, or give it to AdamW"
+        )
+    return holding

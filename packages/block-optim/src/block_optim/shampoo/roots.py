@@ -1,0 +1,368 @@
+"""Inverse roots and eigenbases of many symmetric matrices at once, and what happens when one fails.
+
+    root of A with exponent e:    X = (A + epsilon ||A||_F I)^-e
+
+    A == 0, or too small      ->  the identity
+    A not finite              ->  the last good root                       counted: kept
+    method(A), checked        ->  residual within the tolerance: done
+    else fp64 eigh, checked   ->  done                                     counted: fell_back
+    else                      ->  the last good root                       counted: kept
+
+The ridge is relative to the Frobenius norm, which lies between the largest eigenvalue and sqrt(d) times it: a factor is
+as well conditioned at 1e-30 as at 1e+30, and every method sees the same matrix. All work is done on A / ||A||_F.
+
+| method | what it does | residual that is checked |
+| --- | --- | --- |
+| `eigh` | LAPACK's or cuSOLVER's symmetric eigendecomposition | rms of (L + r)^-1/2 (Q'AQ + r) (L + r)^-1/2 - I |
+| `newton` | coupled Newton iteration, products only (arXiv 2002.09018, 2309.06497) | rms of X^p (A + r) - I |
+| `qr` | orthogonal iteration from the last eigenbasis: products and QR | off-diagonal of Q'AQ over its norm |
+
+Nothing here depends on which other matrices are in the batch: iterations stop for each matrix on its own.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from block_optim.shampoo import linalg
+
+TINY = 1e-30  # norm below which a factor counts as zero: squares of gradients below 1e-15
+TOLERANCES = {"eigh": 0.05, "newton": 0.05, "qr": 0.01}
+ITERATIONS = {"eigh": 1, "newton": 100, "qr": 10}
+_NEWTON_DONE = 1e-5  # max |M - I| at which more Newton steps only add rounding
+
+
+@dataclass(frozen=True)
+class RootOptions:
+    """How roots are computed.
+
+    Args:
+        method: "eigh", "newton" (the exponent must be one over an integer) or "qr" (keeps the eigenbasis as state).
+        epsilon: the ridge, relative to the Frobenius norm of the factor.
+        tolerance: largest residual that is accepted; None: the method's own (0.05 for eigh and newton, 0.01 for qr).
+        max_iterations: of newton or qr; None: the method's own (100 and 10).
+
+    Raises:
+        ValueError: a name that is not in the table, a number out of range, an option the method does not have.
+    """
+
+    method: str = "eigh"
+    epsilon: float = 1e-5
+    tolerance: float | None = None
+    max_iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in TOLERANCES:
+            raise ValueError(f"root method {self.method!r} is not one of {', '.join(sorted(TOLERANCES))}")
+        if not 0 < self.epsilon < 1:
+            raise ValueError(
+                f"root epsilon {self.epsilon!r}: expected 0 < epsilon < 1, relative to a factor's norm; "
+                "1e-5 is right for fp32"
+            )
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise ValueError(f"root tolerance {self.tolerance!r}: expected a positive number, or None")
+        if self.max_iterations is not None:
+            if self.method == "eigh":
+                raise ValueError("root max_iterations has no meaning for eigh; leave it None")
+            if self.max_iterations < 1:
+                raise ValueError(f"root max_iterations {self.max_iterations!r}: expected at least 1, or None")
+
+    @property
+    def accepted(self) -> float:
+        """The tolerance in force."""
+        return TOLERANCES[self.method] if self.tolerance is None else self.tolerance
+
+    @property
+    def iterations(self) -> int:
+        """The bound on iterations in force."""
+        return ITERATIONS[self.method] if self.max_iterations is None else self.max_iterations
+
+    @property
+    def keeps_basis(self) -> bool:
+        """Whether the method starts from the eigenbasis of the last refresh."""
+        return self.method == "qr"
+
+    def check_exponent(self, exponent: float) -> None:
+        """Raise where the method cannot take this root."""
+        if self.method == "newton" and abs(round(1 / exponent) - 1 / exponent) > 1e-9:
+            raise ValueError(
+                f"newton takes roots of integer order; exponent {exponent} is none of 1, 1/2, 1/3, ...: "
+                'use method="eigh" or "qr"'
+            )
+
+
+@dataclass
+class RootCounts:
+    """What became of the matrices given so far; `+=` adds up."""
+
+    computed: int = 0
+    fell_back: int = 0
+    kept: int = 0
+    zero: int = 0
+
+    def __iadd__(self, other: "RootCounts") -> "RootCounts":
+        self.computed += other.computed
+        self.fell_back += other.fell_back
+        self.kept += other.kept
+        self.zero += other.zero
+        return self
+
+
+@dataclass
+class Roots:
+    """Results for a batch: `roots` (k, d, d), `basis` (k, d, d) for methods that keep one, and the counts."""
+
+    roots: Tensor
+    basis: Tensor | None
+    counts: RootCounts
+    kept: list[int] = field(default_factory=list)
+
+    def without(self, behind: int) -> "Roots":
+        """The same, not counting the zeros behind the blocks of a batch on CUDA."""
+        self.counts.computed -= behind
+        self.counts.zero -= behind
+        return self
+
+
+def inverse_roots(
+    factors: Tensor, exponent: float, options: RootOptions, *, last: Tensor, last_basis: Tensor | None = None
+) -> Roots:
+    """Inverse roots of (k, d, d) symmetric positive semidefinite matrices.
+
+    Args:
+        factors: fp32 or fp64; lower precisions are the caller's to convert.
+        exponent: e in A^-e.
+        options: method, ridge and tolerance.
+        last: (k, d, d), what to keep where all methods fail.
+        last_basis: (k, d, d) orthonormal, where the method keeps one; an all-zero matrix stands for none yet.
+    """
+    options.check_exponent(exponent)
+    scale, usable, unit = _normalised(factors)
+    zero, eye = scale.isfinite() & ~usable, linalg.identity_like(factors)
+    roots, basis, residual = _METHODS[options.method](unit, exponent, options, last_basis)
+    good = usable & (residual <= options.accepted) & _finite(roots)  # a NaN residual is not <=
+    counts = RootCounts(computed=len(factors))
+    kept: list[int] = []
+    fates = torch.stack([usable, good, zero]).tolist()  # the one wait for the device
+    for index, (is_usable, is_good, is_zero) in enumerate(zip(*fates, strict=True)):
+        if is_good:
+            continue
+        if is_zero:
+            counts.zero += 1
+            roots[index] = eye[index]
+        elif is_usable and _exact_root(unit[index], exponent, options, roots, basis, index):
+            counts.fell_back += 1
+        else:
+            counts.kept += 1
+            kept.append(index)
+            roots[index] = last[index]
+        if basis is not None and (is_zero or index in kept):
+            basis[index] = eye[index] if last_basis is None or is_zero else last_basis[index]
+    scaled = usable.clone()
+    if kept:
+        scaled[kept] = False
+    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -exponent)
+    roots = roots * sizes[:, :, None]
+    return Roots(roots, basis, counts, kept)
+
+
+def _normalised(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms, which of the matrices are usable (finite and not zero), and these at norm 1, the identity for others."""
+    scale = linalg.norms(factors)
+    usable = scale.isfinite() & (scale >= TINY)
+    safe = _where(usable, scale, torch.ones_like(scale))[:, None, None]
+    return scale, usable, _where(usable, factors / safe, linalg.identity_like(factors))
+
+
+def eigenbases(factors: Tensor, last: Tensor) -> Roots:
+    """Eigenvectors (k, d, d) of symmetric matrices, by descending eigenvalue: SOAP's first basis.
+
+    `roots` of the result holds them; a zero matrix has the identity, one that is not finite keeps `last`.
+    """
+    scale, _, unit = _normalised(factors)
+    _, vectors = linalg.eigh(unit)
+    found = vectors.flip(2).contiguous()
+    return _checked_bases(found, unit, scale, last)
+
+
+def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
+    """One step of power iteration and QR from the last eigenbases: SOAP's refresh (arXiv 2409.11321).
+
+    Returns:
+        The new bases (as `eigenbases`) and `order` (k, d): which old column each new one comes from, by descending
+        estimated eigenvalue; second moments along this dimension are to be reordered alike.
+    """
+    scale, usable, unit = _normalised(factors)
+    moved = linalg.matmul(unit, last)
+    estimates = linalg.col_sums(last * moved)
+    order = torch.sort(estimates, dim=1, descending=True, stable=True).indices
+    found = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
+    result = _checked_bases(found, unit, scale, last)
+    stays = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    lost = torch.zeros(len(factors), dtype=torch.bool, device=order.device)
+    unusable = [i for i, ok in enumerate(usable.tolist()) if not ok]
+    if unusable or result.kept:
+        lost[unusable + result.kept] = True
+    return result, torch.where(lost[:, None], stays, order)
+
+
+def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
+    counts = RootCounts(computed=len(found))
+    kept: list[int] = []
+    zero = scale.isfinite() & (scale < TINY)
+    good = _finite(found) & scale.isfinite() & ~zero
+    for index, (is_good, is_zero, is_finite) in enumerate(
+        zip(*torch.stack([good, zero, scale.isfinite()]).tolist(), strict=True)
+    ):
+        if is_good:
+            continue
+        if is_zero:  # nothing to say: what was there stays, or the identity where nothing was
+            counts.zero += 1
+            found[index] = last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
+            continue
+        _, exact = linalg.eigh(unit[index : index + 1].double()) if is_finite else (None, None)
+        if exact is not None and bool(exact.isfinite().all()):
+            counts.fell_back += 1
+            found[index] = exact[0].flip(1).to(found.dtype)
+        else:
+            counts.kept += 1
+            kept.append(index)
+            found[index] = last[index]
+    return Roots(found, None, counts, kept)
+
+
+# ---- the methods: (k, d, d) of unit norm -> roots, bases or None, residuals (k,)
+
+_Method = Callable[[Tensor, float, RootOptions, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]
+
+
+def _eigh_roots(
+    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    values, basis = linalg.eigh(unit)
+    values = values.clamp(min=0) + options.epsilon
+    return _from_basis(basis, values, exponent), None, _congruence_residual(unit, basis, values, options)
+
+
+def _congruence_residual(unit: Tensor, basis: Tensor, values: Tensor, options: RootOptions) -> Tensor:
+    """Rms of D^-1/2 Q'(A + r)Q D^-1/2 - I: what X^p (A + r) - I is in the eigenbasis, for any exponent."""
+    found = linalg.matmul(basis.mT, linalg.matmul(unit, basis))
+    found.diagonal(dim1=1, dim2=2).add_(options.epsilon)
+    inverse = values.sqrt().reciprocal()
+    return _rms_from_identity(found * inverse[:, :, None] * inverse[:, None, :])
+
+
+def _newton_roots(
+    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """X <- X T, M <- T^p M with T = ((p + 1) I - M) / p, until M is the identity; M = X^p (A + r) throughout."""
+    order = round(1 / exponent)
+    eye = linalg.identity_like(unit)
+    ridged = unit + options.epsilon * eye
+    # Converges from eigenvalues of M in (0, p + 1); ||A + r||_2 <= 1 + epsilon: half of that at most.
+    start = (1 + order) / (2 * (1 + options.epsilon))
+    root, mark = eye * start ** (1 / order), ridged * start
+    error = _max_from_identity(mark)
+    for _ in range(options.iterations):
+        running = error > _NEWTON_DONE
+        if not bool(running.any()):
+            break
+        step = ((order + 1) * eye - mark) / order
+        next_mark = linalg.matmul(_power(step, order), mark)
+        next_error = _max_from_identity(next_mark)
+        # Rounding takes over where an iteration no longer gains; the early ones may lose.
+        running &= (next_error < error) | (error > 0.5)
+        root = _where(running, linalg.matmul(root, step), root)
+        mark = _where(running, next_mark, mark)
+        error = _where(running, next_error, torch.zeros_like(error))
+    root = (root + root.mT) / 2
+    return root, None, _rms_from_identity(linalg.matmul(_power(root, order), ridged))
+
+
+def _qr_roots(
+    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if last_basis is None:
+        raise ValueError("qr starts from the last eigenbasis, which was not given")
+    fresh = ~last_basis.flatten(1).any(1)
+    basis = last_basis.clone()
+    for index in fresh.nonzero().flatten().tolist():
+        basis[index] = linalg.eigh(unit[index : index + 1])[1][0]
+    running = torch.ones_like(fresh)
+    for turn in range(options.iterations + 1):
+        moved = linalg.matmul(unit, basis)
+        rotated = linalg.matmul(basis.mT, moved)
+        residual = _off_diagonal(rotated)
+        running = running & ~(residual <= options.accepted)
+        if turn == options.iterations or not bool(running.any()):
+            break
+        order = torch.sort(rotated.diagonal(dim1=1, dim2=2), dim=1, descending=True, stable=True).indices
+        found = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
+        basis = _where(running, found, basis)
+    values = rotated.diagonal(dim1=1, dim2=2).clamp(min=0) + options.epsilon
+    return _from_basis(basis, values, exponent), basis, residual
+
+
+_METHODS: dict[str, _Method] = {"eigh": _eigh_roots, "newton": _newton_roots, "qr": _qr_roots}
+
+
+def _exact_root(
+    unit: Tensor, exponent: float, options: RootOptions, roots: Tensor, basis: Tensor | None, index: int
+) -> bool:
+    """Put the fp64 eigh root at `index`; whether it passed its check."""
+    wide = unit[None].double()
+    values, vectors = linalg.eigh(wide)
+    values = values.clamp(min=0) + options.epsilon
+    root = _from_basis(vectors, values, exponent)
+    residual = _congruence_residual(wide, vectors, values, options)
+    if not (float(residual[0]) <= TOLERANCES["eigh"] and bool(root.isfinite().all())):
+        return False
+    roots[index] = root[0].to(roots.dtype)
+    if basis is not None:
+        basis[index] = vectors[0].to(basis.dtype)
+    return True
+
+
+def _from_basis(basis: Tensor, values: Tensor, exponent: float) -> Tensor:
+    """Q diag(values^-e) Q', exactly symmetric."""
+    half = basis * linalg.power(values, -exponent / 2)[:, None, :]
+    root = linalg.matmul(half, half.mT)
+    return (root + root.mT) / 2
+
+
+def _power(batch: Tensor, order: int) -> Tensor:
+    """Matrix power by squaring; order >= 1."""
+    result: Tensor | None = None
+    while order:
+        if order & 1:
+            result = batch if result is None else linalg.matmul(result, batch)
+        order >>= 1
+        if order:
+            batch = linalg.matmul(batch, batch)
+    assert result is not None
+    return result
+
+
+def _where(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
+
+
+def _finite(batch: Tensor) -> Tensor:
+    return batch.isfinite().flatten(1).all(1)
+
+
+def _max_from_identity(batch: Tensor) -> Tensor:
+    return (batch - linalg.identity_like(batch)).abs().flatten(1).amax(1)
+
+
+def _rms_from_identity(batch: Tensor) -> Tensor:
+    return linalg.norms(batch - linalg.identity_like(batch)).div(math.sqrt(batch.shape[1]))
+
+
+def _off_diagonal(batch: Tensor) -> Tensor:
+    off = batch.clone()
+    off.diagonal(dim1=1, dim2=2).zero_()
+    return linalg.norms(off) / linalg.norms(batch)

@@ -1,0 +1,302 @@
+"""Shampoo and KL-Shampoo on whole blocks (arXiv 1802.09568, 2309.06497, 2509.03378).
+
+For each block G (m x n) of each matrix, at its step t:
+
+    L <- b2 L + (1 - b2) G G'        R <- b2 R + (1 - b2) G'G          (b2 = 1: sums, AdaGrad)
+    KL:  G S_R^-1 G' / n             G' S_L^-1 G / m                    whitened by the other's inverse
+    every few steps, from its turn:  the roots (L / (1 - b2^t))^-e and (R / (1 - b2^t))^-e
+    M <- b1 M + (1 - b1) G
+    D = root_L M root_R / (1 - b1^t), scaled to the norm that the grafting method's step has on this block
+
+and for the whole tensor:  D += weight_decay W;  momentum;  W -= lr D.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from block_optim.core._torch_compat import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    local_of,
+)
+from block_optim.core.options import check_choice, check_count, check_range
+from block_optim.core.params import Group, Param
+from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
+from block_optim.shampoo.batches import Batch, batches, store_square
+from block_optim.shampoo.plan import COLS, ROWS, SIDES, TensorPlan
+from block_optim.shampoo.root_jobs import RootJob, root_jobs
+from block_optim.shampoo.roots import Roots
+from block_optim.shampoo.rule import (
+    block_states,
+    direction,
+    elementwise_direction,
+    exponent_of,
+    outer,
+    root_options,
+    second_beta,
+    take,
+    whitened,
+)
+
+GRAFTING = ("none", "sgd", "rmsprop", "adam")
+
+
+class Shampoo(Preconditioned):
+    """Shampoo, blocked; with ``kl=True`` KL-Shampoo.
+
+    Args:
+        params: tensors, named tensors or groups; every option may be set for each group.
+        lr: a number or a tensor of one element.
+        betas: of the filtered gradient, and of the factors; 1.0 for the second sums them up (AdaGrad).
+        eps: added to the root of the second moment in the grafting method and in elementwise tensors.
+        weight_decay: decoupled: added to the update, times the weight, before momentum.
+        momentum, dampening, nesterov: of the update, as in torch's SGD.
+        max_preconditioner_dim: the largest block.
+        diagonal_above: dimensions larger than this have diagonal factors.
+        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
+        precondition_frequency: steps from one computation of a block's roots to the next.
+        start_preconditioning_step: until then the update is the grafting method's; without one there is none, and
+            statistics are gathered. None: `precondition_frequency`.
+        stagger: spread the blocks' turns over the steps.
+        overlap: compute roots during the next forward and backward: a thread, on CUDA a stream of its own. They
+            are then used from the step after; the numbers are the same on every device.
+        grafting: "none", "sgd", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
+        grafting_beta2: of the grafting method's second moment. None: ``betas[1]``, or 0.999 where that is 1.
+        exponent: of both roots. None: 1/4, with ``kl`` 1/2 (which cannot be changed).
+        kl: let each factor accumulate the gradient whitened by the other's inverse.
+        root_method, root_tolerance, root_iterations: see `RootOptions`.
+        root_epsilon: the ridge, relative to a factor's norm. None: 1e-5; 1e-3 with ``kl``, whose roots are square.
+        factor_dtype: "float32", "bfloat16" or "float64", of factors and roots as they are kept.
+        packed: keep the lower triangles of factors and roots only.
+        skip_nonfinite: see `BlockOptimizer`.
+
+    `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
+    `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
+    preconditioner's, element by element.
+
+    Raises:
+        ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
+    """
+
+    format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        max_preconditioner_dim: int = 1024,
+        diagonal_above: int = 65536,
+        matrices: str = "auto",
+        precondition_frequency: int = 10,
+        start_preconditioning_step: int | None = None,
+        stagger: bool = True,
+        overlap: bool = False,
+        grafting: str | None = None,
+        grafting_beta2: float | None = None,
+        exponent: float | None = None,
+        kl: bool = False,
+        root_method: str = "eigh",
+        root_epsilon: float | None = None,
+        root_tolerance: float | None = None,
+        root_iterations: int | None = None,
+        factor_dtype: torch.dtype | str = "float32",
+        packed: bool = True,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
+            "dampening": dampening, "nesterov": nesterov, "max_preconditioner_dim": max_preconditioner_dim,
+            "diagonal_above": diagonal_above, "matrices": matrices,
+            "precondition_frequency": precondition_frequency,
+            "start_preconditioning_step": start_preconditioning_step, "stagger": stagger, "overlap": overlap,
+            "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
+            "root_method": root_method, "root_epsilon": root_epsilon, "root_tolerance": root_tolerance,
+            "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
+        }  # fmt: skip
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+
+    # ---------------------------------------------------------------- options and states
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where an option or a parameter does not fit."""
+        super().check_group(group, params)
+        if group["grafting"] is None:
+            group["grafting"] = "none" if group["kl"] else "adam"
+        check_choice("grafting", group["grafting"], GRAFTING)
+        if group["grafting_beta2"] is not None:
+            check_range("grafting_beta2", group["grafting_beta2"], 0.0, 1.0)
+            if group["grafting"] not in ("rmsprop", "adam"):
+                raise ValueError(
+                    f"grafting_beta2 has no meaning for grafting={group['grafting']!r}; leave it None"
+                )
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        check_range("dampening", group["dampening"], 0.0, 1.0)
+        if (group["nesterov"] or group["dampening"]) and not group["momentum"]:
+            raise ValueError(
+                "nesterov and dampening change momentum, which is 0: set momentum, or leave them out"
+            )
+        start = group["start_preconditioning_step"]
+        if start is not None:
+            check_count("start_preconditioning_step", start)
+        if group["exponent"] is not None:
+            check_range("exponent", group["exponent"], 1e-3)
+            if group["kl"]:
+                raise ValueError("exponent: KL-Shampoo whitens by inverse square roots; leave it None")
+        root_options(group).check_exponent(exponent_of(group))
+
+    def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
+        group, compute = tensor.group, tensor.compute
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        if group["betas"][0] > 0:
+            tensor.add_owned(state, "exp_avg", compute)
+        elementwise = tensor.grid is None and group["grafting"] == "none"
+        if elementwise or group["grafting"] in ("rmsprop", "adam"):
+            tensor.add_owned(state, "exp_avg_sq", compute)
+        if group["momentum"] > 0:
+            state["momentum_buffer"] = tensor.param.zeros(compute)
+        if tensor.grid is not None:
+            tensor.add_blocks(state, block_states(tensor), state_dtype(tensor))
+        return state
+
+    def _fresh(self, tensor: TensorPlan) -> None:
+        for block in tensor.blocks:
+            for side in SIDES:  # the root that is used until there is one, and kept if the first one fails
+                dim, view = block.dim(side), block.views[f"root_{side}"]
+                if block.diagonal(side):
+                    view.fill_(1)
+                else:
+                    eye = torch.eye(dim, dtype=view.dtype, device=view.device)[None]
+                    store_square([view], eye, tensor.group["packed"])
+
+    # ---------------------------------------------------------------- the step
+
+    def _directions(self, works: Sequence[Work]) -> None:
+        for group, step, members in by_step(works):
+            self._moments(group, members)
+            elementwise = [w for w in members if w.tensor.grid is None]
+            for work in elementwise:
+                work.update.copy_(
+                    elementwise_direction(group, step, self._source(work), self._flat(work, "exp_avg_sq"))
+                )
+            own = StepBlocks(members)
+            for batch in batches(own.blocks):
+                self._accumulate(group, step, batch, batch.matrices(own.grads(batch)))
+        # Roots of the whole model together, whatever their tensors.
+        overlapped = self._refresh(works)
+        for group, step, members in by_step(works):
+            own = StepBlocks(members)
+            for batch in batches(own.blocks):
+                has_average = "exp_avg" in batch.blocks[0].views
+                filtered = batch.state("exp_avg") if has_average else batch.matrices(own.grads(batch))
+                targets = own.updates(batch)
+                foreach_copy_(targets, list(direction(group, step, batch, filtered)[: len(targets)]))
+        if overlapped:
+            loaded = [(job, job.load()) for job in overlapped]
+            device = overlapped[0].views("factor")[0].device
+            self._run_later(
+                device, lambda: [(job, job.run(inputs)) for job, inputs in loaded], self._put_roots
+            )
+
+    def _flat(self, work: Work, name: str) -> Tensor | None:
+        state = self.state[work.tensor.param.tensor].get(name)
+        return None if state is None else local_of(state).view(-1)
+
+    def _source(self, work: Work) -> Tensor:
+        filtered = self._flat(work, "exp_avg")
+        return work.grad if filtered is None else filtered
+
+    def _moments(self, group: Group, works: Sequence[Work]) -> None:
+        """Filtered gradients and the second moments of the grafting method, on whole runs."""
+        pairs = [(self._flat(w, "exp_avg"), w.grad) for w in works]
+        firsts = [(m, g) for m, g in pairs if m is not None]
+        if firsts:
+            foreach_lerp_([m for m, _ in firsts], [g for _, g in firsts], 1 - group["betas"][0])
+        for elementwise in (True, False):
+            seconds = [
+                (self._flat(w, "exp_avg_sq"), w.grad) for w in works if (w.tensor.grid is None) == elementwise
+            ]
+            moments = [v for v, _ in seconds if v is not None]
+            grads = [g for v, g in seconds if v is not None]
+            if not moments:
+                continue
+            beta = second_beta(group)
+            if beta < 1:
+                foreach_mul_(moments, beta)
+            foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
+
+    def _accumulate(self, group: Group, step: int, batch: Batch, grads: Tensor) -> None:
+        """Both factors of a batch of blocks."""
+        beta, packed = group["betas"][1], group["packed"]
+        sources = {ROWS: grads, COLS: grads}
+        if group["kl"]:
+            sources = whitened(group, step, batch, grads)
+        for side in SIDES:
+            gained = outer(sources[side], side, batch.diagonal(side))
+            if group["kl"]:
+                gained = gained / batch.dim(COLS if side == ROWS else ROWS)
+                gained = torch.where(
+                    gained.isfinite().flatten(1).all(1).view(-1, *[1] * (gained.dim() - 1)), gained, 0.0
+                )
+            factor = batch.side("factor", side, packed)
+            if beta < 1:
+                factor.mul_(beta).add_(gained, alpha=1 - beta)
+            else:
+                factor.add_(gained)
+            batch.put_side("factor", side, factor, packed)
+
+    # ---------------------------------------------------------------- roots
+
+    def _refresh(self, works: Sequence[Work]) -> list[RootJob]:
+        """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
+        later: list[RootJob] = []
+        for job in root_jobs(works):
+            if job.group["overlap"] and not job.first:
+                later.append(job)
+            else:
+                self._put_roots([(job, job.run(job.load()))])
+        return later
+
+    def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
+        for job, found in results:
+            store_square(job.views("root"), found.roots, job.group["packed"])
+            if found.basis is not None:
+                store_square(job.views("basis"), found.basis, False)
+            self._count(found.counts, [job.items[i][0] for i in found.kept])
+
+    # ---------------------------------------------------------------- the parameters
+
+    def _apply(self, works: Sequence[Work]) -> None:
+        for group, _, members in by_step(works):
+            updates = [w.local_update for w in members]
+            weights = [w.tensor.param.local.view(-1) for w in members]
+            if group["weight_decay"]:
+                foreach_add_(
+                    updates,
+                    [w.to(u.dtype) for w, u in zip(weights, updates, strict=True)],
+                    alpha=group["weight_decay"],
+                )
+            buffers = [b for w in members if (b := self._flat(w, "momentum_buffer")) is not None]
+            if buffers:
+                keep, mu = 1 - group["dampening"], group["momentum"]
+                foreach_mul_(buffers, mu)
+                foreach_add_(buffers, updates, alpha=keep)
+                if group["nesterov"]:
+                    if keep != 1:
+                        foreach_mul_(updates, keep)
+                    foreach_add_(updates, buffers, alpha=mu)
+                else:
+                    updates = buffers
+            take(weights, updates, group["lr"])

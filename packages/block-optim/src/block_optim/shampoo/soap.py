@@ -1,0 +1,272 @@
+"""SOAP on whole blocks (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's factors.
+
+For each block G (m x n), with bases Q_L, Q_R from the gradients before:
+
+    G' = Q_L' G Q_R              M <- b1 M + (1 - b1) G'      V <- b2 V + (1 - b2) G'^2        kept in the basis
+    D  = Q_L (M / (sqrt V + eps)) Q_R' sqrt(1 - b2^u) / (1 - b1^u)                             u: updates so far
+    L <- b L + (1 - b) G G'      R <- b R + (1 - b) G'G
+    every few updates, from its turn:  Q <- QR(L Q), columns by falling eigenvalue;  V reordered, M turned along
+
+and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from block_optim.core._torch_compat import (
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    local_of,
+)
+from block_optim.core.options import check_range
+from block_optim.core.params import Group, Param
+from block_optim.shampoo import linalg
+from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
+from block_optim.shampoo.batches import Batch, batches, store_square
+from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
+from block_optim.shampoo.roots import Roots, eigenbases, power_bases
+from block_optim.shampoo.rule import apply_side, outer, side_states, take
+
+_Refreshed = tuple[Batch, dict[str, tuple[Roots, Tensor]]]
+
+
+class SOAP(Preconditioned):
+    """SOAP, blocked.
+
+    Args:
+        params: tensors, named tensors or groups; every option may be set for each group.
+        lr: a number or a tensor of one element.
+        betas: of Adam's moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, after the update.
+        shampoo_beta: of the factors. None: ``betas[1]``.
+        max_preconditioner_dim: the largest block.
+        diagonal_above: dimensions larger than this are not rotated.
+        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
+        precondition_frequency: updates from one refresh of a block's bases to the next.
+        first_step_update: use the first gradient too, in a basis made from itself. By default the first step only makes
+            the bases, and moves nothing.
+        stagger: spread the blocks' turns over the steps (the first bases are made in the first step).
+        overlap: refresh during the next forward and backward: a thread, on CUDA a stream of its own. Same numbers.
+        factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
+        packed: keep the lower triangles of factors only.
+        skip_nonfinite: see `BlockOptimizer`.
+
+    `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
+    `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
+
+    Raises:
+        ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
+    """
+
+    format_options = (*Preconditioned.format_options, "first_step_update")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        shampoo_beta: float | None = None,
+        max_preconditioner_dim: int = 1024,
+        diagonal_above: int = 65536,
+        matrices: str = "auto",
+        precondition_frequency: int = 10,
+        first_step_update: bool = False,
+        stagger: bool = True,
+        overlap: bool = False,
+        factor_dtype: torch.dtype | str = "float32",
+        packed: bool = True,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
+            "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
+            "matrices": matrices, "precondition_frequency": precondition_frequency,
+            "first_step_update": first_step_update, "stagger": stagger, "overlap": overlap,
+            "factor_dtype": factor_dtype, "packed": packed,
+        }  # fmt: skip
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+
+    # ---------------------------------------------------------------- options and states
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where an option or a parameter does not fit."""
+        super().check_group(group, params)
+        check_range("betas[1]", group["betas"][1], 0.0, 1.0)
+        if group["shampoo_beta"] is not None:
+            check_range("shampoo_beta", group["shampoo_beta"], 0.0, 1.0)
+
+    def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensor.add_owned(state, name, tensor.compute)
+        if tensor.grid is not None:
+            packed = tensor.group["packed"]
+            factors = side_states(tensor, "factor", packed, diagonal=False)
+            tensor.add_blocks(state, factors, state_dtype(tensor))
+            bases = side_states(tensor, "basis", False, diagonal=False)
+            tensor.add_blocks(state, bases, tensor.compute)
+        return state
+
+    def _fresh(self, tensor: TensorPlan) -> None:
+        for block in tensor.blocks:
+            for side in SIDES:
+                view = block.views.get(f"basis_{side}")
+                if view is not None:
+                    eye = torch.eye(block.dim(side), dtype=view.dtype, device=view.device)
+                    store_square([view], eye[None], False)
+
+    # ---------------------------------------------------------------- the step
+
+    def _directions(self, works: Sequence[Work]) -> None:
+        due: list[Batch] = []
+        for group, step, members in by_step(works):
+            updates = updates_at(group, step)
+            self._elementwise(group, updates, [w for w in members if w.tensor.grid is None])
+            own = StepBlocks(members)
+            for batch in batches(own.blocks):
+                grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
+                if step == 1:
+                    self._accumulate(group, batch, grads)
+                    self._first_bases(group, batch)
+                if updates == 0:
+                    for target in targets:
+                        target.zero_()
+                    continue
+                foreach_copy_(targets, list(_direction(group, updates, batch, grads)[: len(targets)]))
+                if step > 1:
+                    self._accumulate(group, batch, grads)
+            if step > 1:
+                frequency, stagger = group["precondition_frequency"], group["stagger"]
+                turn = [b for b in own.blocks if (updates - (b.number if stagger else 0)) % frequency == 0]
+                due += batches(turn)
+        for batch in due:
+            if not _group(batch)["overlap"]:
+                self._turn([(batch, _refreshed(_load(batch)))])
+        loaded = [(batch, _load(batch)) for batch in due if _group(batch)["overlap"]]
+        if loaded:
+            self._run_later(
+                due[0].device, lambda: [(batch, _refreshed(inputs)) for batch, inputs in loaded], self._turn
+            )
+
+    def _elementwise(self, group: Group, updates: int, works: Sequence[Work]) -> None:
+        """Adam, where there is nothing to rotate."""
+        if updates == 0:
+            for work in works:
+                work.update.zero_()
+            return
+        if not works:
+            return
+        states = [self.state[w.tensor.param.tensor] for w in works]
+        firsts = [local_of(s["exp_avg"]).view(-1) for s in states]
+        seconds = [local_of(s["exp_avg_sq"]).view(-1) for s in states]
+        grads = [w.grad for w in works]
+        foreach_lerp_(firsts, grads, 1 - group["betas"][0])
+        foreach_mul_(seconds, group["betas"][1])
+        foreach_addcmul_(seconds, grads, grads, 1 - group["betas"][1])
+        for work, first, second in zip(works, firsts, seconds, strict=True):
+            work.update.copy_(_adam(group, updates, first, second))
+
+    def _accumulate(self, group: Group, batch: Batch, grads: Tensor) -> None:
+        beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+        for side in _turned(batch):
+            factor = batch.side("factor", side, group["packed"])
+            factor.mul_(beta).add_(outer(grads, side, False), alpha=1 - beta)
+            batch.put_side("factor", side, factor, group["packed"])
+
+    # ---------------------------------------------------------------- bases
+
+    def _first_bases(self, group: Group, batch: Batch) -> None:
+        for side in _turned(batch):
+            found = eigenbases(batch.side("factor", side, group["packed"]), batch.side("basis", side, False))
+            batch.put_side("basis", side, found.roots, False)
+            self._count_batch(batch, found)
+
+    def _turn(self, results: Sequence[_Refreshed]) -> None:
+        """Put new bases in place: second moments in the new order, first moments turned from the old basis."""
+        for batch, sides in results:
+            first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
+            for side, (found, order) in sides.items():
+                turn = linalg.matmul(found.roots.mT, batch.side("basis", side, False))
+                first = apply_side(first, turn if side == ROWS else turn.mT, side)
+                index = order[:, :, None] if side == ROWS else order[:, None, :]
+                second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
+                batch.put_side("basis", side, found.roots, False)
+                self._count_batch(batch, found)
+            batch.put("exp_avg", first)
+            batch.put("exp_avg_sq", second)
+
+    def _count_batch(self, batch: Batch, found: Roots) -> None:
+        counts = found.without(batch.capacity - len(batch.blocks)).counts
+        self._count(counts, [batch.blocks[i] for i in found.kept])
+
+    # ---------------------------------------------------------------- the parameters
+
+    def _apply(self, works: Sequence[Work]) -> None:
+        for group, step, members in by_step(works):
+            if updates_at(group, step) == 0:
+                continue
+            weights = [w.tensor.param.local.view(-1) for w in members]
+            take(weights, [w.local_update for w in members], group["lr"])
+            if group["weight_decay"]:
+                keep = 1 - group["lr"] * group["weight_decay"]
+                foreach_mul_(weights, keep.to(weights[0].device) if isinstance(keep, Tensor) else keep)
+
+
+def updates_at(group: Group, step: int) -> int:
+    """Which update a step makes; 0 for a first step that makes none."""
+    return step if group["first_step_update"] else step - 1
+
+
+def _group(batch: Batch) -> Group:
+    return batch.blocks[0].tensor.group
+
+
+def _turned(batch: Batch) -> list[str]:
+    """The sides that have a basis."""
+    return [side for side in SIDES if not batch.diagonal(side)]
+
+
+def _adam(group: Group, updates: int, first: Tensor, second: Tensor) -> Tensor:
+    beta1, beta2 = group["betas"]
+    scale = (1 - beta2**updates) ** 0.5 / (1 - beta1**updates)
+    return (first / second.sqrt().add_(group["eps"])).mul_(scale)
+
+
+def _direction(group: Group, updates: int, batch: Batch, grads: Tensor) -> Tensor:
+    """Adam's step in the basis, turned back; advances the moments."""
+    bases = {side: batch.side("basis", side, False) for side in _turned(batch)}
+    turned = grads
+    for side, basis in bases.items():
+        turned = apply_side(turned, basis.mT if side == ROWS else basis, side)
+    first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
+    beta1, beta2 = group["betas"]
+    first.lerp_(turned, 1 - beta1)
+    second.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+    batch.put("exp_avg", first)
+    batch.put("exp_avg_sq", second)
+    found = _adam(group, updates, first, second)
+    for side, basis in bases.items():
+        found = apply_side(found, basis if side == ROWS else basis.mT, side)
+    return found
+
+
+def _load(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Copies of what a refresh reads: factors and bases of each side."""
+    packed = _group(batch)["packed"]
+    return {
+        side: (batch.side("factor", side, packed), batch.side("basis", side, False))
+        for side in _turned(batch)
+    }
+
+
+def _refreshed(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Roots, Tensor]]:
+    return {side: power_bases(factor, basis) for side, (factor, basis) in inputs.items()}

@@ -1,0 +1,185 @@
+"""Which rank owns which strip, and the way of strips that no rank holds whole to their owners and back.
+
+    ranks hold    |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|      (any contiguous runs in rank order)
+    strips        |-- s0 --|-- s1 --|-- s2 --|-- s3 --|-- s4 --|- s5 -|
+
+    s0 and s5 lie whole on ranks 0 and 3: those own them, nothing moves
+    s1 is cut between 0 and 1: one of the two owns it; its gradient goes there, its update comes back
+
+Only ranks that hold some of a strip may own it, so ownership never runs against rank order, and the state of a
+tensor's strips, laid end to end, is a `RaggedShard` of one 1-D tensor: it goes through checkpoints at any world size,
+and memory is exactly what is owned.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from block_optim.core.assign import Job, assign, loads
+from block_optim.core.exchange import Exchange, Presence, lane_for, travels
+from block_optim.core.holding import Holding, Range
+from block_optim.core.scratch import Scratch
+from block_optim.shampoo.grid import Grid
+
+
+@dataclass(frozen=True)
+class StripAssignment:
+    """Owner of each strip of one tensor.
+
+    Attributes:
+        owners: rank (of the axis that cuts the tensor) of each strip, never decreasing.
+        held: (rank, elements) of each strip's holders.
+    """
+
+    grid: Grid
+    holding: Holding
+    owners: tuple[int, ...]
+    held: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def moving(self) -> list[int]:
+        """The strips that no rank holds whole."""
+        return [index for index, held in enumerate(self.held) if len(held) > 1]
+
+    @property
+    def owned(self) -> range:
+        """This rank's strips: consecutive."""
+        mine = [i for i, owner in enumerate(self.owners) if owner == self.holding.rank]
+        return range(mine[0], mine[-1] + 1) if mine else range(0)
+
+    @property
+    def owned_range(self) -> Range:
+        """The elements that this rank owns: one run."""
+        strips = self.owned
+        if not strips:
+            return 0, 0
+        return self.grid.strip(strips[0]).start, self.grid.strip(strips[-1]).stop
+
+    def elements(self) -> list[int]:
+        """Elements of the tensor that each rank owns."""
+        totals = [0] * self.holding.num_ranks
+        for index, owner in enumerate(self.owners):
+            strip = self.grid.strip(index)
+            totals[owner] += strip.stop - strip.start
+        return totals
+
+
+def assign_strips(
+    tensors: Sequence[tuple[Grid, Holding]], before: dict[str, list[int]]
+) -> list[StripAssignment]:
+    """Owners of all strips of all tensors: the same on every rank, from global metadata alone.
+
+    Args:
+        tensors: in an order that all ranks share.
+        before: the work of each rank of each process group, by the group's name; is added to.
+    """
+    by_group: dict[str, list[tuple[int, Job]]] = defaultdict(list)
+    for number, (grid, holding) in enumerate(tensors):
+        name = "" if holding.group is None else holding.group.group_name
+        before.setdefault(name, [0] * holding.num_ranks)
+        for strip in map(grid.strip, range(grid.num_strips)):
+            held = holding.held(strip.start, strip.stop)
+            job = Job(grid.cost(strip), strip.stop - strip.start, held, among_holders=True)
+            by_group[name].append((number, job))
+    owners: list[list[int]] = [[] for _ in tensors]
+    held_by: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in tensors]
+    for name, numbered in by_group.items():
+        jobs, load = [job for _, job in numbered], before[name]
+        found = assign(jobs, len(load), load)
+        before[name] = loads(jobs, found, len(load), load)
+        for (number, job), owner in zip(numbered, found, strict=True):
+            owners[number].append(owner)
+            held_by[number].append(job.held)
+    return [
+        StripAssignment(grid, holding, tuple(own), tuple(held))
+        for (grid, holding), own, held in zip(tensors, owners, held_by, strict=True)
+    ]
+
+
+class StripExchange:
+    """The strips that travel over one process group in one dtype, the compute dtype, so that nothing is lost.
+
+    Args:
+        tensors: the assignment of each tensor that has moving strips, by its number.
+        dtype: what travels.
+        device: where the buffers are.
+    """
+
+    def __init__(
+        self, tensors: Mapping[int, StripAssignment], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        holding = next(iter(tensors.values())).holding
+        assert holding.group is not None
+        self._tensors, self._rank = dict(tensors), holding.rank
+        self._lane, self._presence = lane_for(device), Presence(holding.group, len(tensors), device)
+        self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
+        owners = [tensors[number].owners[index] for number, index in self._strips]
+        lengths = [tensors[number].held[index] for number, index in self._strips]
+        scratch = Scratch(device)
+        self._exchange = Exchange(holding.group, self._rank, owners, lengths, dtype, scratch, "strips")
+        self.bytes_per_step = 2 * travels(owners, lengths) * dtype.itemsize
+
+    @property
+    def numbers(self) -> list[int]:
+        """The tensors."""
+        return list(self._tensors)
+
+    def agree(self, present: Sequence[bool]) -> list[bool]:
+        """Which tensors have a gradient on some rank: one all_reduce of a byte for each."""
+        return self._presence.ask(present)()
+
+    def gather(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> None:
+        """Bring gradients to their owners: one all_to_all_single.
+
+        Args:
+            local: what this rank holds of each tensor that takes part, flat.
+            owned: what this rank owns of the same tensors, flat; filled.
+        """
+        for number in owned:
+            here, there = self._kept(number, local[number], owned[number])
+            there.copy_(here)
+        for i, sent in self._exchange.held.items():
+            if self._strips[i][0] in local:
+                sent.copy_(self._in_local(i, local))
+        self._exchange.to_owners(self._lane)()
+        for (i, rank), received in self._exchange.owned.items():
+            if self._strips[i][0] in owned:
+                self._in_owned(i, rank, owned).copy_(received)
+
+    def scatter(self, owned: Mapping[int, Tensor], local: Mapping[int, Tensor]) -> None:
+        """Bring updates back: `gather` the other way round."""
+        for (i, rank), sent in self._exchange.owned.items():
+            if self._strips[i][0] in owned:
+                sent.copy_(self._in_owned(i, rank, owned))
+        self._exchange.back(self._lane)()
+        for i, received in self._exchange.held.items():
+            if self._strips[i][0] in local:
+                self._in_local(i, local).copy_(received)
+        for number in owned:
+            here, there = self._kept(number, local[number], owned[number])
+            here.copy_(there)
+
+    def _kept(self, number: int, local: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank both holds and owns of a tensor, in each of the two."""
+        t = self._tensors[number]
+        (first, last), (start, stop) = t.holding.own, t.owned_range
+        low = max(first, start)
+        high = max(low, min(last, stop))
+        return local[low - first : high - first], owned[low - start : high - start]
+
+    def _in_local(self, i: int, local: Mapping[int, Tensor]) -> Tensor:
+        number, _ = self._strips[i]
+        return self._of(local[number], self._tensors[number].holding.own[0], i, self._rank)
+
+    def _in_owned(self, i: int, rank: int, owned: Mapping[int, Tensor]) -> Tensor:
+        number, _ = self._strips[i]
+        return self._of(owned[number], self._tensors[number].owned_range[0], i, rank)
+
+    def _of(self, flat: Tensor, first: int, i: int, rank: int) -> Tensor:
+        """The elements of a strip that a rank holds, of a tensor's elements from ``first`` on."""
+        number, index = self._strips[i]
+        strip, cuts = self._tensors[number].grid.strip(index), self._tensors[number].holding.cuts
+        return flat[max(cuts[rank], strip.start) - first : min(cuts[rank + 1], strip.stop) - first]

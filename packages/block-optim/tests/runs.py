@@ -1,0 +1,146 @@
+"""Loose parameters in a layout under an optimizer. Everything here also runs on ranks.
+
+    plain                          not distributed
+    elements, rows, whole          ragged, cut at random: anywhere, between rows, all on one rank; many are empty
+    shard, replicate               DTensors of torch
+    planned                        ragged as the planner cuts under the optimizer's block policy
+
+On a mesh of two axes the first one replicates.
+"""
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layout_planner import Rows, TensorSpec, plan
+from ragged_shard import RaggedShard, distribute_tensor
+
+# For Muon: squares, tall, wide, prime, a single row, a single element; and stacks.
+MATRICES = ((8, 8), (13, 7), (7, 13), (24, 40), (40, 24), (1, 5), (1, 1), (24, 40), (24, 40))
+STACKS = ((3, 8, 6), (5, 4, 7), (6, 2, 3, 3))
+
+
+def tensors(shapes, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def world_mesh(*shape):
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def random_units(rng, total, ranks):
+    """Shares of ``total`` units, many of them empty."""
+    cuts = sorted(rng.choice([0, total, rng.randint(0, total)]) for _ in range(ranks - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+def placed(tensor, mesh, layout, rng, units=None):
+    """A full tensor in a layout. Communicates nothing: all ranks have the tensor."""
+    if layout == "plain":
+        return tensor.clone()
+    others, ranks, dims = [Replicate()] * (mesh.ndim - 1), mesh.size(mesh.ndim - 1), tuple(range(tensor.ndim))
+    if layout in ("shard", "replicate"):
+        placement = Shard(0) if layout == "shard" and dims else Replicate()
+        return torch_distribute(tensor, mesh, [*others, placement], src_data_rank=None)
+    if layout == "rows" and dims:
+        dims, units = (0,), random_units(rng, tensor.shape[0], ranks)
+    elif layout == "elements" and dims:
+        units = random_units(rng, tensor.numel(), ranks)
+    elif layout != "planned":
+        holder = rng.randrange(ranks)
+        dims, units = dims[:1], [int(rank == holder) for rank in range(ranks)]
+    return distribute_tensor(tensor, mesh, [*others, RaggedShard(dims, units)], src_data_rank=None)
+
+
+class Run:
+    """A step takes the gradients of its number; the same on every world size and in every layout."""
+
+    def __init__(
+        self, kind, layout="plain", mesh_shape=(), *, shapes, seed=0, cuts=0, dtype=torch.float32, **options
+    ):
+        self.layout, self.shapes, self.seed, self.cuts, self.dtype = layout, shapes, seed, cuts, dtype
+        self.mesh: Any = None if layout == "plain" else world_mesh(*mesh_shape)
+        self.units = self._planned_units(kind, options) if layout == "planned" else [None] * len(shapes)
+        self.module = torch.nn.Module()
+        for i, weight in enumerate(self.put(tensors(shapes, seed, dtype))):
+            self.module.register_parameter(f"p{i}", torch.nn.Parameter(weight))
+        self.params = list(self.module.parameters())
+        self.optimizer = kind(list(self.module.named_parameters()), **options)
+
+    def _planned_units(self, kind, options):
+        policy = kind.block_policy(**options)
+        blocks = [policy(f"p{i}", torch.empty(shape)) or Rows(1) for i, shape in enumerate(self.shapes)]
+        specs = [TensorSpec(f"p{i}", s, b) for i, (s, b) in enumerate(zip(self.shapes, blocks, strict=True))]
+        ranks = range(self.mesh.size())
+        layout = plan(specs, len(ranks), align=1)
+        ranges = [[layout.local_range(spec.name, rank) for rank in ranks] for spec in specs]
+        return [[stop - start for start, stop in found] for found in ranges]
+
+    def put(self, values):
+        return [
+            placed(value, self.mesh, self.layout, random.Random(f"{i} {self.cuts}"), units)
+            for i, (value, units) in enumerate(zip(values, self.units, strict=True))
+        ]
+
+    def give(self, number, without=()):
+        """Set gradients, but for the parameters in ``without``."""
+        grads = self.put(tensors(self.shapes, 1000 + self.seed + 31 * number, self.dtype))
+        for i, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            param.grad = None if i in without else grad
+
+    def step(self, number, without=(), **step_options):
+        self.give(number, without)
+        self.optimizer.step(**step_options)
+
+    def steps(self, first, last):
+        """Some steps; returns the run."""
+        for number in range(first, last):
+            self.step(number)
+        return self
+
+    def result(self):
+        """Parameters and states, in full."""
+        found = {name: full(p.detach()) for name, p in self.module.named_parameters()}
+        for name, p in self.module.named_parameters():
+            found |= {f"{name} {key}": full(value) for key, value in self.optimizer.state[p].items()}
+        return {name: value.clone() for name, value in found.items()}
+
+
+def same(found, expected):
+    """Assert that two results agree to the bit."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), f"{key} of shape {tuple(value.shape)}"
+
+
+class Allocations(TorchDispatchMode):
+    """Counts ops whose result has memory that none of their arguments had and that is not a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented
+        before = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before and x.numel():
+                self.found.append((str(func), tuple(x.shape)))
+        return result

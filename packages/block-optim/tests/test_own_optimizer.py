@@ -1,0 +1,149 @@
+"""What a stranger's optimizer gets from `BlockOptimizer`: the README's Lion, written with public names only."""
+
+import copy
+
+import pytest
+import torch
+from readme_examples import run_examples
+from runs import Run, same, tensors
+
+from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo, local_of
+from layout_planner import Elements, Rows, Whole
+from ragged_shard.testing import record_collectives, run_ranks
+
+SHAPES = ((9, 4), (7,), (3, 5, 2))
+
+
+def lion():
+    return run_examples("Write your own")["Lion"]
+
+
+def trained(layout="plain"):
+    run = Run(lion(), layout, shapes=SHAPES, lr=0.1, weight_decay=0.1).steps(0, 2)
+    run.give(2)
+    with record_collectives() as record:
+        run.optimizer.step()
+    assert record.kinds == (["all_reduce"] if layout in ("elements", "rows", "shard") else [])
+    return run.result()
+
+
+def test_it_computes_what_its_paper_says():
+    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
+    weights, momenta = tensors(SHAPES, 0), [torch.zeros(s) for s in SHAPES]
+    optimizer = lion()(params, lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        given(params, step)
+        optimizer.step()
+        for w, m, grad in zip(weights, momenta, tensors(SHAPES, step), strict=True):
+            w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * grad).sign())
+            m.mul_(0.99).add_(grad, alpha=0.01)
+    for w, m, p in zip(weights, momenta, params, strict=True):
+        torch.testing.assert_close(p.detach(), w)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], m)
+
+
+def in_every_layout(expected):
+    for layout in ("elements", "rows", "shard", "replicate"):
+        same(trained(layout), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_in_every_layout_it_gives_the_bits_of_one_process(world_size):
+    run_ranks(world_size, in_every_layout, trained())
+
+
+def given(params, seed):
+    for p, grad in zip(params, tensors([p.shape for p in params], seed), strict=True):
+        p.grad = grad
+
+
+def test_its_state_is_saved_loaded_and_copied_and_bad_gradients_skip_its_step():
+    kind = lion()
+    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
+    optimizer = kind(params, lr=0.1)
+    given(params, 1)
+    optimizer.step()
+    twins, copied = copy.deepcopy((params, optimizer))
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    loaded = kind(others, lr=0.5)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for some, one in ((params, optimizer), (twins, copied), (others, loaded)):
+        given(some, 2)
+        some[1].grad = torch.full_like(some[1], float("nan"))
+        one.step()
+        assert one.skipped_steps == 1
+        given(some, 3)
+        one.step()
+        assert all(torch.equal(a, b) for a, b in zip(some, params, strict=True))
+
+
+def test_mixed_takes_it_next_to_others_and_names_it_in_state_dicts():
+    kind = lion()
+    params = [torch.nn.Parameter(t) for t in tensors(((6, 4), (5,)), 0)]
+    alone = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    mixed = Mixed(
+        [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": kind, "lr": 0.1}]
+    )
+    apart = [Muon(alone[:1]), kind(alone[1:], lr=0.1)]
+    for step in range(2):
+        for some, optimizers in ((params, [mixed]), (alone, apart)):
+            given(some, step)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, alone, strict=True))
+    assert [g["algorithm"] for g in mixed.state_dict()["param_groups"]] == ["muon", "Lion"]
+    twins, copied = copy.deepcopy((params, mixed))
+    for some, optimizer in ((params, mixed), (twins, copied)):
+        given(some, 7)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, twins, strict=True))
+
+
+def test_it_may_say_which_blocks_must_be_whole():
+    class Wants(BlockOptimizer):
+        def __init__(self, params, lr=1e-3, rows=2):
+            super().__init__(params, {"lr": lr, "rows": rows})
+
+        @classmethod
+        def block_of(cls, name, param, options):
+            return Rows(options["rows"]) if param.ndim > 1 else None
+
+    assert Wants.block_policy()("w", torch.zeros(4, 3)) == Rows(2)
+    assert Wants.block_policy(rows=4)("w", torch.zeros(4, 3)) == Rows(4)
+    layer = torch.nn.Linear(64, 2)
+    assert Wants.block_policy([layer], 8, max_padding=0.0)("weight", layer.weight) is None
+    Wants.requires_blocks = True
+    assert Wants.block_policy([layer], 8, max_padding=0.0)("weight", layer.weight) == Rows(2)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Muon, Shampoo])
+def test_every_block_policy_has_one_signature_and_takes_the_optimizers_options(kind):
+    layer = torch.nn.Linear(96, 96)
+    for policy in (
+        kind.block_policy(lr=0.1),
+        kind.block_policy([layer], 4, max_padding=9.0, lr=0.1),
+        kind.block_policy(units=[layer], world_size=1, max_padding=0.0),
+    ):
+        block = policy("weight", layer.weight)
+        wanted = {AdamW: None, AdamW8bit: Elements(256), Muon: Whole()}
+        assert kind is Shampoo or block == wanted[kind]
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no option 'blocks'"):
+        kind.block_policy(blocks=3)
+
+
+def test_a_parameter_shows_its_local_memory_and_makes_states_like_itself():
+    class Spy(BlockOptimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        def init_states(self, group, params):
+            for p in params:
+                assert p.group is group
+                assert p.local.data_ptr() == p.tensor.data_ptr()
+                self.state[p.tensor]["wide"] = p.zeros(torch.float64)
+
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    state = Spy([weight]).state[weight]["wide"]
+    assert local_of(state) is state
+    assert state.dtype == torch.float64
+    assert state.shape == (3, 2)

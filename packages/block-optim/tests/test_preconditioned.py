@@ -1,0 +1,244 @@
+"""What Shampoo and SOAP have in common, in one process."""
+
+import copy
+import math
+
+import pytest
+import torch
+from shampoo_helpers import gradients, parameter, small, train
+
+from block_optim import SOAP, Shampoo
+from block_optim.shampoo import batches, root_jobs
+
+KINDS = pytest.mark.parametrize("kind", [Shampoo, SOAP])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("shape", "matrices", "as_matrices"),
+    [
+        ((3, 6, 5), "auto", (3, 6, 5)),  # stacked experts
+        ((6, 2, 3, 2), "auto", (1, 6, 12)),  # a convolution
+        ((6, 4, 3), "flatten", (1, 6, 12)),  # a 1-D convolution
+        ((2, 2, 6, 5), "stack", (4, 6, 5)),
+    ],
+)
+def test_tensors_are_worked_on_as_the_matrices_they_stand_for(kind, shape, matrices, as_matrices):
+    grads, param, options = gradients(shape), parameter(shape), small(lr=0.05, stagger=False)
+    singles = [torch.nn.Parameter(m.clone()) for m in param.detach().view(as_matrices)]
+    train([param], [grads], kind([param], matrices=matrices, **options))
+    own = [[g.view(as_matrices)[i] for g in grads] for i in range(len(singles))]
+    train(singles, own, kind(singles, **options))
+    assert torch.equal(param.detach().view(as_matrices), torch.stack([s.detach() for s in singles]))
+
+
+def adversary(name, shape=(9, 6)):
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    if name == "rank one":
+        return normal[:, :1] @ normal[:1]
+    if name == "mixed":
+        return normal * torch.logspace(-20, 13, shape[1])
+    return {"zero": 0.0, "huge": 1e14, "beyond": 1e30, "tiny": 1e-14, "below": 1e-30}[name] * normal
+
+
+@pytest.mark.parametrize("name", ["zero", "rank one", "huge", "beyond", "tiny", "below", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Shampoo, {}),
+        (Shampoo, {"grafting": "none"}),
+        (Shampoo, {"kl": True}),
+        (Shampoo, {"root_method": "newton"}),
+        (Shampoo, {"root_method": "qr"}),
+        (SOAP, {}),
+    ],
+)
+def test_updates_stay_finite_whatever_the_gradient(kind, name, options):
+    bad = [adversary(name)] * 4
+    for grads in (bad + gradients((9, 6), 3), gradients((9, 6), 3) + bad + gradients((9, 6), 4, seed=2)):
+        param = parameter((9, 6))
+        optimizer = kind([param], lr=1e-3, **small(**options))
+        train([param], [grads], optimizer)
+        assert bool(param.isfinite().all())
+        for key, value in optimizer.state[param].items():
+            assert bool(value.isfinite().all()), key
+        assert optimizer.clamped_gradients == (4 if name == "beyond" else 0)
+        assert optimizer.root_counts.computed > 0
+        assert optimizer.root_counts.kept == 0
+
+
+@KINDS
+def test_zero_gradients_from_the_start_are_counted_and_move_nothing(kind):
+    param = parameter((4, 4))
+    before = param.detach().clone()
+    optimizer = kind([param], weight_decay=0.0, precondition_frequency=1)
+    train([param], [[torch.zeros(4, 4)] * 3], optimizer)
+    assert torch.equal(param.detach(), before)
+    assert optimizer.root_counts.zero == 6
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(Shampoo, "root_rows"), (SOAP, "basis_rows")])
+def test_what_fails_keeps_the_last_good_one_and_says_so(kind, kept, caplog):
+    param = parameter((4, 4))
+    optimizer = kind([param], lr=0.1, precondition_frequency=1, betas=(0.9, 0.9))
+    train([param], [gradients((4, 4), 3)], optimizer)
+    good = optimizer.state[param][kept].clone()
+    optimizer.state[param]["factor_rows"][0] = math.nan
+    train([param], [gradients((4, 4), 2)], optimizer)
+    assert torch.equal(optimizer.state[param][kept], good)
+    assert optimizer.root_counts.kept == 2
+    assert bool(param.isfinite().all())
+    assert "last good ones stay in use (parameter 0" in caplog.text
+
+
+@KINDS
+def test_a_gradient_that_is_not_finite_skips_the_step(kind):
+    param = parameter((6, 4))
+    optimizer = kind([param], precondition_frequency=1)
+    train([param], [gradients((6, 4), 2)], optimizer)
+    before = {k: v.clone() for k, v in optimizer.state[param].items()} | {"weight": param.detach().clone()}
+    train([param], [[torch.full((6, 4), math.nan)]], optimizer)
+    after = optimizer.state[param] | {"weight": param.detach()}
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert optimizer.skipped_steps == 1
+
+
+@KINDS
+def test_a_parameter_without_gradient_stays_with_its_state(kind):
+    params, alone = [parameter((6, 4)), parameter((6, 4), 8)], parameter((6, 4), 8)
+    optimizer = kind(params, precondition_frequency=1)
+    grads = gradients((6, 4), 4)
+    train(params, [grads, [*grads[:2], None, None]], optimizer)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [4, 2]
+    train([alone], [grads[:2]], kind([alone], precondition_frequency=1))
+    assert torch.equal(params[1].detach(), alone.detach())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_memory_is_what_the_formula_says(packed):
+    sizes = [(r, c) for r in (4, 4, 2) for c in (4, 3)]
+    square = (lambda d: d * (d + 1) // 2) if packed else (lambda d: d * d)
+    rows, cols = (4 * sum(square(size[i]) for size in sizes) for i in (0, 1))
+    factors = {"factor_rows": rows, "factor_cols": cols}
+    bases = {
+        f"basis_{side}": 4 * sum(size[i] ** 2 for size in sizes) for i, side in enumerate(("rows", "cols"))
+    }
+    shampoo = Shampoo([parameter((10, 7))], momentum=0.9, root_method="qr", **small(packed=packed))
+    moments = {"step": 4, "exp_avg": 280, "exp_avg_sq": 280, "momentum_buffer": 280}
+    assert shampoo.state_bytes() == {**moments, **factors, **bases, "root_rows": rows, "root_cols": cols}
+    soap = SOAP([parameter((10, 7)), parameter((5,))], **small(packed=packed))
+    assert soap.state_bytes() == {"step": 8, "exp_avg": 300, "exp_avg_sq": 300, **factors, **bases}
+
+
+@KINDS
+def test_packing_changes_no_bit(kind):
+    results = []
+    for packed in (True, False):
+        param = parameter((9, 6))
+        train([param], [gradients((9, 6))], kind([param], **small(packed=packed)))
+        results.append(param.detach())
+    assert torch.equal(*results)
+
+
+@KINDS
+def test_a_tensor_lr_and_a_scheduler_are_obeyed(kind):
+    grads, params = gradients((6, 4), 4), [parameter((6, 4)) for _ in range(3)]
+    for param, lr, gamma in zip(params, (0.1, torch.tensor(0.1), 0.1), (1.0, 1.0, 0.0), strict=True):
+        optimizer = kind([param], lr=lr, **small())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=gamma)
+        for grad in grads:
+            train([param], [[grad]], optimizer)
+            scheduler.step()
+    torch.testing.assert_close(params[0], params[1])
+    halfway = parameter((6, 4))
+    train([halfway], [grads[:2]], kind([halfway], lr=0.1, **small()))
+    assert torch.equal(params[2].detach(), halfway.detach())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("kind", "extra"), [(Shampoo, {"momentum": 0.9}), (SOAP, {})])
+def test_a_run_continues_with_the_same_bits_from_a_state_dict(kind, extra, overlap):
+    grads, param = gradients((9, 6)), parameter((9, 6))
+    options = small(precondition_frequency=3, overlap=overlap, **extra)
+    optimizer = kind([param], **options)
+    train([param], [grads[:8]], optimizer)
+    again = torch.nn.Parameter(param.detach().clone())
+    resumed = kind([again], **options)
+    # Something to be overwritten, and perhaps under way.
+    train([again], [gradients((9, 6), 5, seed=9)], resumed)
+    again.data.copy_(param.detach())
+    resumed.load_state_dict(optimizer.state_dict())
+    train([param], [grads[8:]], optimizer)
+    train([again], [grads[8:]], resumed)
+    assert torch.equal(param.detach(), again.detach())
+
+
+@KINDS
+def test_a_deep_copy_goes_on_alike_even_while_a_refresh_is_under_way(kind):
+    grads, param = gradients((9, 6), 12), parameter((9, 6))
+    optimizer = kind([param], **small(precondition_frequency=3, stagger=False, overlap=True))
+    train([param], [grads[:7]], optimizer)  # the sixth and seventh step have set roots and bases going
+    twin, other = copy.deepcopy((param, optimizer))
+    train([param], [grads[7:]], optimizer)
+    train([twin], [grads[7:]], other)
+    assert torch.equal(param, twin)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Shampoo, {"grafting": "lamb"}, "grafting='lamb'"),
+        (Shampoo, {"grafting": "sgd", "grafting_beta2": 0.9}, "no meaning for grafting='sgd'"),
+        (Shampoo, {"nesterov": True}, "set momentum"),
+        (Shampoo, {"kl": True, "exponent": 0.25}, "leave it None"),
+        (Shampoo, {"root_method": "newton", "exponent": 0.3}, "integer order"),
+        (Shampoo, {"root_method": "svd"}, "svd"),
+        (Shampoo, {"start_preconditioning_step": 0}, "start_preconditioning_step=0"),
+        (SOAP, {"betas": (0.9, 1.0)}, r"betas\[1\]"),
+        (SOAP, {"shampoo_beta": 1.5}, "shampoo_beta=1.5"),
+        *(
+            (kind, options, message)
+            for kind in (Shampoo, SOAP)
+            for options, message in (
+                ({"max_preconditioner_dim": 1}, "use AdamW"),
+                ({"precondition_frequency": 0}, "precondition_frequency=0"),
+                ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
+                ({"factor_dtype": torch.float16}, "factor_dtype='float16'"),
+                ({"matrices": "rows"}, "matrices='rows'"),
+                ({"lr": -1.0}, "lr="),
+            )
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind([parameter((4, 4))], **options)
+
+
+@KINDS
+def test_memory_that_is_not_row_major_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=r"head: its memory is not row-major"):
+        kind([("head", torch.nn.Parameter(torch.zeros(4, 6).t()))])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Shampoo, {}),
+        (Shampoo, {"root_method": "qr"}),
+        (Shampoo, {"kl": True, "root_method": "newton"}),
+        (SOAP, {}),
+    ],
+)
+def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(kind, options, monkeypatch):
+    results = []
+    for filled in (False, True):
+        if filled:
+            for module in (batches, root_jobs):
+                monkeypatch.setattr(module, "capacity", lambda count, size, device: size)
+        param = parameter((9, 6))
+        optimizer = kind([param], **small(diagonal_above=8, **options))
+        train([param], [[torch.zeros(9, 6), *gradients((9, 6), 6)]], optimizer)
+        results.append((param.detach(), optimizer.root_counts))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
