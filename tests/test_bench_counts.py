@@ -13,7 +13,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import counting, counts, ranks, tally
+from bench.common import store
+from bench.common.ranks import fake_ranks
+from bench.counts import calls, counts, tally
+from bench.counts.step import outside
+
+from dbuffer.transport import transport_of
 
 EXPECTED = json.loads(counts.EXPECTED.read_text())
 
@@ -44,7 +49,7 @@ def test_we_copy_nothing_to_gather_and_each_gradient_once_to_reduce(workload, ra
 def tallied(function):
     with tally.Tally(4) as found, found.part("it"):
         function()
-    found.settle()
+    found.sort_writes()
     return found
 
 
@@ -81,6 +86,7 @@ def test_memory_counts_births_deaths_and_resizes_of_storages():
         b = torch.zeros(500)
         del b
         storage.resize_(8000)
+        a.add_(1)
 
     found = tallied(life)
     peak, _, _ = found.memory.peak()
@@ -93,15 +99,24 @@ def test_memory_counts_births_deaths_and_resizes_of_storages():
 )
 @pytest.mark.parametrize("turned", [False, True])
 def test_memory_that_storages_exchange_is_counted_once(turned):
-    a, b = torch.zeros(1000).untyped_storage(), torch.UntypedStorage(0)
+    kept, other = torch.zeros(1000), torch.zeros(0)
 
     def exchange():
-        (torch.empty(0).set_(a)).add_(0)
-        swap = getattr(b if turned else a, "_swap_data_ptr_")  # noqa: B009  # newer than torch's own stubs
-        swap(a if turned else b)
+        kept.add_(0)
+        one, two = (t.untyped_storage() for t in ((other, kept) if turned else (kept, other)))
+        one._swap_data_ptr_(two)  # type: ignore[attr-defined]
+        other.add_(0)
 
-    found = tallied(exchange)
-    assert found.memory.peak()[0] == 4000
+    assert tallied(exchange).memory.peak()[0] == 4000
+
+
+def test_memory_that_a_runtime_keeps_for_later_counts_as_parked():
+    parked = [100]
+    with tally.Tally(1, lambda: parked[0]) as found, found.part("it"):
+        kept = torch.zeros(10)
+        parked[0] = 0
+        kept.add_(1)
+    assert found.memory.peak()[1] == {"parked": 100, "temporaries": 40}
 
 
 def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
@@ -118,15 +133,14 @@ def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
 
 
 def test_collectives_count_by_kind_with_what_a_rank_receives():
-    import torch.distributed as dist
-
-    with counts.simulated(4):
+    with fake_ranks(4) as mesh:
         whole, own = torch.zeros(16), torch.zeros(4)
+        transport = transport_of(mesh.get_group(), "collectives")
 
         def talk():
-            ranks.all_gather(whole, own)
-            ranks.reduce_scatter(own, whole)
-            dist.all_reduce(whole)
+            transport.all_gather([(whole, own)], "it")
+            transport.reduce_scatter([(own, whole)], "sum", "it")
+            transport.all_reduce([whole], "sum", "it")
 
         found = tallied(talk)
     assert found.parts["it"].collectives == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
@@ -175,8 +189,31 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
     common = {"parameter_bytes": 10, "peak": 1, "at_peak": {}, "each": {}}
     base = {**common, "ranks": 1, "parts": {"forward": part, "backward": part, "update": part}}
     found = {**common, "ranks": 8, "parts": {"forward": more, "backward": part, "update": part}}
-    beyond = counting.outside(found, base)
+    beyond = outside(found, base)
     assert beyond["calls"] == {"forward": 2, "backward": 0, "update": 0}
     assert beyond["copied"] == {"forward": 2, "backward": 0}
     assert beyond["ops"]["forward"] == {"b": 2}
     assert beyond["padding"] == 7.0
+
+
+# -- Python calls ------------------------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_of_its_own():
+    found = calls.measure()
+    ours, theirs = ({part: found[name][part]["calls"] for part in calls.PARTS} for name in ("ours", "fsdp2"))
+    assert ours["forward"] <= theirs["forward"]
+    assert ours["backward"] <= theirs["backward"]
+    over = {part: n for part, n in ours.items() if n > EXPECTED["python_calls"]["at_most"][part]}
+    assert not over, (
+        f"more than committed, {EXPECTED['python_calls']}; `python -m bench calls --show PART` says which"
+    )
+
+
+def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else():
+    with calls.Calls([Path(store.__file__).parent]) as here:
+        store.mib(0)
+        store.mib(1)
+        tally._kind_of("allreduce")
+    assert here.functions == {("common/store.py", "mib"): 2}
+    assert here.figures() == {"calls": 2, "functions": 1, "files": 1, "switches": 1}

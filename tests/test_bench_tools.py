@@ -8,25 +8,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import (
-    gpu,
-    gpu_import,
-    history,
-    launch,
-    machine,
-    network,
-    report,
-    rounds,
-    scale,
-    speed,
-    store,
-    variants,
-)
-from bench.systems import SYSTEMS
-from bench.workloads import WORKLOADS, batch_of, describe
+from bench.common import machine, store
+from bench.common.ranks import answer, launch
+from bench.gpu import convert
+from bench.gpu import run as gpu
+from bench.report import history, page
+from bench.scale import network, predict
+from bench.systems.adapters import SYSTEMS
+from bench.systems.workloads import WORKLOADS, batch_of, describe
+from bench.times import host, rounds, speed
 
-from layout_planner import Rows, TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import RankError, run_ranks
 
 OURS = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
 
@@ -85,7 +77,7 @@ def test_the_workloads_have_the_sizes_that_the_tables_name():
 def test_a_simulated_world_measures_the_same_steps_without_a_delay():
     request = {"workload": "tiny", "systems": ["plain", "ours", "fsdp2"], "rounds": 2, "steps": 1}
     request["simulate"] = {"ranks": 8, "bandwidth": 1e9, "latency": 1e-5}
-    found = launch.launch("rounds", 1, request)
+    found = run_ranks(1, answer, rounds.run, request, timeout=200)[0]
     assert found["ranks"] == 8
     assert found["skipped"] == {}
     assert {name: len(samples) for name, samples in found["free"].items()} == {
@@ -129,7 +121,7 @@ def test_tokens_per_second_count_all_ranks():
 
 
 def test_history_tracks_what_falls_when_things_get_better_and_leaves_a_busy_machine_out():
-    from bench.runtime import Speed
+    from bench.times.history import Speed
 
     raw = raw_figures()
     raw["samples"]["ddp"] = [sample(0.5), sample(2.0)]
@@ -153,33 +145,30 @@ def test_a_busy_machine_is_refused_with_each_reason(tmp_path, monkeypatch, capsy
     noise = machine.verdict(0.9, [1.0, 2.0, 3.0, 4.0, 5.0], [0.5, 0.5, 0.5])
     assert len(noise) == 3
     monkeypatch.setattr(store, "FOLDER", tmp_path)
-    assert speed.record("x", {}, noise, keep_noisy=False) == speed.TOO_BUSY != 0
+    assert store.record("x", {}, noise, keep_noisy=False) == store.TOO_BUSY != 0
     assert not list(tmp_path.iterdir())
     assert "nothing is recorded" in capsys.readouterr().err
-    assert speed.record("x", {}, noise, keep_noisy=True) == 0
-    assert (store.load("x", tmp_path) or {})["noise"] == noise
+    assert store.record("x", {}, noise, keep_noisy=True) == 0
+    assert store.load_all("x", tmp_path)[0]["noise"] == noise
 
 
 def test_a_quiet_machine_is_not_refused():
     assert machine.verdict(0.02, [1.0, 1.01, 1.0, 1.02, 1.0], [0.01, 0.5, 0.0]) == []
 
 
-def test_a_worker_that_dies_is_an_error_with_its_last_words():
+def test_a_worker_that_dies_is_an_error_with_its_cause():
     request = {"workload": "no such workload", "systems": [], "rounds": 1, "steps": 1}
-    with pytest.raises(launch.LaunchError, match="no such workload"):
-        launch.launch("rounds", 1, request, timeout=100)
+    with pytest.raises(RankError, match="no such workload"):
+        launch(rounds.run, 1, request, timeout=100)
 
 
-# -- layouts of the ablation ------------------------------------------------------------------------------------------
+def test_the_ratio_of_tiny_units_is_taken_within_a_round():
+    assert host.units_ratio({"ours": [1.0, 30.0, 1.0], "fsdp2": [2.0, 60.0, 4.0]}) == 0.5
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_layouts_in_the_given_order_are_sound_and_no_better_than_the_planners(ranks):
-    specs = [TensorSpec("a", (50, 7), Rows(4)), TensorSpec("b", (30, 11), Rows(4)), TensorSpec("c", (13,))]
-    for rule in (lambda items, align: items[0].step, lambda items, align: math.lcm(*(i.step for i in items))):
-        layout = variants.layout_in_order(specs, ranks, 8, rule)  # a Layout checks itself
-        assert layout.segments[0].names == ("a", "b", "c")
-        assert layout.padded_numel >= plan(specs, ranks).padded_numel
+def test_tiny_units_are_measured_for_both_systems():
+    samples = host.measure_units(2)
+    assert {name: len(found) for name, found in samples.items()} == {"ours": 2, "fsdp2": 2}
 
 
 # -- scale on paper ---------------------------------------------------------------------------------------------------
@@ -216,8 +205,8 @@ def test_flops_of_a_layer_are_two_for_each_active_weight_and_token():
     model = load_model("llama-3-70b")
     layer = next(group for group in model.groups if group.count == 80)
     weights = sum(entry.numel for entry in layer.tensors if len(entry.shape) == 2)
-    attention = 2 * scale.TOKENS * scale.SEQUENCE * 8192
-    assert scale.flops_of(layer, 1) == 2 * weights * scale.TOKENS + attention
+    attention = 2 * predict.TOKENS * predict.SEQUENCE * 8192
+    assert predict.flops_of(layer, 1) == 2 * weights * predict.TOKENS + attention
 
 
 # -- reports and formats ----------------------------------------------------------------------------------------------
@@ -230,7 +219,7 @@ def test_the_report_of_all_sections_is_written_with_its_pictures(tmp_path):
     bars = [{"title": "t", "ticks": ["x"], "series": {"ours": [1.0]}}]
     extra = {"title": "A table", "text": "About it.", "header": ["a", "b"], "rows": [["x", 1]], "bars": bars}
     store.save("extra", {"tables": [extra]}, noise=["it rained"], folder=tmp_path)
-    text = report.write(tmp_path).read_text()
+    text = page.write(tmp_path).read_text()
     for part in ("2.00", "it is tired", "A table", "it rained", SYSTEMS["fsdp2"].label):
         assert part in text
     linked = [line.split("(")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
@@ -240,10 +229,10 @@ def test_the_report_of_all_sections_is_written_with_its_pictures(tmp_path):
 def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
     raw = raw_figures()
     store.save("speed-tiny-2", {**raw, "times": speed.summarise(raw), "memory": {}}, folder=tmp_path)
-    report.write(tmp_path)
+    page.write(tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.put_into(readme, tmp_path)
+    readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    page.put_into(readme, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -252,10 +241,10 @@ def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
 
 
 def test_a_readme_without_markers_is_refused(tmp_path):
-    report.write(tmp_path)
+    page.write(tmp_path)
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="bench summary"):
-        report.put_into(tmp_path / "README.md", tmp_path)
+        page.put_into(tmp_path / "README.md", tmp_path)
 
 
 def test_tables_align_numbers_to_the_right():
@@ -284,7 +273,7 @@ def gpu_content(commit):
 
 def test_gpu_figures_become_results_of_a_machine_of_their_own(tmp_path):
     pytest.importorskip("asv")
-    gpu_import.convert(gpu_content("HEAD"), gpu_import.commit_of(gpu_content("HEAD"), None), tmp_path)
+    convert.convert(gpu_content("HEAD"), convert.commit_of(gpu_content("HEAD"), None), tmp_path)
     found = history.series(tmp_path)["nvidia-h200-x1"]
     ((_, commit, value),) = found["gpu_history.Gpu.track_exposed_seconds(simulated-gpu-dense-8, ours)"]
     assert value == 0.1
@@ -294,18 +283,18 @@ def test_gpu_figures_become_results_of_a_machine_of_their_own(tmp_path):
 
 def test_gpu_figures_of_a_changed_tree_need_a_commit_said():
     with pytest.raises(ValueError, match="changed tree"):
-        gpu_import.commit_of(gpu_content("abc+"), None)
+        convert.commit_of(gpu_content("abc+"), None)
 
 
 def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkeypatch):
     good = {"workload": "tiny", "systems": ["plain"], "rounds": 1, "steps": 1, "device": "cpu"}
     chosen = [
-        gpu.Piece("bad", "rounds", 1, {**good, "workload": "none"}, 60),
-        gpu.Piece("good", "rounds", 1, good, 60),
+        gpu.Piece("bad", rounds.run, 1, {**good, "workload": "none"}, 60),
+        gpu.Piece("good", rounds.run, 1, good, 60),
     ]
     monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
     found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
-    assert "gave no answer" in found["pieces"]["bad"]["failed"]
+    assert "KeyError('none')" in found["pieces"]["bad"]["failed"]
     assert "plain" in found["pieces"]["good"]["times"]
     text = gpu.summary({"machine": machine.describe(), "commit": None, "figures": found})
     assert "DRY RUN" in text

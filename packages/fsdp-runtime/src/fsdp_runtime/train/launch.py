@@ -24,8 +24,6 @@ import torch
 from .config import RunConfig, pick_device
 from .errors import TrainError
 
-CONTROL = "FSDP_TRAIN_CONTROL"  # environment variable: the control folder, set in launched ranks
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -83,7 +81,6 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
         environment = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            CONTROL: str(control),
         }
         command = ["-m", "fsdp_runtime.train.worker", str(control)]
         with _environment(environment), _asks_to_stop(control) as received:

@@ -37,10 +37,10 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ff_dim", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+        if self.dim % self.num_heads or self.head_dim < 2:
             raise ValueError(
                 f"dim {self.dim} over {self.num_heads} heads gives {self.dim / self.num_heads:g} channels a head, "
-                "expected an even whole number"
+                "expected a whole number of at least 2"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not divide by {self.num_kv_heads} key/value heads")
@@ -73,16 +73,16 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def rope_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's rotation, fp32, each (T, C/2)."""
-    frequency_C = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    """Cosines and sines of every position's rotation, fp32, each (T, C // 2)."""
+    frequency_C = theta ** (-torch.arange(0, head_dim - 1, 2, device=device, dtype=torch.float32) / head_dim)
     angle_TC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C)
     return angle_TC.cos(), angle_TC.sin()
 
 
 def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Rotary embedding: channel pairs (i, i + C/2) turned by their position's angle, in fp32."""
-    left, right = x_BHTC.float().chunk(2, dim=-1)
-    turned = torch.cat((left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC), dim=-1)
+    """Rotary embedding: channel pairs (i, i + C // 2) turned by their position's angle, in fp32. An odd last one stays."""
+    left, right, *rest = x_BHTC.float().split(cos_TC.shape[-1], dim=-1)
+    turned = torch.cat((left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC, *rest), dim=-1)
     return turned.to(x_BHTC.dtype)
 
 

@@ -10,18 +10,17 @@ replays a step of theirs. The peak is
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import unit_memory
+from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig, pick_device
 from .corpus import read_data
@@ -98,7 +97,9 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
         raise TrainError("plan works out activations for the built-in model, not for --hf-config")
     sizes = model_config(config, vocab_size)
     device = torch.device(pick_device(config.device))
-    with silent_ranks(rank, world_size):
+    if dist.is_initialized():
+        raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
+    with simulated_ranks(world_size, rank=rank, collectives="refuse"):
         mesh = init_device_mesh(device.type, (world_size,))
         with torch.device("meta"):
             model: nn.Module = Transformer(sizes)
@@ -184,51 +185,6 @@ def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ta
         finally:
             optimizer.zero_grad(set_to_none=True)
     return live.peak
-
-
-class _SilentGroup(dist.ProcessGroup):
-    """A process group of many ranks of which only this one exists. It cannot communicate, and is not asked to."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._ranks, self._name = size, "0"
-
-    def size(self) -> int:
-        return self._ranks
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "silent"
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
-    pg_name = group_name
-
-
-@contextmanager
-def silent_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is `rank` of `world_size` ranks that do not exist.
-
-    Raises:
-        TrainError: torch.distributed is in use already.
-    """
-    if dist.is_initialized():
-        raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
-    if not hasattr(dist.Backend, "SILENT"):
-        dist.Backend.register_backend(
-            "silent",
-            lambda store, rank, size, timeout: _SilentGroup(rank, size),
-            devices=["cpu", "cuda", "meta"],
-        )
-    dist.init_process_group("silent", store=HashStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def print_plan(config: RunConfig, asked_ranks: int | None) -> int:

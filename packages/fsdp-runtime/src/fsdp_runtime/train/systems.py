@@ -5,6 +5,7 @@ optimizer's step go through it, because DeepSpeed wants them to itself.
 """
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -146,24 +147,29 @@ class FSDP2(FullyShard):
 
 
 class Runtime(FullyShard):
-    """fsdp_runtime.fully_shard, with `--block` as its block policy."""
+    """fsdp_runtime.fully_shard, with `--block` as its block policy; `options` are further arguments of it."""
 
     name = "fsdp_runtime"
+
+    def __init__(
+        self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
+    ) -> None:
+        super().__init__(config, device, mesh)
+        self.options = options
 
     def fully_shard(
         self, model: nn.Module, layers: list[nn.Module]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Ours."""
-        import fsdp_runtime
+        from fsdp_runtime import fully_shard
 
-        fully_shard: Callable[..., Any] = getattr(fsdp_runtime, "fully_shard")  # noqa: B009
         if self.config.block == "auto":
             ranks = self.mesh.size() if self.mesh is not None else 1
             policy = declared_blocks(self.config.optimizer, model, [*layers, model], ranks)
         else:
             block = parse_block_option(self.config.block)
             policy = None if block is None else lambda name, p: block
-        return fully_shard, {"block_policy": policy}
+        return fully_shard, {"block_policy": policy, **self.options}
 
 
 class DDP(System):
@@ -187,6 +193,7 @@ class DeepSpeed(System):
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine shards a materialised model."""
+        os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about collectives that it calls
@@ -198,7 +205,11 @@ class DeepSpeed(System):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.config.precision == "bf16"},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "overlap_comm": self.device.type != "cpu",
+            },
             "steps_per_print": 10**9,
         }
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -245,11 +256,6 @@ def not_installed(system: str) -> str | None:
     """Why a system cannot run here, or None."""
     if system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed)"
-    if system == "fsdp_runtime":
-        import fsdp_runtime
-
-        if not hasattr(fsdp_runtime, "fully_shard"):
-            return "this version of fsdp_runtime has no fully_shard"
     if system in ("ddp", "fsdp2") and not dist.is_available():
         return "this torch was built without torch.distributed"
     return None

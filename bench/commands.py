@@ -1,0 +1,35 @@
+"""What `python -m bench` can do. Modules are imported when they are asked for."""
+
+import importlib
+
+# command: its module and what it does
+COMMANDS = {
+    "ablation": ("times.ablation", "what each idea is worth: the same step without it"),
+    "calls": ("counts.calls", "Python calls of our own code, next to FSDP2's"),
+    "checkpoint": ("times.checkpoint", "how long saving and loading takes"),
+    "counts": ("counts.counts", "exact counts of one step: collectives, bytes, calls, live memory"),
+    "gpu": ("gpu.run", "GPU tests and benchmarks, started by gpu.sh"),
+    "host": ("times.host", "CPU time that a runtime adds, with nothing on the wire"),
+    "import": ("gpu.convert", "import what gpu.sh measured on another machine"),
+    "padding": ("scale.padding", "how much each layout rule pads real models, for the report"),
+    "record": ("record", "all figures of the report again, in one go"),
+    "report": ("report.page", "all results as one Markdown page with pictures"),
+    "scale": ("scale.predict", "predicted step time and memory on 64 to 16,384 GPUs, and a check"),
+    "scripts": ("scripts", "keep what the commands below print"),
+    "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
+    # One package each; they print tables.
+    "planner": ("packages.planner", "layout-planner: time to plan real models, and padding"),
+    "placement": ("packages.placement", "ragged-shard: what ops on ragged tensors cost the host"),
+    "buffer": ("packages.buffer", "dbuffer: what moving a group costs, without the collective itself"),
+    "exchange": ("packages.exchange", "dbuffer: large gathers and reductions by each transport"),
+    "optimizer": ("optimizers.step", "block-optim: time of an AdamW step"),
+    "optimizer_distance": ("optimizers.distance", "block-optim: how far 8-bit AdamW ends up from fp32"),
+    "muon": ("optimizers.muon", "block-optim: Muon's step, Newton-Schulz, plans for large models"),
+    "shampoo": ("optimizers.shampoo", "block-optim: Shampoo's and SOAP's step and memory"),
+}
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run `python -m bench COMMAND ...`; its exit code."""
+    module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
+    return module.main(arguments) or 0

@@ -1,0 +1,1 @@
+"""What all questions share: the state of the machine, files and tables, processes."""

@@ -1,0 +1,1 @@
+"""A machine with GPUs and nothing but PyTorch."""

@@ -1,0 +1,1 @@
+"""block-optim's optimizers: time, memory, distance from fp32."""

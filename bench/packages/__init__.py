@@ -1,0 +1,1 @@
+"""One package each, without a training step around it."""

@@ -1,0 +1,330 @@
+"""The sections of the report: each reads the results it is about and gives Markdown; nothing where there are none."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..common import store
+from ..counts import counts
+from ..systems.adapters import SYSTEMS
+from ..times import speed
+from . import history, plots
+from .plots import Panel
+
+INTRODUCTION = """\
+Written by `python -m bench report` from the JSON files beside it. Counts are exact on any machine. Times are medians
+over rounds in which all systems take turns; ratios are taken within a round. What each workload is, and the command
+that measures it, is in [the README of this folder](../README.md)."""
+
+
+def _about(found: dict[str, Any]) -> str:
+    where = found["machine"]
+    device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
+    text = f"*{device}, torch {where['torch']}, {where['date']}, commit {found['commit']}.*"
+    if found["noise"]:
+        text += f"\n**The machine was too busy for times to be trusted: {'; '.join(found['noise'])}.**"
+    return text
+
+
+def _picture(folder: Path, name: str, alt: str) -> str:
+    return f"![{alt}](plots/{name}.svg)"
+
+
+def speed_section(folder: Path) -> list[str]:
+    """Tables of every workload and number of ranks, and bars of the ratios."""
+    found = store.load_all("speed-", folder)
+    if not found:
+        return []
+    out = ["## Speed and memory, all systems on the same work"]
+    if plots.available():
+        _speed_bars(folder, found)
+        out.append(_picture(folder, "speed", "tokens per second, CPU time and memory of all systems"))
+    for item in found:
+        figures = item["figures"]
+        work = figures["workload"]
+        out.append(
+            f"### {work['name']}, {figures['ranks']} ranks, {figures['optimizer']}, {figures['precision']}\n\n"
+            f"{work['parameters'] / 1e6:.1f}M parameters in {work['tensors']} tensors, {work['tokens_per_rank']} tokens"
+            f" on each rank. {_about(item)}"
+        )
+        out.append(speed.as_table(figures))
+        out.append(_losses(figures))
+    return out
+
+
+def _losses(figures: dict[str, Any]) -> str:
+    first = {SYSTEMS[name].label: losses[-1] for name, losses in figures["losses"].items()}
+    agreed = ", ".join(f"{name} {loss:.5f}" for name, loss in first.items())
+    return (
+        f"Losses after {len(next(iter(figures['losses'].values())))} steps, checked before timing: {agreed}."
+    )
+
+
+def _speed_bars(folder: Path, found: list[dict[str, Any]]) -> None:
+    names = [name for name in SYSTEMS if any(name in item["figures"]["times"] for item in found)]
+    ticks = [f"{i['figures']['workload']['name']}\n{i['figures']['ranks']} ranks" for i in found]
+
+    def series(figure: Any) -> dict[str, list[float]]:
+        return {
+            SYSTEMS[name].label: [
+                figure(item["figures"], name) if _has(item, name) else math.nan for item in found
+            ]
+            for name in names
+        }
+
+    panels = [
+        Panel(
+            "Tokens/s, FSDP2 = 1 (more is better)",
+            series(lambda f, n: f["times"][n].get("wall_ratio_fsdp2", math.nan)),
+            ticks,
+            reference=1.0,
+        ),
+        Panel(
+            "CPU seconds a step (less is better)",
+            series(lambda f, n: f["times"][n]["cpu"]),
+            ticks,
+            "seconds, each rank",
+        ),
+        Panel(
+            "Peak resident memory (less is better)",
+            series(lambda f, n: f["memory"].get(n, {}).get("start", math.nan) / 2**20),
+            ticks,
+            "MiB, the largest rank",
+        ),
+    ]
+    plots.bars(folder / "plots" / "speed.svg", panels, columns=1 if len(found) > 3 else 3)
+
+
+def _has(item: dict[str, Any], name: str) -> bool:
+    return name in item["figures"]["times"]
+
+
+def counts_section(folder: Path) -> list[str]:
+    """Exact counts and live memory."""
+    out: list[str] = []
+    for item in store.load_all("counts-", folder):
+        figures = item["figures"]
+        name = item["name"].removeprefix("counts-")
+        out.append(
+            f"## Exact counts of one step, workload {name}\n\nBeyond the same model's own step with no sharding. "
+            f"*Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls."
+            f" {_about(item)}"
+        )
+        if plots.available():
+            _count_bars(folder, name, figures)
+            out.append(_picture(folder, f"counts-{name}", "bytes copied and dispatcher calls"))
+            out.append(_picture(folder, f"memory-{name}", "live memory at the peak, by kind"))
+        out += [
+            counts.as_table(figures),
+            "Live memory at the peak of the step:",
+            counts.memory_table(figures),
+        ]
+    return out
+
+
+def _count_bars(folder: Path, name: str, figures: dict[str, Any]) -> None:
+    worlds = list(figures)
+    names = [n for n in ("ours", "fsdp2") if all("skipped" not in figures[w][n] for w in worlds)]
+
+    def series(figure: Any) -> dict[str, list[float]]:
+        return {SYSTEMS[n].label: [figure(figures[world][n]) for world in worlds] for n in names}
+
+    ticks = [world.replace(" ", "\n") for world in worlds]
+    panels = [
+        Panel("Bytes copied in forward", series(lambda f: f["copied"]["forward"] / 2**20), ticks, "MiB"),
+        Panel("Bytes copied in backward", series(lambda f: f["copied"]["backward"] / 2**20), ticks, "MiB"),
+        Panel(
+            "Dispatcher calls beyond the model's",
+            series(lambda f: sum(f["calls"].values())),
+            ticks,
+            "calls a step",
+        ),
+    ]
+    plots.bars(folder / "plots" / f"counts-{name}.svg", panels)
+    memory = [
+        Panel(
+            SYSTEMS[n].label,
+            {kind: [figures[w][n]["at_peak"].get(kind, 0) / 2**20 for w in worlds] for kind in counts.KINDS},
+            ticks,
+            "MiB live at the peak",
+        )
+        for n in names
+    ]
+    if memory:
+        plots.stacks(folder / "plots" / f"memory-{name}.svg", memory, columns=2)
+
+
+def padding_section(folder: Path) -> list[str]:
+    """Curves of how much layouts pad real models."""
+    found = store.load("padding", folder)
+    if not found:
+        return []
+    out = [
+        "## Padding of real models\n\nShare of the model's parameters that the buffers hold beyond them. Computed."
+    ]
+    ranks, curves = found["figures"]["ranks"], found["figures"]["curves"]
+    if plots.available():
+        panels = [
+            Panel(
+                f"{model}, {block}",
+                {rule: (ranks, [100 * v for v in y]) for rule, y in rules.items()},
+                unit="%",
+            )
+            for model, blocks in curves.items()
+            for block, rules in blocks.items()
+        ]
+        plots.lines(
+            folder / "plots" / "padding.svg", panels, columns=2, log_x=True, log_y=True, x_label="ranks"
+        )
+        out.append(_picture(folder, "padding", "padding against the number of ranks"))
+    shown = [r for r in ranks if r in (64, 256, 1024, 4096)]
+    rows = [
+        [model, block, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in shown)]
+        for model, blocks in curves.items()
+        for block, rules in blocks.items()
+        for rule, y in rules.items()
+    ]
+    return [*out, store.table(["model", "block", "rule", *(f"{r:,} ranks" for r in shown)], rows)]
+
+
+def tables_section(folder: Path) -> list[str]:
+    """Results that bring their own table: {"title", "text", "header", "rows"}.
+
+    May have "bars" or "lines", lists of panels to draw, and "exact": counts, which no noise concerns.
+    """
+    out: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        item = json.loads(path.read_text())
+        for index, part in enumerate(item["figures"].get("tables", [])):
+            about = _about({**item, "noise": []} if part.get("exact") else item)
+            out.append(f"## {part['title']}\n\n{part['text']} {about}")
+            if part.get("bars") and plots.available():
+                name = f"{path.stem}-{index}"
+                panels = [Panel(**panel) for panel in part["bars"]]
+                plots.bars(folder / "plots" / f"{name}.svg", panels, columns=min(len(panels), 3))
+                out.append(_picture(folder, name, part["title"]))
+            if part.get("lines") and plots.available():
+                name = f"{path.stem}-{index}"
+                panels = [Panel(**panel) for panel in part["lines"]]
+                options = part.get("options", {})
+                plots.lines(folder / "plots" / f"{name}.svg", panels, **options)
+                out.append(_picture(folder, name, part["title"]))
+            out.append(store.table(part["header"], part["rows"]))
+    return out
+
+
+def scripts_section(folder: Path) -> list[str]:
+    """What the scripts of this folder printed when `python -m bench scripts` ran them last."""
+    found = store.load_all("script-", folder)
+    if not found:
+        return []
+    out = ["## What the other scripts print"]
+    for item in found:
+        printed = item["figures"]["printed"].strip()
+        body = printed if printed.startswith(("|", "#")) else f"```\n{printed}\n```"
+        out.append(f"### `{item['figures']['command']}`\n\n{_about(item)}\n\n{body}")
+    return out
+
+
+def history_section(folder: Path) -> list[str]:
+    """Lines over commits, for every figure that asv recorded at two commits or more."""
+    out: list[str] = []
+    for machine, lines in history.series(folder).items():
+        long = {name: line for name, line in lines.items() if len(line) > 1}
+        out.append(
+            f"## History on {machine}\n\n{len(lines)} figures, {len(long)} of them at two commits or more."
+        )
+        families: dict[str, dict[str, Any]] = {}
+        for name, line in long.items():
+            family, _, label = name.partition("(")
+            families.setdefault(family, {})[label.rstrip(")") or "it"] = line
+        if families and plots.available():
+            panels = []
+            for family, members in sorted(families.items()):
+                commits = sorted({(date, commit) for line in members.values() for date, commit, _ in line})
+                where = {commit: index for index, (_, commit) in enumerate(commits)}
+                series = {
+                    label: ([where[c] for _, c, _ in line], [value for *_, value in line])
+                    for label, line in list(members.items())[:8]
+                }
+                panels.append(Panel(family, series, unit=""))
+            name = f"history-{machine}"
+            plots.lines(folder / "plots" / f"{name}.svg", panels, columns=2, x_label="commit, oldest first")
+            out.append(_picture(folder, name, f"history on {machine}"))
+        newest = [
+            [name, f"{line[-1][2]:.6g}", line[-1][1], len(line)] for name, line in sorted(lines.items())
+        ]
+        out.append(
+            "<details><summary>newest figures</summary>\n\n"
+            + store.table(["figure", "value", "commit", "commits"], newest)
+            + "\n\n</details>"
+        )
+    return out
+
+
+def summary(folder: Path) -> list[str]:
+    """The few lines for the README at the top."""
+    out: list[str] = []
+    header = [
+        "workload",
+        "ranks",
+        "tokens/s",
+        "x FSDP2",
+        "x DDP",
+        "CPU s/step, of FSDP2's",
+        "peak RSS, of FSDP2's",
+    ]
+    rows = []
+    noisy = False
+    for item in store.load_all("speed-", folder):
+        figures = item["figures"]
+        if "ours" not in figures["times"]:
+            continue
+        if item["noise"]:
+            noisy = True
+            continue
+        t, memory = figures["times"]["ours"], figures["memory"]
+        share = (
+            memory["ours"]["start"] / memory["fsdp2"]["start"] if {"ours", "fsdp2"} <= set(memory) else None
+        )
+        name = figures["workload"]["name"]
+        rows.append(
+            [
+                name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
+                figures["ranks"],
+                f"{t['tokens_per_second']:,.0f}",
+                *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
+                f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
+                f"{share:.0%}" if share else "",
+            ]
+        )
+        where = item["machine"]
+    busy = " Times of a busy machine are left out here." if noisy else ""
+    if noisy and not rows:
+        out.append(busy.strip())
+    if rows:
+        out.append(
+            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
+            f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}"
+        )
+        out.append(store.table(header, rows))
+    for item in store.load_all("counts-counts", folder):
+        found = item["figures"].get("64 simulated", {})
+        if "copied" in found.get("ours", {}):
+            ours, theirs = found["ours"], found["fsdp2"]
+            out.append(
+                "One step of a 31.6M-parameter Llama on 64 simulated ranks, beyond the model's own work: "
+                f"{store.mib(ours['copied']['forward'])} MiB copied in forward and"
+                f" {store.mib(ours['copied']['backward'])} in backward (FSDP2:"
+                f" {store.mib(theirs['copied']['forward'])} and {store.mib(theirs['copied']['backward'])}),"
+                f" {sum(ours['calls'].values())} dispatcher calls ({sum(theirs['calls'].values())}),"
+                f" {store.mib(ours['peak'])} MiB live at the peak ({store.mib(theirs['peak'])})."
+            )
+    out.append("All figures, pictures and commands: [bench/results/REPORT.md](bench/results/REPORT.md).")
+    return out
+
+
+ALL = (
+    speed_section, counts_section, tables_section, padding_section, scripts_section, history_section
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Large clusters on paper, and how layouts pad large models."""

@@ -1,0 +1,1 @@
+"""What is measured: workloads, models, and the systems that train them."""

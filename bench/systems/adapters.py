@@ -1,0 +1,341 @@
+"""The systems under comparison behind one interface: same model, same batches, same optimizer.
+
+    build("fsdp2", job) -> Trainer      forward(batch) -> loss, backward(loss), update()
+    why_not("megatron-fsdp", job)       None, or the reason why it cannot run here
+
+How a model is wrapped is `fsdp_runtime.train.systems`, as in `fsdp-train compare`. Here are the systems that only
+benchmarks know, and our own with one idea taken away (`seams`).
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from . import seams
+from .workloads import WORKLOADS, Workload
+
+LEARNING_RATE = 1e-3
+TILE = (32, 32)  # of 8-bit AdamW's states
+OPTIMIZERS = ("adamw", "block-adamw", "adamw8bit", "muon", "shampoo")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work for any system.
+
+    Attributes:
+        mesh: of one axis, over all ranks.
+        precision: "float32", or "bfloat16": computed in bf16, weights, reductions and optimizer in fp32.
+        options: further keyword arguments for our own `fully_shard`; `block_policy` may be text, such as "rows:32".
+    """
+
+    workload: Workload
+    mesh: Any
+    device: str = "cpu"
+    optimizer: str = "adamw"
+    precision: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: dict[str, Any]) -> "Job":
+        """The job that a request describes, on a mesh over all ranks."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = request.get("device", "cpu")
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        given = {key: request[key] for key in ("optimizer", "precision", "options") if key in request}
+        return cls(WORKLOADS[request["workload"]], mesh, device, **given)
+
+
+@dataclass
+class Trainer:
+    """A wrapped model and its optimizers. `forward`, `backward`, `update` are the three parts of a step."""
+
+    name: str
+    module: Any
+    optimizers: list[Any]
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], None]
+    update: Callable[[], None]
+
+    def step(self, batch: Any) -> float:
+        """One whole step; the loss on this rank."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return float(loss.detach())
+
+
+def build(name: str, job: Job) -> Trainer:
+    """Wrap a new model and build its optimizer.
+
+    Raises:
+        RuntimeError: the system cannot run here; the reason.
+    """
+    if reason := why_not(name, job):
+        raise RuntimeError(f"{name} cannot run: {reason}")
+    return SYSTEMS[name].build(name, job)
+
+
+def build_plain(job: Job) -> Trainer:
+    """The model without sharding, wherever: what others are compared with."""
+    return SYSTEMS["plain"].build("plain", job)
+
+
+def why_not(name: str, job: Job) -> str | None:
+    """Why a system cannot do this job on this machine; None where it can."""
+    return SYSTEMS[name].why_not(job)
+
+
+# -- how each is built -------------------------------------------------------------------------------------------------
+
+
+def _as_compared(system: str, name: str, job: Job) -> Trainer:
+    """As `fsdp-train compare` builds it."""
+    import torch
+
+    from fsdp_runtime.train.systems import make_system
+
+    return _finish(name, job, make_system(_config(job, system), torch.device(job.device), job.mesh))
+
+
+def _ours(
+    name: str,
+    job: Job,
+    *,
+    late: bool = False,
+    blocks: Any = None,
+    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+    **options: Any,
+) -> Trainer:
+    """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
+    import torch
+
+    from fsdp_runtime.train.systems import Runtime
+
+    given = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
+    system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **given)
+    trainer = _finish(name, job, system, optimizers=optimizers)
+    trainer.module.set_copy_gradients_late(late)
+    return trainer
+
+
+def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
+    from layout_planner.baselines import in_given_order
+
+    return _ours(name, job, planner=partial(in_given_order, lcm=lcm))
+
+
+def _gathering(name: str, job: Job) -> Trainer:
+    def gather(module: Any, job: Job) -> list[Any]:
+        return [seams.Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
+
+    return _ours(name, job, blocks=lambda job: None, optimizers=gather)
+
+
+def _fsdp1(name: str, job: Job) -> Trainer:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from fsdp_runtime.train.systems import make_system
+
+    def wrap(model: Any) -> Any:
+        half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=job.mesh,
+            device_id=torch.cuda.current_device() if job.device == "cuda" else torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+            mixed_precision=half if job.precision == "bfloat16" else None,
+            use_orig_params=True,
+        )
+
+    system = make_system(_config(job, "one"), torch.device(job.device), job.mesh)
+    return _finish(name, job, system, wrap=wrap, casts=True)
+
+
+def _megatron(name: str, job: Job) -> Trainer:
+    import torch
+    from megatron_fsdp import fully_shard
+
+    from fsdp_runtime.train.systems import make_system
+
+    made: list[Any] = []
+
+    def wrap(model: Any) -> Any:
+        wrapped, optimizer = fully_shard(
+            module=model,
+            optimizer=make_optimizers(model, job)[0],
+            device_mesh=job.mesh,
+            dp_shard_dim=job.mesh.mesh_dim_names[0],
+            fsdp_unit_modules=[type(model.blocks[0])],
+            zero_dp_strategy=3,
+        )
+        made.append(optimizer)
+        return wrapped
+
+    system = make_system(_config(job, "one"), torch.device(job.device), job.mesh)
+    return _finish(name, job, system, wrap=wrap, optimizers=lambda module, job: made)
+
+
+def _config(job: Job, system: str) -> Any:
+    """A job as `fsdp_runtime.train` says it: nothing is clipped or checkpointed."""
+    from fsdp_runtime.train import RunConfig
+
+    return RunConfig(
+        system=system,
+        batch=job.workload.batch * job.mesh.size(),
+        precision="bf16" if job.precision == "bfloat16" else "fp32",
+        clip=0.0,
+        optimizer="torch-adamw",
+        block="none",
+    )
+
+
+def _finish(
+    name: str,
+    job: Job,
+    system: Any,
+    *,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    casts: bool = False,
+    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+) -> Trainer:
+    """A trainer of the workload's model.
+
+    Args:
+        system: of `fsdp_runtime.train.systems`.
+        wrap: what is done to the model before.
+        casts: whether `wrap` casts to the job's precision.
+        optimizers: makes them; `make_optimizers` unless given.
+    """
+    from fsdp_runtime.train.trainer import losses_of
+
+    made: list[Any] = []
+
+    def make(module: Any) -> Any:
+        made.extend((optimizers or make_optimizers)(module, job))
+        return made[0]
+
+    module, _ = system.build(wrap(job.workload.model(job.device)), None, make)
+    autocast = contextlib.nullcontext if casts else system.autocast
+
+    def forward(batch: Any) -> Any:
+        with autocast():
+            return losses_of(module, *batch)[0]
+
+    def update() -> None:
+        if job_engine := getattr(system, "engine", None):  # DeepSpeed's
+            job_engine.step()
+            return
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return Trainer(name, module, made, forward, system.backward, update)
+
+
+def _block_policy(job: Job) -> Any:
+    """What the job says, `rows:32`, `tile:32x32` or `whole` of every matrix; else what its optimizer asks for."""
+    import block_optim
+    from layout_planner import Tile, parse_block
+
+    given = job.options.get("block_policy")
+    if isinstance(given, str):
+        block = parse_block(given)
+        return lambda name, parameter: block if parameter.ndim > 1 else None
+    if given is None and job.optimizer == "adamw8bit":
+        return block_optim.AdamW8bit.block_policy(block=Tile(*TILE))
+    return block_optim.Shampoo.block_policy() if given is None and job.optimizer == "shampoo" else given
+
+
+def make_optimizers(module: Any, job: Job) -> list[Any]:
+    """The job's optimizer over a module's parameters; for Muon a second one takes what is not a matrix of a block."""
+    import torch
+
+    parameters = list(module.parameters())
+    if job.optimizer == "adamw":
+        return [torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)]
+    import block_optim
+
+    if job.optimizer == "block-adamw":
+        return [block_optim.AdamW(parameters, lr=LEARNING_RATE)]
+    if job.optimizer == "adamw8bit":
+        from layout_planner import Tile
+
+        return [block_optim.AdamW8bit(parameters, lr=LEARNING_RATE, block=Tile(*TILE))]
+    if job.optimizer == "shampoo":
+        return [block_optim.Shampoo(parameters, lr=LEARNING_RATE)]
+    if job.optimizer == "muon":
+        matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and "blocks" in n]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in parameters if id(p) not in chosen]
+        muon = block_optim.Muon(matrices, lr=20 * LEARNING_RATE)
+        return [muon, torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=True)]
+    raise ValueError(f"optimizer {job.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+
+
+# -- which can run -----------------------------------------------------------------------------------------------------
+
+
+def _always(job: Job) -> str | None:
+    return None
+
+
+def _one_rank(job: Job) -> str | None:
+    import torch.distributed as dist
+
+    # In a simulated world there is one process anyhow, and losses are not compared.
+    if job.mesh.size() == 1 or dist.get_backend() == "simulated":
+        return None
+    return "not distributed: its losses would be those of one rank's batches"
+
+
+def _plain_parameters(job: Job) -> str | None:
+    if job.optimizer == "adamw":
+        return None
+    return f"it hands flat pieces of parameters to {job.optimizer}, which needs whole tensors or DTensors"
+
+
+def _deepspeed_can(job: Job) -> str | None:
+    return _missing("deepspeed") or _plain_parameters(job)
+
+
+def _megatron_can(job: Job) -> str | None:
+    if job.device == "cpu":
+        return "needs CUDA: its buffers and streams are CUDA's"
+    return _missing("megatron_fsdp") or _plain_parameters(job)
+
+
+def _missing(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"the package {module} is not installed"
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system is built, when it can be, and what it is called in tables."""
+
+    label: str
+    build: Callable[[str, Job], Trainer]
+    why_not: Callable[[Job], str | None] = _always
+
+
+SYSTEMS = {
+    "plain": System("no sharding, one rank", partial(_as_compared, "one"), _one_rank),
+    "ddp": System("DDP (not sharded)", partial(_as_compared, "ddp")),
+    "ours": System("fsdp_runtime", _ours),
+    "ours-staged": System("without zero-copy", partial(_ours, transport=seams.staged)),
+    "ours-held": System("gradients not fused", partial(_ours, late=True)),
+    "ours-given-order": System("planner off: given order", _given_order),
+    "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
+    "ours-gathering": System("blocks ignored", _gathering),
+    "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),
+    "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
+    "deepspeed": System("DeepSpeed ZeRO-3", partial(_as_compared, "deepspeed"), _deepspeed_can),
+    "megatron-fsdp": System("Megatron-FSDP", _megatron, _megatron_can),
+}

@@ -1,0 +1,1 @@
+"""How long a step takes, and how much memory: all systems on the same work."""

@@ -1,0 +1,149 @@
+"""CPU time that a runtime adds to the model's own step, with nothing on the wire: copies, hooks, launches.
+
+python -m bench host      writes results/host.json
+
+One process stands for rank 0 of 8, 64 and 1024 (torch's fake process group); the model without sharding, ours and FSDP2
+take turns. Time is the main thread's CPU time, so that a busy machine disturbs it less than it does a clock; few
+tokens, so that what is added shows. Then the same for 64 units so small that all of it is added.
+"""
+
+import resource
+import statistics
+import time
+from typing import Any
+
+from ..common import machine, store
+from ..common.ranks import fake_ranks
+from ..systems.adapters import SYSTEMS, Job, Trainer, build, build_plain
+from ..systems.workloads import WORKLOADS, batch_of
+
+SIMULATED = (8, 64, 1024)
+COMPARED = ("ours", "fsdp2")
+PARTS = ("forward", "backward", "update")
+UNITS, WIDTH = 64, 8
+UNITS_GOAL = 0.6  # of FSDP2's, at most
+
+
+def measure(ranks: int, rounds: int, workload: str) -> dict[str, list[dict[str, float]]]:
+    """Thread CPU seconds of each part, round by round."""
+    with fake_ranks(ranks) as mesh:
+        job = Job(WORKLOADS[workload], mesh)
+        trainers = {"plain": build_plain(job), **{name: build(name, job) for name in COMPARED}}
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+        for turn in range(rounds + 2):
+            batch = batch_of(job.workload, turn, 0)
+            for name, trainer in trainers.items():
+                found = _step(trainer, batch)
+                if turn >= 2:
+                    samples[name].append(found)
+    return samples
+
+
+def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    marks = [time.thread_time()]
+    loss = trainer.forward(batch)
+    marks.append(time.thread_time())
+    trainer.backward(loss)
+    marks.append(time.thread_time())
+    trainer.update()
+    marks.append(time.thread_time())
+    found = {part: end - begin for part, begin, end in zip(PARTS, marks, marks[1:], strict=False)}
+    return {**found, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
+
+
+def measure_units(rounds: int) -> dict[str, list[float]]:
+    """Thread CPU seconds of forward and backward of 64 linear units of 8 x 8 on four fake ranks, round by round."""
+    import torch
+
+    x = torch.ones(2, WIDTH)
+    with fake_ranks(4) as mesh:
+        models = {name: _tiny_units(name, mesh) for name in COMPARED}
+        samples: dict[str, list[float]] = {name: [] for name in models}
+        for turn in range(rounds + 3):
+            for name, model in models.items():
+                began = time.thread_time()
+                model(x).sum().backward()
+                if turn >= 3:
+                    samples[name].append(time.thread_time() - began)
+                model.zero_grad()
+    return samples
+
+
+def _tiny_units(system: str, mesh: Any) -> Any:
+    import torch.distributed.fsdp as fsdp2
+    from torch import nn
+
+    import fsdp_runtime
+
+    fully_shard: Any = {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def units_ratio(samples: dict[str, list[float]]) -> float:
+    """Ours as a share of FSDP2's: the median over rounds."""
+    return statistics.median(a / b for a, b in zip(samples["ours"], samples["fsdp2"], strict=True))
+
+
+def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's tables: medians, and what is added to the plain model within a round; tiny units."""
+    rows = []
+    for ranks, samples in figures["samples"].items():
+        for name, found in samples.items():
+            medians = {part: statistics.median(s[part] for s in found) for part in PARTS}
+            pairs = zip(found, samples["plain"], strict=True)
+            added = statistics.median(
+                a["forward"] + a["backward"] - b["forward"] - b["backward"] for a, b in pairs
+            )
+            spread = machine.spread([s["forward"] + s["backward"] for s in found])
+            cells = (f"{1e3 * medians[part]:.1f}" for part in PARTS)
+            faults = f"{statistics.median(s['faults'] for s in found):,.0f}"
+            rows.append([ranks, SYSTEMS[name].label, *cells, f"{1e3 * added:.1f}", faults, f"{spread:.0%}"])
+    header = [
+        "simulated ranks",
+        "system",
+        "forward ms",
+        "backward ms",
+        "optimizer ms",
+        "added ms",
+        "page faults",
+    ]
+    text = (
+        f"Workload {figures['workload']}; thread CPU milliseconds of one step. *Added* is forward and backward beyond"
+        " the same model's without sharding, in the same round. Page faults are memory"
+        " that torch's CPU allocator took from the kernel again; on a GPU there are none."
+    )
+    header.append("spread")
+    out = [{"title": "Host time with nothing on the wire", "text": text, "header": header, "rows": rows}]
+    if units := figures.get("units"):
+        rows = [
+            [SYSTEMS[name].label, f"{1e3 * statistics.median(found):.2f}", f"{machine.spread(found):.0%}"]
+            for name, found in units.items()
+        ]
+        text = (
+            f"Forward and backward of {UNITS} linear units of {WIDTH} x {WIDTH}, thread CPU milliseconds: ours is "
+            f"{units_ratio(units):.2f} of FSDP2's (goal: at most {UNITS_GOAL})."
+        )
+        header = ["system", "step ms", "spread"]
+        out.append({"title": "Host time of tiny units", "text": text, "header": header, "rows": rows})
+    return out
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, record."""
+    parser = store.parser_of("host", __doc__, timed=True)
+    parser.add_argument("--workload", default="counts")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args(arguments)
+    before = machine.busy_share()
+    calibration = [machine.calibrate() for _ in range(8)]
+    samples = {str(ranks): measure(ranks, options.rounds, options.workload) for ranks in SIMULATED}
+    units = measure_units(5 * options.rounds)
+    calibration += [machine.calibrate() for _ in range(8)]
+    figures: dict[str, Any] = {"workload": options.workload, "samples": samples, "units": units}
+    figures["tables"] = tables(figures)
+    store.print_tables(figures["tables"])
+    return store.record("host", figures, machine.verdict(before, calibration, []), options.keep_noisy)

@@ -1,0 +1,97 @@
+"""The folders of bench: calls go down, nothing of the product's insides is used, every command is there."""
+
+import ast
+import importlib
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.commands import COMMANDS
+from bench.common.history import recorded_as
+from bench.record import PARTS
+from bench.scripts import SCRIPTS
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("layout_planner", "ragged_shard", "dbuffer", "block_optim", "fsdp_runtime")
+FILES = sorted((ROOT / "bench").rglob("*.py"))
+# A folder may use those before it.
+FOLDERS = ["common", "systems", "counts", "times", "scale", "packages", "optimizers", "gpu", "report", ""]
+
+
+def module_of(path):
+    """`("bench", "counts", "tally")`; of a package's `__init__` the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(path):
+    """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING."""
+    module = module_of(path)
+    package = module if path.name == "__init__.py" else module[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            source = (*base, *(node.module or "").split(".")) if node.module else base
+            found |= {(*source, alias.name) for alias in node.names}
+    return found
+
+
+def modules_used(path):
+    """Modules of bench among what a file imports."""
+    known = {module_of(one) for one in FILES}
+    names = {name for name in imports_of(path) if name[0] == "bench"}
+    return {name if name in known else name[:-1] for name in names} - {module_of(path)}
+
+
+def test_no_module_of_bench_imports_itself_by_way_of_others():
+    graph = {module_of(path): modules_used(path) for path in FILES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_folders_use_only_those_below(path):
+    folder = {name: number for number, name in enumerate(FOLDERS)}
+    here = path.parent.relative_to(ROOT / "bench").as_posix().replace(".", "")
+    used = {name[1] if len(name) > 1 and name[1] in folder else "" for name in modules_used(path)}
+    assert all(folder[one] <= folder[here] for one in used), (here, used)
+
+
+def test_only_public_names_of_the_packages_are_used():
+    used = {
+        (str(path.relative_to(ROOT)), ".".join(name))
+        for path in FILES
+        for name in imports_of(path)
+        if name[0] in PACKAGES and any(part.startswith("_") for part in name)
+    }
+    assert not used
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_module_with_a_main(command):
+    module = importlib.import_module(f"bench.{COMMANDS[command][0]}")
+    assert callable(module.main)
+    assert module.__doc__
+
+
+def test_what_record_and_scripts_run_are_commands():
+    assert {command for command, _, _ in PARTS} | set(SCRIPTS) <= set(COMMANDS)
+
+
+def test_a_benchmark_keeps_its_name_wherever_its_class_is():
+    @recorded_as("old_place", track_it="ms")
+    class Question:
+        def track_it(self):
+            return 1
+
+        def helper(self):
+            return 2
+
+    assert vars(Question.track_it) == {"benchmark_name": "old_place.Question.track_it", "unit": "ms"}
+    assert not vars(Question.helper)
