@@ -11,8 +11,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard._ops.registry import HANDLERS
 from ragged_shard._ops.table import RULES
+from ragged_shard._registry import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import record_collectives, run_ranks
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ragged_shard._ops.registry import HANDLERS
 from ragged_shard._ops.table import RULES, markdown
+from ragged_shard._registry import HANDLERS
 from ragged_shard.testing import run_ranks
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
-from ragged_shard._ops.registry import HANDLERS
+from ragged_shard._registry import HANDLERS
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
 

@@ -80,7 +80,7 @@ def rope_tables(length: int, head_dim: int, theta: float, device: torch.device) 
 
 
 def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Rotary embedding: channel pairs (i, i + C // 2) turned by their position's angle, in fp32. An odd last one stays."""
+    """Rotary embedding: channel pairs (i, i + C // 2) turned by their position's angle, in fp32. An odd one stays."""
     left, right, *rest = x_BHTC.float().split(cos_TC.shape[-1], dim=-1)
     turned = torch.cat((left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC, *rest), dim=-1)
     return turned.to(x_BHTC.dtype)

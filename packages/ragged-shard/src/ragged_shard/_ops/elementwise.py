@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
-from ragged_shard._ops.registry import Handler
+from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ragged_shard import _comm
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
-from ragged_shard._ops.registry import Handler
+from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op

@@ -11,7 +11,7 @@ import torch
 
 from ragged_shard._ops import elementwise, reduce, special, views
 from ragged_shard._ops.fallback import fallback
-from ragged_shard._ops.registry import HANDLERS, Handler
+from ragged_shard._registry import HANDLERS, Handler
 
 
 class Rule(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from ragged_shard._ops.fallback import fallback, refusal
-from ragged_shard._ops.registry import Handler
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
+from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
