@@ -14,7 +14,7 @@ alternate in the same processes and are given the same gradients; their paramete
 Newton-Schulz: FLOP per second of `block_optim.orthogonalize`, as a share of what one large product of the same dtype
 reaches on the same device (a GPU where there is one, else one CPU core); 1 is all that the device can do.
 
-Plans: `Muon.assignment` of rank 0 of that many on torch's fake process group, the same on any machine. Per step and rank: GiB
+Plans: `Muon.assignment` of rank 0 of that many on a fake process group, the same on any machine. Per step and rank: GiB
 received by an all-gather Muon and by ours, TFLOP of the most loaded rank, and its ratio to the mean, for longest-first
 owners and for owners by turns.
 """
