@@ -13,6 +13,14 @@ from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard import _geometry as geo
 
 
+def validate(placements, mesh_shape, shape):
+    geo.validate(placements, geo.ragged_axis(placements), mesh_shape, shape)
+
+
+def region(placements, mesh_shape, shape, coordinate):
+    return geo.region(placements, geo.ragged_axis(placements), mesh_shape, shape, coordinate)
+
+
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
     numel = math.prod(sizes)
@@ -54,12 +62,12 @@ def shardings(draw):
 @given(shardings())
 def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(case):
     shape, mesh_shape, placements = case
-    geo.validate(placements, mesh_shape, shape)
+    validate(placements, mesh_shape, shape)
     counted = np.zeros(shape, dtype=int)
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        region = geo.region(placements, mesh_shape, shape, coordinate)
-        boxes = region.boxes()
-        assert sum(box.numel for box in boxes) == math.prod(region.local_shape)
+        held = region(placements, mesh_shape, shape, coordinate)
+        boxes = held.boxes()
+        assert sum(box.numel for box in boxes) == math.prod(held.local_shape)
         assert len(boxes) <= max(1, 2 * len(placements[0].dims) - 1)
         for box in boxes:
             counted[box.slices()] += 1
@@ -81,18 +89,18 @@ def test_extents_along_an_axis_agree_with_their_boxes(case):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (4, 0, 2)])
 def test_tensors_without_elements_have_empty_extents(shape):
     placements = (RaggedShard((0,), (1, 1)),)
-    geo.validate(placements, (2,), shape)
+    validate(placements, (2,), shape)
     for rank in range(2):
-        region = geo.region(placements, (2,), shape, (rank,))
-        assert region.local_shape == (shape[0] // 2, *shape[1:])
-        assert region.boxes() == ()
+        held = region(placements, (2,), shape, (rank,))
+        assert held.local_shape == (shape[0] // 2, *shape[1:])
+        assert held.boxes() == ()
 
 
 def test_a_0d_tensor_lies_on_one_rank():
     placements = (RaggedShard((), (0, 1)),)
-    geo.validate(placements, (2,), ())
-    assert [geo.region(placements, (2,), (), (r,)).local_shape for r in range(2)] == [(0,), (1,)]
-    assert geo.region(placements, (2,), (), (1,)).boxes() == (geo.Box((), ()),)
+    validate(placements, (2,), ())
+    assert [region(placements, (2,), (), (r,)).local_shape for r in range(2)] == [(0,), (1,)]
+    assert region(placements, (2,), (), (1,)).boxes() == (geo.Box((), ()),)
 
 
 @pytest.mark.parametrize(
@@ -122,23 +130,23 @@ def test_a_0d_tensor_lies_on_one_rank():
 )
 def test_placements_that_do_not_fit_raise(placements, mesh_shape, shape, error, message):
     with pytest.raises(error, match=message):
-        geo.validate(placements, mesh_shape, shape)
+        validate(placements, mesh_shape, shape)
 
 
 def test_a_shard_on_an_axis_to_the_left_cuts_first_so_a_plain_ragged_cut_is_made_inside_its_slices():
     placements = (Shard(0), RaggedShard((0,), (1, 2)))
-    geo.validate(placements, (2, 2), (12, 2))
-    regions = [geo.region(placements, (2, 2), (12, 2), (i, j)) for i in range(2) for j in range(2)]
+    validate(placements, (2, 2), (12, 2))
+    regions = [region(placements, (2, 2), (12, 2), (i, j)) for i in range(2) for j in range(2)]
     assert [(r.boxes()[0].offsets[0], r.local_shape[0]) for r in regions] == [(0, 2), (2, 4), (6, 2), (8, 4)]
     with pytest.raises(ValueError, match=r"not divisible by sum.local_units.=3; |in the slice at"):
-        geo.validate(placements, (2, 2), (8, 2))
+        validate(placements, (2, 2), (8, 2))
     with pytest.raises(ValueError, match="to its right make no slices"):
-        geo.validate((Shard(0), StridedRaggedShard((0,), (1, 1), 2)), (2, 2), (12, 2))
+        validate((Shard(0), StridedRaggedShard((0,), (1, 1), 2)), (2, 2), (12, 2))
 
 
 def test_a_shard_of_a_prefix_dimension_composes_when_no_cut_goes_through_it():
     placements = (RaggedShard((0, 1), (1, 3)), Shard(1))
-    geo.validate(placements, (2, 2), (4, 6, 2))
-    regions = [geo.region(placements, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
+    validate(placements, (2, 2), (4, 6, 2))
+    regions = [region(placements, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
     assert [r.local_shape for r in regions] == [(3, 2), (3, 2), (9, 2), (9, 2)]
     assert regions[3].boxes() == (geo.Box((1, 3, 0), (3, 3, 2)),)

@@ -30,7 +30,9 @@ class Gradients:
         partial: whether the shard holds a sum that was not taken across replicas yet.
     """
 
-    def __init__(self, name: str, plan: GroupPlan, params: Params, streams: Streams) -> None:
+    def __init__(
+        self, name: str, plan: GroupPlan, params: Params, streams: Streams, options: ReduceOptions
+    ) -> None:
         self._name = name
         self._plan = plan
         self._params = params
@@ -41,8 +43,8 @@ class Gradients:
         self.partial = False
         self._training_changed = True
         self._kept: list[tuple[int, torch.Tensor]] = []  # of the written, those that are still to be copied
-        self.options = ReduceOptions()
-        self.scaling = self._scaling_of(self.options)
+        self.options = options
+        self.scaling = self._scaling_of(options)
 
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""

@@ -7,7 +7,7 @@ at rest     sharded parameters are views of the buffer's shard; there is no gath
 gathered    unsharded parameters are views of the gathered memory
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from . import _torch_compat as compat
 from ._gradients import Gradients
 from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
+from ._scaling import ReduceOptions
 from ._streams import Streams
 
 
@@ -42,6 +43,7 @@ class Group:
         params: "list[ManagedParam[Group]]",
         streams: Streams,
         make_hook: MakeHook,
+        reduction: ReduceOptions,
     ) -> None:
         self.name = unit_name + suffix
         self._suffix = suffix
@@ -50,7 +52,7 @@ class Group:
         self._streams = streams
         self._make_hook = make_hook
         self.buffer: DBuffer | None = None
-        self.gradients = Gradients(self.name, plan, params, streams)
+        self.gradients = Gradients(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._users_at_rest = 0
         for index, param in enumerate(params):
@@ -75,18 +77,16 @@ class Group:
         While one has no memory, the sharded parameters stay where their values are, until `adopt`. Communicates for
         sharded ones that lie otherwise (see `ragged_shard.redistribute`).
         """
-        slices = [
-            local_value(self.plan, plan, values[param.name])
-            for param, plan in zip(self.params, self.plan.params, strict=True)
-        ]
-        if any(values[param.name].is_meta for param in self.params):
+        slices, on_meta = [], False
+        for param, plan in zip(self.params, self.plan.params, strict=True):
+            slices.append(local_value(self.plan, plan, values[param.name]))
+            on_meta = on_meta or slices[-1].is_meta
+        if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
                 param.set_sharded(wrap_local(plan, local.clone()))
             return
-        views = self._allocate().local_views
-        for param, local in zip(self.params, slices, strict=True):
-            views[param.name].copy_(local)
-        self._bind()
+        self._allocate()
+        self._bind(slices)
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -116,10 +116,10 @@ class Group:
             self._replan(next(iter(found)))
             moved = self.params
         assert self.buffer is not None
-        with torch.no_grad():
-            for param in moved:
-                self.buffer.local_views[param.name].copy_(locals_[param.index])
-        self._bind()
+        values: list[torch.Tensor | None] = [None] * len(self.params)
+        for param in moved:
+            values[param.index] = locals_[param.index]
+        self._bind(values)
 
     def has_moved(self) -> bool:
         """Whether `adopt` has something to do."""
@@ -168,11 +168,10 @@ class Group:
         """Go on in another dtype, with new memory; nothing is in it."""
         self.plan = self.plan.with_kept_dtype(dtype)
         options = self.gradients.options
-        self.gradients = Gradients(self.name, self.plan, self.params, self._streams)
-        self.gradients.scale(options)
+        self.gradients = Gradients(self.name, self.plan, self.params, self._streams, options)
         self._allocate()
 
-    def _allocate(self) -> DBuffer:
+    def _allocate(self) -> None:
         self.buffer = DBuffer(
             self.plan.layout,
             self.plan.data.mesh,
@@ -182,14 +181,16 @@ class Group:
             check_ranks=not self.plan.data.simulated,
             **self.plan.buffer_options(),
         )
-        return self.buffer
 
-    def _bind(self) -> None:
-        """Point both objects of every pair into the buffer."""
+    def _bind(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Point both objects of every pair into the buffer, after these slices were copied there; None: it has it."""
         buffer = self.buffer
         assert buffer is not None
         local_views, views = buffer.local_views, buffer.empty_views
-        for param, plan in zip(self.params, self.plan.params, strict=True):
+        for param, plan, value in zip(self.params, self.plan.params, values, strict=True):
+            if value is not None:
+                with torch.no_grad():
+                    local_views[param.name].copy_(value)
             param.set_sharded(wrap_local(plan, local_views[param.name]))
             param.set_unsharded(views[param.name], self._make_hook)
         self._users_at_rest = buffer.count_users()

@@ -1,7 +1,7 @@
 """Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,31 +26,27 @@ class DataMesh:
         mesh: of one dimension (shard) or two (replicate, shard).
         spmd: the full mesh that parameters are DTensors on, where the user gave one (`dp_mesh_dims`), else None.
         dp_names: the dimensions of `spmd` that are data parallel.
+        hybrid: whether shards are also copied over a second axis (HSDP).
+        shard_size: ranks that a parameter is cut over.
+        shard_rank: this rank among them.
+        num_replicas: ranks that hold the same shard.
     """
 
     mesh: DeviceMesh
     spmd: DeviceMesh | None = None
     dp_names: tuple[str, ...] = ()
 
-    @cached_property
-    def hybrid(self) -> bool:
-        """Whether shards are also copied over a second axis (HSDP)."""
-        return self.mesh.ndim == 2
+    hybrid: bool = field(init=False)
+    shard_size: int = field(init=False)
+    shard_rank: int = field(init=False)
+    num_replicas: int = field(init=False)
 
-    @cached_property
-    def shard_size(self) -> int:
-        """Ranks that a parameter is cut over."""
-        return self.mesh.size(self.mesh.ndim - 1)
-
-    @cached_property
-    def shard_rank(self) -> int:
-        """This rank among them."""
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
-
-    @cached_property
-    def num_replicas(self) -> int:
-        """Ranks that hold the same shard."""
-        return self.mesh.size() // self.shard_size
+    def __post_init__(self) -> None:
+        axis = self.mesh.ndim - 1
+        size = self.mesh.size(axis)
+        found = {"hybrid": axis == 1, "shard_size": size, "shard_rank": self.mesh.get_local_rank(axis)}
+        for name, value in {**found, "num_replicas": self.mesh.size() // size}.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def simulated(self) -> bool:

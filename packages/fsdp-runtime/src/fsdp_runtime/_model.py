@@ -5,6 +5,7 @@ Nothing is written onto parameters; a module carries its `Member`.
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -79,22 +80,19 @@ def owner_of(param: torch.Tensor) -> tuple[Member, Param] | None:
 
 def members_around(modules: Iterable[nn.Module]) -> list[Member]:
     """Those whose modules have one of these inside."""
-    wanted = set(modules)
-    return [
-        member
-        for member in _members
-        if any(
-            inner in wanted and inner is not outer
-            for outer in member.unit.modules
-            for inner in outer.modules()
-        )
-    ]
+    wanted, found = set(modules), []
+    for member in _members:
+        for outer in member.unit.modules:
+            if not wanted.isdisjoint(inner for inner in outer.modules() if inner is not outer):
+                found.append(member)
+                break
+    return found
 
 
 def remember_original(param: torch.Tensor, name: str) -> None:
     """A parameter was replaced by a sharded one."""
     key = id(param)
-    _originals[key] = (weakref.ref(param, lambda _: _originals.pop(key, None)), name)
+    _originals[key] = (weakref.ref(param, partial(_originals.pop, key)), name)
 
 
 def original_name(param: torch.Tensor) -> str | None:

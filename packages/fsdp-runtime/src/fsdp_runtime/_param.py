@@ -67,7 +67,9 @@ class ManagedParam(Generic[G]):
     ) -> None:
         self.name = name
         self.places = places
-        self.slots = [(place.module._parameters, place.attribute) for place in places]
+        self.slots = []
+        for place in places:
+            self.slots.append((place.module._parameters, place.attribute))
         self.shape = shape
         self.dtype = original.dtype
         self.other = other
@@ -102,7 +104,7 @@ class ManagedParam(Generic[G]):
             self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self._user_attributes)
         self.dtype = tensor.dtype
-        self.local = local_of(self.sharded)
+        self.local = self.sharded.local  # type: ignore[attr-defined]
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
         """Take over another object, which a user has registered, as the sharded parameter."""

@@ -25,6 +25,7 @@ from .block_policies import BlockPolicy
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
+ROW = Rows(1)
 _ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
 
 
@@ -140,7 +141,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
 def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None) -> TensorSpec:
     block = None if blocks is None else blocks(param.name, param.example)
     try:
-        return TensorSpec(param.name, param.shape, Rows(1) if block is None else block)
+        return TensorSpec(param.name, param.shape, ROW if block is None else block)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"block_policy gave {block!r} for parameter {param.name} of shape {param.shape}: {error}"

@@ -15,10 +15,15 @@ from ._unit import Param, Unit
 
 def attach(unit: Unit) -> None:
     """Hook a unit into saving and loading of each module that holds one of its parameters."""
-    modules = dict.fromkeys(place.module for param in unit.params for place in param.places)
-    for module in [*modules, *(m for m in unit.modules if m not in modules)]:
-        module.register_state_dict_pre_hook(_before_save(unit))
-        module.register_load_state_dict_pre_hook(_before_load(unit))
+    modules = dict.fromkeys(unit.modules)
+    for group in unit.groups:
+        for param in group.params:
+            for place in param.places:
+                modules[place.module] = None
+    save, load = _before_save(unit), _before_load(unit)
+    for module in modules:
+        module.register_state_dict_pre_hook(save)
+        module.register_load_state_dict_pre_hook(load)
 
 
 def _before_save(unit: Unit) -> Any:

@@ -153,8 +153,8 @@ class Unit:
         for members in kinds.values():
             plan = plan_group(members, self._request)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
-            group = Group(self.name, suffix, plan, members, self._streams, self._make_hook)
-            group.gradients.scale(self.options.reduction)
+            reduction = self.options.reduction
+            group = Group(self.name, suffix, plan, members, self._streams, self._make_hook, reduction)
             group.load(values)
             group.register_sharded()
             self.groups.append(group)

@@ -110,21 +110,22 @@ def fully_shard(
     keep, count = _checked_reshard(reshard_after_forward, data)
     for around in members_around(modules):
         around.unit.reshard()  # its unsharded parameters would be taken for plain ones
-    found = _find_params(modules, _checked_ignored(ignored_params), data)
-    _check_placements(found, shard_placement_fn)
+    managed, around_others = _managed_modules(modules)
+    found = _find_params(modules, managed, _checked_ignored(ignored_params), data)
+    if shard_placement_fn is not None:
+        _check_placements(found, shard_placement_fn)
     neighbors = None if count is None else data.neighbors(count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     request = Request(data, mp_policy, offload_policy, block_policy, transport, planner)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
-    around_others = any(member_of(inner) for one in modules for inner in one.modules())
     values = {one.param.name: one.value for one in found}
     unit.shard([one.param for one in found], values, around_others=around_others)
     outer = _release_from_outer(found)
     for one in found:
         remember_original(one.original, one.param.name)
-    for inner in _managed_modules(modules):
+    for inner in managed:
         _move_buffers(inner, data.device)
         compat.mark_for_dynamo(inner)
     register(member)
@@ -141,11 +142,12 @@ def fully_shard(
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     given = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(m, nn.Module) for m in given):
-        raise TypeError(
-            f"fully_shard takes a module or a list of modules, got {type(module).__name__}: {module!r}"
-        )
+    refused = f"fully_shard takes a module or a list of modules, got {type(module).__name__}: "
+    if not isinstance(given, (list, tuple)) or not given:
+        raise TypeError(f"{refused}{module!r}")
     for one in given:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"{refused}{module!r}")
         if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard does not support containers that do not implement forward: {one}. "
@@ -153,8 +155,8 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             )
         if member_of(one) is not None:
             raise WrongCallError(f"fully_shard was already called on this {type(one).__name__}")
-    inside = {id(sub) for one in given for sub in one.modules() if sub is not one}
-    return tuple(dict.fromkeys(one for one in given if id(one) not in inside))
+    inside = {sub for one in given for sub in one.modules() if sub is not one} if len(given) > 1 else set()
+    return tuple(dict.fromkeys([one for one in given if one not in inside]))
 
 
 def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any) -> None:
@@ -212,25 +214,25 @@ class _Found:
     outer: Member | None
 
 
-def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """The modules whose parameters a unit takes: those given and all inside, up to where another unit begins."""
-    found: dict[nn.Module, None] = {}
+def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bool]:
+    """The modules whose parameters a unit takes: those given and all inside, up to where another unit begins.
 
-    def walk(module: nn.Module) -> None:
-        if module in found:
-            return
-        found[module] = None
-        for child in module.children():
-            if member_of(child) is None:
-                walk(child)
+    And whether one does.
+    """
+    found, ahead, around_others = set(modules), list(modules), False
+    while ahead:
+        for child in ahead.pop().children():
+            if member_of(child) is not None:
+                around_others = True
+            elif child not in found:
+                found.add(child)
+                ahead.append(child)
+    return found, around_others
 
-    for module in modules:
-        walk(module)
-    return list(found)
 
-
-def _find_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], data: DataMesh) -> list[_Found]:
-    managed = set(_managed_modules(modules))
+def _find_params(
+    modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter], data: DataMesh
+) -> list[_Found]:
     places: dict[nn.Parameter, list[Place]] = {}
     names: dict[nn.Parameter, str] = {}
     for number, top in enumerate(modules):
@@ -240,7 +242,7 @@ def _find_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], dat
             for attribute, param in module._parameters.items():
                 if param is None or param in ignored or param.numel() == 0:
                     continue
-                name = ".".join(part for part in (path, attribute) if part)
+                name = f"{path}.{attribute}" if path else attribute
                 names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
                 places.setdefault(param, []).append(Place(module, attribute))
     return [_take(names[param], param, where, data) for param, where in places.items()]
@@ -261,13 +263,16 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
             f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params, or keep "
             "torch.view_as_real of it"
         )
+    if type(param.data) is torch.Tensor:
+        taken: Param = ManagedParam(name, places, param, tuple(param.shape), None, param)
+        return _Found(taken, param, param, None)
     if compat.is_wrapper_subclass(param):
         raise NotImplementedError(
             f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the tensors "
             "inside a tensor subclass; shard the plain parameter, or pass it in ignored_params"
         )
     plain, other = take_apart(name, param, data)
-    taken: Param = ManagedParam(name, places, param, tuple(plain.shape), other, plain)
+    taken = ManagedParam(name, places, param, tuple(plain.shape), other, plain)
     return _Found(taken, param, plain, None)
 
 
@@ -290,17 +295,19 @@ def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: 
 
 def _release_from_outer(found: list[_Found]) -> list[Member]:
     """Take parameters away from the outer units that hold them; these lay out again what they keep."""
-    outers = list(dict.fromkeys(one.outer for one in found if one.outer is not None))
-    gone = {id(one.original) for one in found}
+    outers: dict[Member, None] = {}
+    gone = set()
+    for one in found:
+        if one.outer is not None:
+            outers[one.outer] = None
+            gone.add(id(one.original))
     for outer in outers:
         kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
         outer.unit.shard(kept, {param.name: param.sharded for param in kept}, around_others=True)
-    return outers
+    return list(outers)
 
 
-def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter], Any] | None) -> None:
-    if placement_fn is None:
-        return
+def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter], Any]) -> None:
     for one in found:
         chosen = placement_fn(cast(nn.Parameter, one.original))
         if chosen is None or chosen == Shard(0):

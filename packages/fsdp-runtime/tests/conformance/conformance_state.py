@@ -171,8 +171,9 @@ def set_model(fsdp):
 @case(
     STATE,
     "`set_model_state_dict(full_state_dict=True)`",
-    ours=Raises(RuntimeError, "unsupported placements"),
-    note="torch slices by its own placements there; `load_state_dict` takes an unsharded state dict",
+    ours=Raises(NotImplementedError, "load_full_state_dict"),
+    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and `load_state_dict` "
+    "takes an unsharded state dict",
     since=FULL_STATE_DICTS,
 )
 def set_model_full(fsdp):

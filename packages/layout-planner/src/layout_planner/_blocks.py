@@ -9,7 +9,7 @@ A cut point is a row-major element offset at which a shard may end.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layout_planner._checks import check_integer
 
@@ -106,11 +106,13 @@ class BlockGrid:
         numel: elements in the tensor.
         block: elements in a full block, at most `period`.
         period: elements after which blocks start over; divides `numel`.
+        uniform: whether every cut point is a multiple of `block`.
     """
 
     numel: int
     block: int
     period: int
+    uniform: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.numel, self.block, self.period) < 1 or self.numel % self.period:
@@ -121,11 +123,7 @@ class BlockGrid:
         object.__setattr__(self, "block", block)
         if self.period % block == 0:
             object.__setattr__(self, "period", self.numel)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether every cut point is a multiple of `block`."""
-        return self.period == self.numel
+        object.__setattr__(self, "uniform", self.period == self.numel)
 
     @property
     def num_blocks(self) -> int:

@@ -75,7 +75,7 @@ def _pieces(tensors: Sequence[TensorSpec], align: int) -> Counter[int]:
 
 
 def _fluid(tensors: Sequence[TensorSpec], world_size: int, align: int) -> int:
-    return _up(-(-sum(_up(spec.numel, align) for spec in tensors) // world_size), align)
+    return _up(-(-sum([_up(spec.numel, align) for spec in tensors]) // world_size), align)
 
 
 def blocks_bound(tensors: Sequence[TensorSpec], bins: int, align: int) -> int:

@@ -1,5 +1,7 @@
 """Checks of arguments, shared by everything that takes one from a user."""
 
+from collections.abc import Iterable
+
 MOST_RANKS = 1 << 20  # anything above is a typing error, and would take memory in proportion
 
 
@@ -14,6 +16,13 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
     if most is not None and value > most:
         raise ValueError(f"{name} is {value!r}; expected an integer of at most {most}")
     return value
+
+
+def check_integers(name: str, values: Iterable[object], least: int) -> None:
+    """Raise ValueError unless all of them are integers of at least `least`; the message names the argument."""
+    for value in values:
+        if type(value) is not int or value < least:
+            check_integer(name, value, least)
 
 
 def check_world_size(value: object) -> int:

@@ -50,10 +50,10 @@ class Layout:
     def __post_init__(self) -> None:
         check_world_size(self.world_size)
         check_integer("align", self.align, 1)
-        placed = [name for segment in self.segments for name in segment.names]
-        if sorted(placed) != sorted(spec.name for spec in self.tensors) or len(set(placed)) != len(placed):
+        placed = sorted([name for segment in self.segments for name in segment.names])
+        if placed != sorted(self._by_name) or len(self._by_name) < len(self.tensors):
             raise ValueError(
-                f"the segments hold {sorted(placed)}, the group {sorted(s.name for s in self.tensors)}"
+                f"the segments hold {placed}, the group {sorted([s.name for s in self.tensors])}"
             )
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment)
@@ -68,13 +68,14 @@ class Layout:
         end, last = 0, "the start of the segment"
         for name, start in zip(segment.names, segment.offsets, strict=True):
             spec = self._by_name[name]
-            if check_integer(f"{name}: offset", start, 0) < end or start % self.align:
+            if type(start) is not int or start < end or start % self.align:
+                check_integer(f"{name}: offset", start, 0)
                 raise ValueError(
                     f"{name}: offset {start} is not a multiple of {self.align}, or overlaps {last}, which ends at {end}"
                 )
             end, last = start + spec.numel, name
             ranks = range(start // size + 1, min(self.world_size, (end - 1) // size) + 1)
-            if not spec.grid.are_cuts(ranks.start * size - start, size, len(ranks)):
+            if ranks and not spec.grid.are_cuts(ranks.start * size - start, size, len(ranks)):
                 rank = next(rank for rank in ranks if not spec.grid.is_cut(rank * size - start))
                 raise ValueError(
                     f"{name}: rank {rank}'s shard starts inside a block, at element {rank * size - start}"
@@ -129,10 +130,11 @@ class Layout:
     def local_units(self, tensor: str) -> tuple[int, ...]:
         """Each rank's share of the tensor, in lowest terms: the `local_units` of a `RaggedShard`."""
         if tensor not in self._shares:
-            ranges = (self.local_range(tensor, rank) for rank in range(self.world_size))
-            lengths = [stop - start for start, stop in ranges]
+            numel = self.spec(tensor).numel
+            index, offset = self._positions[tensor]
+            lengths = self.segments[index].local_lengths(offset, numel, self.world_size)
             divisor = math.gcd(*lengths)
-            self._shares[tensor] = tuple(length // divisor for length in lengths)
+            self._shares[tensor] = tuple([length // divisor for length in lengths])
         return self._shares[tensor]
 
     def local_dims(self, tensor: str) -> tuple[int, ...]:

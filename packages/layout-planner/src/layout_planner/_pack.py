@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from layout_planner._bound import blocks_bound
 from layout_planner._place import Item, Placer, placer
@@ -50,11 +51,29 @@ def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) 
         align: elements that the shard size and offsets are multiples of.
         thorough: also search for orders, exactly or locally; otherwise only the fixed orders are tried.
     """
+    given = sorted(items, key=attrgetter("index"))
+    if found := _at_once(given, world_size, align):
+        return found
     start = blocks_bound([item.spec for item in items], world_size, align)
     best, failed = _quick(items, world_size, align, start)
     if thorough:
         best = _improve(items, world_size, best, failed)
-    return _in_order(sorted(items, key=lambda item: item.index), best.shard, world_size) or best
+    return _in_order(given, best.shard, world_size) or best
+
+
+def _at_once(given: Sequence[Item], world_size: int, align: int) -> Packing | None:
+    """The given order at a size that nothing can be below, if it fits there.
+
+    A rank holds its share of all elements at least; and at a size below half of a tensor's length, the size is a
+    multiple of the tensor's step.
+    """
+    share = -(-sum(map(attrgetter("size"), given)) // world_size)
+    step, shortest = align, math.inf
+    for item in given:
+        if item.step and item.spec.numel > 2 * share:
+            step, shortest = math.lcm(step, item.step), min(shortest, item.spec.numel)
+    shard = -(-share // step) * step
+    return _in_order(given, shard, world_size) if shortest > 2 * shard else None
 
 
 def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tuple[Packing, list[int]]:
@@ -112,7 +131,11 @@ def _fixed_orders(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _placers(items: Iterable[Item], shard: int) -> dict[tuple[int, int, int], Placer]:
-    return {kind: placer(item, shard) for kind, item in {item.kind: item for item in items}.items()}
+    found: dict[tuple[int, int, int], Placer] = {}
+    for item in items:
+        if item.kind not in found:
+            found[item.kind] = placer(item, shard)
+    return found
 
 
 def _in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | None:

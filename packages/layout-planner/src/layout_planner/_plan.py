@@ -1,6 +1,7 @@
 """`plan`: from a group's tensors to a layout."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
@@ -50,8 +51,8 @@ def plan(
         seen.add(spec.name)
     items = [Item.of(index, spec, align) for index, spec in enumerate(tensors)]
     packings = split(items, world_size, align, segment_cost, max_segments)
-    segments = (
-        Segment(packing.shard, tuple(item.spec.name for item in packing.items), packing.offsets)
+    segments = [
+        Segment(packing.shard, tuple(map(attrgetter("spec.name"), packing.items)), packing.offsets)
         for packing in packings
-    )
+    ]
     return Layout(tensors, world_size, align, tuple(segments))

@@ -21,3 +21,12 @@ class Segment:
         """The range `[start, stop)` that `rank` holds of a tensor of `numel` elements that starts at `offset`."""
         start, stop = rank * self.shard_size - offset, (rank + 1) * self.shard_size - offset
         return min(max(start, 0), numel), min(max(stop, 0), numel)
+
+    def local_lengths(self, offset: int, numel: int, world_size: int) -> list[int]:
+        """How many elements of such a tensor each rank holds."""
+        size, lengths = self.shard_size, [0] * world_size
+        while numel:
+            rank = offset // size
+            lengths[rank] = min((rank + 1) * size - offset, numel)
+            offset, numel = offset + lengths[rank], numel - lengths[rank]
+        return lengths

@@ -8,6 +8,7 @@ the least one.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from layout_planner._place import Item
 
@@ -93,4 +94,4 @@ def coarse(items: Sequence[Item], align: int, start: int) -> list[int]:
 
 def _by_length(items: Sequence[Item]) -> list[Item]:
     kinds = {item.kind: item for item in items if item.step}
-    return sorted(kinds.values(), key=lambda item: -item.spec.grid.numel)
+    return sorted(kinds.values(), key=attrgetter("spec.numel"), reverse=True)

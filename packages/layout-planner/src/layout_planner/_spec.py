@@ -1,10 +1,9 @@
 """One tensor of a group, as the planner sees it."""
 
-import math
 from dataclasses import dataclass, field
 
 from layout_planner._blocks import Block, BlockGrid, Rows, grid_of
-from layout_planner._checks import check_integer
+from layout_planner._checks import check_integers
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,10 @@ class TensorSpec:
         period: elements after which blocks start over, such as one expert of a stacked weight; divides the
             tensor. None: the whole tensor (for `Tile`: each matrix, since no tile reaches into the next one).
 
+    Attributes:
+        grid: where it may be cut.
+        numel: its elements.
+
     Raises:
         ValueError: a dimension below 1, or a block or period that does not apply to the shape; names the tensor.
     """
@@ -27,14 +30,10 @@ class TensorSpec:
     block: Block = Rows(1)
     period: int | None = None
     grid: BlockGrid = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
-        for size in self.shape:
-            check_integer(f"{self.name}: a size in shape {self.shape}", size, 1)
+        check_integers(f"{self.name}: a size in shape {self.shape}", self.shape, 1)
         object.__setattr__(self, "grid", grid_of(self.name, self.shape, self.block, self.period))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements in the tensor."""
-        return math.prod(self.shape)
+        object.__setattr__(self, "numel", self.grid.numel)

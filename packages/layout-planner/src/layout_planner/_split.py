@@ -14,6 +14,7 @@ segments while that helps. A segment costs its padded size plus `segment_cost`.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from layout_planner._bound import partitions
 from layout_planner._pack import Packing, pack
@@ -51,11 +52,11 @@ def split(
     items: Sequence[Item], world_size: int, align: int, segment_cost: int, max_segments: int
 ) -> list[Packing]:
     """Segments for these items, largest first, with the least total cost found."""
-    planner = _Planner(items, world_size, align, segment_cost)
     single = pack(items, world_size, align, thorough=True)
-    total = sum(item.size for item in items)
+    total = sum(map(attrgetter("size"), items))
     if max_segments == 1 or world_size * single.shard - total <= max(segment_cost, total // _ENOUGH):
         return [single]
+    planner = _Planner(items, world_size, align, segment_cost)
     best: list[list[Item]] = [list(items)]
     least = world_size * single.shard + segment_cost
     for segments in _seeds(planner, max_segments, least):

@@ -14,7 +14,7 @@ arXiv 2602.22437, keeps with a tensor).
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -24,6 +24,7 @@ from ragged_shard._placement import RaggedShard, StridedRaggedShard
 Ints = tuple[int, ...]
 Placements = tuple[Placement, ...]
 REDUCTIONS = ("sum", "avg")
+TORCHS = (Shard, Replicate, Partial)  # of torch's placements, those known here; no subclass of theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +149,25 @@ def shard_box(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate:
 def ragged_range(placement: RaggedShard, base: Ints, rank: int) -> tuple[int, int]:
     """Elements of the flattened prefix of ``base`` that ``rank`` holds."""
     prefix_numel = math.prod(base[: len(placement.dims)])
-    first, last = placement.unit_range(rank)
+    first, last = placement._starts[rank : rank + 2]
     return prefix_numel * first // placement.total_units, prefix_numel * last // placement.total_units
 
 
 def ragged_axis(placements: Placements) -> int | None:
     """The mesh axis with a ragged placement, or None."""
-    return next((axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)), None)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            return axis
+    return None
 
 
-@lru_cache(maxsize=65536)
-def region(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: Ints) -> Region:
-    """What the rank at ``coordinate`` holds of a tensor of ``shape``."""
-    box = shard_box(placements, mesh_shape, shape, coordinate)
-    axis = ragged_axis(placements)
+def region(
+    placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints, coordinate: Ints
+) -> Region:
+    """What the rank at ``coordinate`` holds of a tensor of ``shape``; ``axis`` is the ragged one, or None."""
+    box = Box((0,) * len(shape), shape)
+    if Shard in map(type, placements):
+        box = shard_box(placements, mesh_shape, shape, coordinate)
     if axis is None:
         return Region(box, 0, 0, 1, False)
     placement = placements[axis]
@@ -217,35 +223,51 @@ def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
     return tuple(found)
 
 
-def validate(placements: Placements, mesh_shape: Ints, shape: Ints) -> None:
+def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
     """Raise if the placements do not fit the mesh or the tensor. Looks at global metadata only: alike on all ranks.
+
+    Args:
+        axis: the (first) ragged mesh axis, or None.
 
     Raises:
         ValueError: wrong number of placements or shares, shares that do not divide, a cut through a Shard's dimension.
         NotImplementedError: two ragged axes, or a placement that cannot be combined with a ragged one.
     """
-    where = f"placements {placements} of a tensor of shape {tuple(shape)} on a mesh of shape {mesh_shape}"
+    where = _Where(placements, mesh_shape, shape)
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{where}: expected {len(mesh_shape)} placements, one for each mesh axis")
     for placement in placements:
         if type(placement) is Shard and not 0 <= placement.dim < len(shape):
             raise ValueError(f"{where}: {placement} is outside the dimensions of a {len(shape)}-d tensor")
-    ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    if not ragged:
+    if axis is None:
         return
-    if len(ragged) > 1:
-        raise NotImplementedError(f"{where}: only one mesh axis can be ragged, found {len(ragged)}")
+    if len(placements) > axis + 1 and ragged_axis(placements[axis + 1 :]) is not None:
+        raise NotImplementedError(f"{where}: only one mesh axis can be ragged, found more")
     for placement in placements:
-        known = isinstance(placement, RaggedShard) or type(placement) in (Shard, Replicate, Partial)
+        known = type(placement) in TORCHS or isinstance(placement, RaggedShard)
         if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
             raise NotImplementedError(
                 f"{where}: {placement!r} cannot be combined with a ragged axis; "
                 "use Replicate, Shard(d), Partial('sum') or Partial('avg')"
             )
-    _validate_ragged(placements, mesh_shape, shape, ragged[0], where)
+    _validate_ragged(placements, mesh_shape, shape, axis, where)
 
 
-def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int, where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """What is being validated, put into words only for an error."""
+
+    placements: Placements
+    mesh_shape: Ints
+    shape: Ints
+    coordinate: Ints | None = None
+
+    def __str__(self) -> str:
+        what = f"placements {self.placements} of a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape}"
+        return what if self.coordinate is None else f"{what}, in the slice at {self.coordinate}"
+
+
+def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int, where: _Where) -> None:
     placement = placements[axis]
     assert isinstance(placement, RaggedShard)
     k, units = len(placement.dims), placement.local_units
@@ -255,6 +277,9 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
         raise ValueError(
             f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
         )
+    if type(placement) is RaggedShard and Shard not in map(type, placements):
+        _check_divides(shape, placement, where)
+        return
     # Shards on axes to the left cut first anyway; those to the right would cut the ragged ranges, unless strided.
     # An axis of size 1 cuts nothing.
     after = {
@@ -270,15 +295,15 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
                 f"{slices if after else 'no'} slices of dims {placement.dims}"
             )
         after = {}
-    first = tuple(Replicate() if i in after else p for i, p in enumerate(placements))
+    first = tuple([Replicate() if i in after else p for i, p in enumerate(placements)])
     for coordinate in _corners(mesh_shape):
         base = shard_box(first, mesh_shape, shape, coordinate).sizes
-        _check_divides(base, placement, where if base == shape else f"{where}, in the slice at {coordinate}")
+        _check_divides(base, placement, where if base == shape else replace(where, coordinate=coordinate))
         for dim in after.values():
             _check_uncut(base, placement, dim, where)
 
 
-def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: str) -> None:
+def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: _Where) -> None:
     slab = max(math.prod(base[dim : len(placement.dims)]), 1)
     cuts = [ragged_range(placement, base, rank)[1] for rank in range(len(placement.local_units))]
     if any(cut % slab for cut in cuts):
@@ -288,7 +313,7 @@ def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: str) -> No
         )
 
 
-def _check_divides(shape: Ints, placement: RaggedShard, where: str) -> None:
+def _check_divides(shape: Ints, placement: RaggedShard, where: _Where) -> None:
     prefix_numel = math.prod(shape[: len(placement.dims)])
     if prefix_numel % placement.total_units:
         raise ValueError(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 def _checked_ints(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
     try:
-        return tuple(operator.index(value) for value in values)
+        return tuple(map(operator.index, values))
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
 
@@ -49,10 +49,12 @@ class RaggedShard(Shard):
             one holder.
     """
 
-    __slots__ = ("_hash", "_starts", "dims", "local_units")
+    __slots__ = ("_hash", "_starts", "dims", "local_units", "total_units")
 
     dims: tuple[int, ...]
     local_units: tuple[int, ...]
+    #: Sum of the shares.
+    total_units: int
     _starts: tuple[int, ...]
     _hash: int
 
@@ -72,7 +74,8 @@ class RaggedShard(Shard):
                 f"RaggedShard local_units={units}: expected one share >= 0 for each rank, at least one > 0"
             )
         divisor = math.gcd(*units)
-        units = tuple(unit // divisor for unit in units)
+        if divisor > 1:
+            units = tuple([unit // divisor for unit in units])
         if not checked_dims and sum(units) != 1:
             raise ValueError(
                 f"RaggedShard(dims=(), local_units={units}) has no dimension to cut: "
@@ -82,7 +85,8 @@ class RaggedShard(Shard):
         setattr_(self, "dims", checked_dims)
         setattr_(self, "local_units", units)
         setattr_(self, "_starts", tuple(accumulate(units, initial=0)))
-        setattr_(self, "_hash", hash((type(self).__name__, *self._key())))
+        setattr_(self, "total_units", self._starts[-1])
+        setattr_(self, "_hash", hash((type(self).__name__, checked_dims, units)))
 
     def _key(self) -> tuple[Any, ...]:
         return (self.dims, self.local_units)
@@ -97,11 +101,6 @@ class RaggedShard(Shard):
             "Use ragged_shard.distribute_tensor, distribute_like, redistribute or RaggedDTensor.from_local for a "
             "tensor, ragged_shard.load_full_state_dict for a module, load_full_optimizer_state_dict for an optimizer"
         )
-
-    @property
-    def total_units(self) -> int:
-        """Sum of the shares."""
-        return self._starts[-1]
 
     def unit_range(self, rank: int) -> tuple[int, int]:
         """Where the run of ``rank`` begins and ends: the shares before it, and those up to and including it."""

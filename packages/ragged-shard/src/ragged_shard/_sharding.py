@@ -41,7 +41,8 @@ class Sharding:
 
     def __init__(self, mesh: DeviceMesh, placements: geo.Placements, shape: torch.Size) -> None:
         mesh_shape = tuple(mesh.shape)
-        geo.validate(placements, mesh_shape, tuple(shape))
+        self.axis = geo.ragged_axis(placements)  # the ragged mesh axis, or None
+        geo.validate(placements, self.axis, mesh_shape, tuple(shape))
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this rank is not in {mesh}: only the ranks of a mesh can hold tensors on it")
@@ -50,15 +51,21 @@ class Sharding:
         self.shape = shape
         self.stride = contiguous_stride(shape)
         self.coordinate = tuple(coordinate)
-        self.axis = geo.ragged_axis(placements)  # the ragged mesh axis, or None
-        self.cut_axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Shard))
-        self.partial = any(isinstance(p, Partial) for p in placements)
-        self.replicate = all(isinstance(p, Replicate) for p in placements)
+        cut_axes, partial, replicas, known = [], 0, 0, 0
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                cut_axes.append(axis)
+            partial += isinstance(placement, Partial)
+            replicas += isinstance(placement, Replicate)
+            known += type(placement) in geo.TORCHS or isinstance(placement, RaggedShard)
+        self.cut_axes = tuple(cut_axes)
+        self.partial = partial > 0
+        self.replicate = replicas == len(placements)
         self.ordinary = self.axis is not None and not self.partial  # what the fast paths of ops accept
         self.region: geo.Region | None = None
         self.local_shape: torch.Size | None = None  # None: a placement of torch's that is not known here
-        if all(type(p) in (Shard, Replicate, Partial) or isinstance(p, RaggedShard) for p in placements):
-            self.region = geo.region(placements, mesh_shape, tuple(shape), self.coordinate)
+        if known == len(placements):
+            self.region = geo.region(placements, self.axis, mesh_shape, tuple(shape), self.coordinate)
             self.local_shape = torch.Size(self.region.local_shape)
         self._specs: dict[torch.dtype, Spec] = {}
 
@@ -148,8 +155,9 @@ def sharding_of(mesh: DeviceMesh, placements: Iterable[Placement], shape: Sequen
     if found is None:
         size = torch.Size(shape)
         found = Sharding(mesh, geo.normalize(placements, len(size)), size)
-        _CACHE[(id(mesh), found.placements, size)] = found
         _CACHE[(id(mesh), placements, size)] = found
+        if found.placements != placements:
+            _CACHE[(id(mesh), found.placements, size)] = found
         while len(_CACHE) > _CACHE_SIZE:
             _CACHE.popitem(last=False)
     return found

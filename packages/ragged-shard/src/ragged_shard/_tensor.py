@@ -52,7 +52,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
             RaggedDTensor,
             local,
             sharding._specs.get(local.dtype) or sharding.spec(local.dtype),
-            requires_grad,
+            requires_grad=requires_grad,
         )
         wrapper._sharding = sharding
         return wrapper
@@ -120,7 +120,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         """
         sharding = self._sharding
         spec = sharding._specs.get(local.dtype) or sharding.spec(local.dtype)
-        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, False)
+        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=False)
         wrapper._sharding = sharding
         return wrapper
 
@@ -315,7 +315,7 @@ class RedistributeHandle:
 
 
 def _wrap_traced(local: torch.Tensor, sharding: Sharding, spec: Spec, requires_grad: bool) -> RaggedDTensor:
-    wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad)
+    wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=requires_grad)
     wrapper._sharding = sharding
     return wrapper
 

@@ -94,14 +94,12 @@ def make_spec(
 
 
 if SUBCLASSES_DTENSOR:
-
-    def new_wrapper(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
-        """A bare instance of ``cls`` around ``local``; no copy, no communication, no autograd."""
-        return cls.__new__(cls, local, spec, requires_grad=requires_grad)
+    #: A bare instance of a class around a local tensor; no copy, no communication, no autograd.
+    new_wrapper: Any = DTensor.__new__
 
 else:
 
-    def new_wrapper(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> Any:
+    def new_wrapper(cls: Any, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
         """A bare instance of ``cls`` around ``local``; no copy, no communication, no autograd."""
         meta = spec.tensor_meta
         assert meta is not None

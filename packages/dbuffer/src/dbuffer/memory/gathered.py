@@ -36,10 +36,9 @@ class GatheredMemory:
         itemsize = dtype.itemsize * layout.world_size
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         if alias is None:
-            self._storages = [
-                (torch.UntypedStorage(0, device=recycler.device), segment.shard_size * itemsize)
-                for segment in layout.segments
-            ]
+            for segment in layout.segments:
+                storage = torch.UntypedStorage(0, device=recycler.device)
+                self._storages.append((storage, segment.shard_size * itemsize))
             self.present = False
             self.materialize()
             self.flats, self.raw = self._flats(dtype), self._flats(dtype)
@@ -51,12 +50,10 @@ class GatheredMemory:
         else:
             self.flats = self.raw = self.own = alias
             self.present = True
-        self.views: Mapping[str, torch.Tensor] = MappingProxyType(
-            {
-                name: self.flats[s.segment].narrow(0, s.offset, s.numel).view(s.shape)
-                for name, s in geometry.slices.items()
-            }
-        )
+        views = {}
+        for name, s in geometry.slices.items():
+            views[name] = self.flats[s.segment].narrow(0, s.offset, s.numel).view(s.shape)
+        self.views: Mapping[str, torch.Tensor] = MappingProxyType(views)
         self.own_gaps = geometry.gaps_in(self.own)
         self.release()
 
@@ -70,7 +67,10 @@ class GatheredMemory:
 
     def count_users(self) -> int:
         """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""
-        return sum(compat.users(storage) for storage, _ in self._storages)
+        users = 0
+        for storage, _ in self._storages:
+            users += compat.users(storage)
+        return users
 
     def materialize(self) -> None:
         """Have memory, uninitialised, for use on the current stream."""

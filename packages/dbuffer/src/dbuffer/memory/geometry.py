@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from layout_planner import Layout
+from layout_planner import Layout, TensorSpec
 from ragged_shard import RaggedShard
 
 ALIGNMENT = 16  # bytes; NCCL copies element by element where a rank's slice starts anywhere else
@@ -63,15 +63,17 @@ class Geometry:
     @cached_property
     def slices(self) -> Mapping[str, TensorSlice]:
         """Every tensor's slice by name, in the order of the group."""
-        found = {}
+        places = {}
         for index, segment in enumerate(self.layout.segments):
             for name, offset in zip(segment.names, segment.offsets, strict=True):
-                found[name] = self._slice(name, index, offset, segment.shard_size)
-        return MappingProxyType({spec.name: found[spec.name] for spec in self.layout.tensors})
+                places[name] = (index, offset, segment.shard_size)
+        found = {}
+        for spec in self.layout.tensors:
+            found[spec.name] = self._slice(spec, *places[spec.name])
+        return MappingProxyType(found)
 
-    def _slice(self, name: str, segment: int, offset: int, shard_size: int) -> TensorSlice:
-        spec = self.layout.spec(name)
-        shape, numel, low = tuple(spec.shape), spec.numel, self.rank * shard_size
+    def _slice(self, spec: TensorSpec, segment: int, offset: int, shard_size: int) -> TensorSlice:
+        name, shape, numel, low = spec.name, spec.shape, spec.numel, self.rank * shard_size
         num_cut = len(self.layout.local_dims(name))
         begin, end = min(max(offset, low), low + shard_size), min(max(offset + numel, low), low + shard_size)
         rest = shape[num_cut:]
@@ -88,7 +90,11 @@ class Geometry:
         for index, segment in enumerate(self.layout.segments):
             end = 0
             held = sorted(
-                (s.begin, s.local_numel) for s in self.slices.values() if s.segment == index and s.local_numel
+                [
+                    (s.begin, s.local_numel)
+                    for s in self.slices.values()
+                    if s.segment == index and s.local_numel
+                ]
             )
             for begin, length in [*held, (segment.shard_size, 0)]:
                 if begin > end:
@@ -102,7 +108,7 @@ class Geometry:
 
     def placement(self, name: str) -> RaggedShard:
         """The placement of a tensor on the axis that cuts the buffer. Raises KeyError for an unknown name."""
-        return RaggedShard(dims=self.layout.local_dims(name), local_units=self.layout.local_units(name))
+        return RaggedShard(tuple(range(self.slices[name].num_cut_dims)), self.layout.local_units(name))
 
     def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor, in its local shape; shares memory where the tensor is contiguous."""
