@@ -104,7 +104,7 @@ def spread(values: list[float]) -> float:
 
 
 def reset_peak_rss() -> bool:
-    """Let the kernel count this process's peak memory anew; False where it does not allow that."""
+    """Let the kernel count this process's peak memory from here on; False where it does not allow that."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,6 +1,6 @@
 """Python calls of a runtime's own: what `fully_shard`, a forward and a backward run of its code.
 
-python -m bench calls                    ours beside FSDP2; prints tables
+python -m bench calls                    ours next to FSDP2; prints tables
 python -m bench calls --show backward    and which functions of ours, most called first
 
 Three linear units and a root around them, on four ranks of torch's fake process group, in a fresh process for each

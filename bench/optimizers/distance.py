@@ -1,4 +1,4 @@
-"""8-bit AdamW: how far from fp32 AdamW it ends up, on a small model trained on real text, beside its peers.
+"""8-bit AdamW: how far from fp32 AdamW it ends up, on a small model trained on real text, next to its peers.
 
 python -m bench optimizer_distance        a table after 200 steps; --steps 50 for fewer
 

@@ -1,4 +1,4 @@
-"""block-optim: CPU time of an optimizer step on a sharded model, beside torch's optimizers and torchao's.
+"""block-optim: CPU time of an optimizer step on a sharded model, next to torch's optimizers and torchao's.
 
 python -m bench optimizer        the same figures as a table: medians, all in one process, in another order each time
 

@@ -1,4 +1,4 @@
-"""dbuffer: CPU time that moving a group costs beside the collective itself, next to FSDP2's, for the same groups.
+"""dbuffer: CPU time that moving a group costs without the collective itself, next to FSDP2's, for the same groups.
 
 python -m bench buffer        the same figures as a table: medians, both systems alternating in one process
 
@@ -202,7 +202,7 @@ def one_round(name, system):
 
 @recorded_as("buffer", track_host_ms="ms", track_copy_ms="ms", track_share_of_fsdp2="ratio")
 class Group:
-    """Host time of a group beside its collectives. To stay under 0.3 ms, with no copy in fp32."""
+    """Host time of a group without its collectives. To stay under 0.3 ms, with no copy in fp32."""
 
     params = (WORLD_SIZES, DTYPES)
     param_names = ("world_size", "dtype")

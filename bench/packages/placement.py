@@ -1,4 +1,4 @@
-"""ragged-shard: what an optimizer step and gradient clipping cost the host, beside torch's own DTensor with Shard(0).
+"""ragged-shard: what an optimizer step and gradient clipping cost the host, next to torch's own DTensor with Shard(0).
 
 python -m bench placement        the same figures as a table: medians, all systems alternating in one process
 

@@ -27,7 +27,7 @@ class Dtypes:
 
 
 def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
-    """What a policy means for parameters kept in `kept`. Those that are no floating-point numbers stay as they are."""
+    """What a policy means for parameters kept in `kept`. Integers stay as they are."""
     if not kept.is_floating_point:
         return Dtypes(kept, kept, kept)
     compute = policy.param_dtype or kept

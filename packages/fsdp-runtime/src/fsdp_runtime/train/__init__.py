@@ -1,4 +1,4 @@
-"""fsdp-train: pretrains a small transformer on real text with the whole stack. See README.md beside this file.
+"""fsdp-train: pretrains a small transformer on real text with the whole stack. See README.md in this folder.
 
     fsdp-train                     on all local ranks, the default run
     fsdp-train compare             the same work on other systems

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside their final name, and renamed when every byte is on disk.
+"""Checkpoints that are whole or not there: written next to their final name, and renamed when every byte is on disk.
 
     checkpoints/step-000100.part/   DCP's files of all ranks, run.json; synced
     checkpoints/step-000100/        the same folder, renamed: complete
@@ -29,7 +29,7 @@ from .errors import TrainError, agreed, one_line
 
 _PART = ".part"
 RUN_FILE = "run.json"
-_FAILURES = (Exception, CheckpointException)  # DCP's is no Exception
+_FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Checkpoints:
     Args:
         folder: of the run; ``checkpoints`` is made below it.
         keep: how many complete ones stay.
-        group: a process group with gloo, for DCP's coordination beside the training's own collectives; None for one
+        group: a process group with gloo, for DCP's coordination next to the training's own collectives; None for one
             process.
     """
 
@@ -162,7 +162,7 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((checkpoint / RUN_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise TrainError(f"{checkpoint} is no checkpoint of fsdp-train: {one_line(error)}") from error
+        raise TrainError(f"{checkpoint} is not a checkpoint of fsdp-train: {one_line(error)}") from error
     return about
 
 

@@ -16,7 +16,7 @@ _EPILOG = "Subcommands: compare, optimizers, plan, export; each has --help."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``fsdp-train``; returns the exit status: 0, 2 for what a user can mend, 128 + n after signal n."""
+    """Run ``fsdp-train``; returns the exit status: 0, 2 for a user error, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "compare": _compare,
@@ -103,7 +103,7 @@ def _plan(argv: list[str]) -> int:
     from .plan import print_plan
 
     parser = _parser(
-        "plan", "What each rank will hold, unit by unit; with --measure, beside a run of a few steps."
+        "plan", "What each rank will hold, unit by unit; with --measure, next to a run of a few steps."
     )
     add_run_options(parser)
     options = parser.parse_args(argv)

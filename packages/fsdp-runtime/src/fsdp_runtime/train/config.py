@@ -135,7 +135,7 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
     ("--resume", "resume", None, "go on from the newest checkpoint of the run"),
     ("--device", "device", str, "auto, cpu or cuda"),
-    ("--measure", "measure", None, "count the peak of live bytes beside the plan's"),
+    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's"),
 )
 _MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("--dim", "dim", int),

@@ -157,7 +157,7 @@ def _open(path: Path, dtype: str) -> Any:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
-                raise TrainError(f"{path} is no array of {dtype}: {path.stat().st_size} bytes; say --dtype")
+                raise TrainError(f"{path} is not an array of {dtype}: {path.stat().st_size} bytes; say --dtype")
             array = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
         else:
             raw = path.read_bytes()
@@ -167,7 +167,7 @@ def _open(path: Path, dtype: str) -> Any:
                 )
             array = np.frombuffer(raw, dtype=np.uint8)
     except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or f"it is no {path.suffix} file of plain numbers"
+        reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TrainError(f"{path} holds {array.dtype} of shape {array.shape}, expected integer tokens (n,)")

@@ -1,4 +1,4 @@
-"""What goes wrong in ways a user can mend: one line, the same on every rank."""
+"""User errors: one line, the same on every rank."""
 
 import contextlib
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ def build_hf_model(path: str, seed: int, vocab_size: int, checkpointing: bool) -
     """The causal language model that a ``config.json`` describes, the same on every rank.
 
     Raises:
-        TrainError: transformers is missing, the file is no such configuration, or its vocabulary is too small.
+        TrainError: transformers is missing, the file is not such a configuration, or its vocabulary is too small.
     """
     if importlib.util.find_spec("transformers") is None:
         raise TrainError("--hf-config needs transformers: pip install 'fsdp-runtime[hf]'")

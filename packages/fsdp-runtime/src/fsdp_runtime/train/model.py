@@ -195,7 +195,7 @@ def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and beside a residual."""
+    """One layer: attention and feed-forward, each after a norm and with a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All units on one rank, the root first, and what is held beside them."""
+    """All units on one rank, the root first, and what is held in addition."""
 
     units: tuple[UnitPlan, ...]
     buffers: int  # the most bytes of gathered buffers
@@ -167,7 +167,7 @@ def _local_bytes(value: Any) -> int:
 
 
 def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, takes_norm: bool) -> int | None:
-    """Peak bytes that a step makes beside its state, or None where a step cannot be made without values.
+    """Peak bytes that a step makes in addition to its state, or None where a step cannot be made without values.
 
     Makes the state of optimizers that do so in their first step.
     """

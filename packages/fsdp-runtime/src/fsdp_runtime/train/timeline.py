@@ -37,7 +37,7 @@ class Buffers:
     reducing: tuple[int, ...]
     gradients: int  # the shard that a reduction leaves
     keeps: bool  # stays gathered between forward and backward
-    received: int = 0  # beside the gathered gradients while they are reduced
+    received: int = 0  # next to the gathered gradients while they are reduced
 
 
 def record(
@@ -48,7 +48,7 @@ def record(
     seq_len: int,
     device: torch.device,
 ) -> list[Moment]:
-    """The moments of one microbatch's forward and backward, and the bytes beside parameters and kept gradients.
+    """The moments of one microbatch's forward and backward, and the bytes in addition to parameters and kept gradients.
 
     Counts what autograd keeps, temporaries, and each gradient until it is taken away. Nothing is computed: the model
     is made of fake tensors.
@@ -159,7 +159,7 @@ class Replay:
         accumulated: gradients of an earlier microbatch are there from the beginning.
         prompt: reductions are over when the next unit's first gradient comes; else when its last has come.
 
-    One unit is gathered ahead; one reduction is under way beside the backward that goes on.
+    One unit is gathered ahead; one reduction is under way while the backward goes on.
 
     Attributes:
         peak: the most bytes of activations and buffers together.

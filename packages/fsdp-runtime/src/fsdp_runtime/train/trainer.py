@@ -39,7 +39,7 @@ from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
-_BAD_LOSSES = 5  # this many losses in a row that are no numbers end a run
+_BAD_LOSSES = 5  # this many losses in a row that are NaN or infinite end a run
 
 
 @dataclass
@@ -223,7 +223,7 @@ class Trainer:
         """Train to the last step, or until asked to stop; save; return a summary (the same on every rank but times).
 
         Raises:
-            TrainError: a save failed, or the loss is no number.
+            TrainError: a save failed, or the loss is not finite.
         """
         config = self.config
         first, begun = self.step, time.perf_counter()

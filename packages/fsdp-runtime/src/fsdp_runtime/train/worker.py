@@ -16,7 +16,7 @@ from .config import RunConfig, pick_device
 from .errors import TrainError, one_line
 from .report import closing_lines
 
-USER_ERROR = 2  # exit status for what a user can mend
+USER_ERROR = 2  # exit status
 CRASH = 1
 
 
