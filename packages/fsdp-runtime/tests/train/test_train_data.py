@@ -127,7 +127,7 @@ def test_a_batch_that_does_not_divide_says_what_would(tmp_path):
         (b"abc", "short.txt", "a sequence of 32 tokens is longer than the training data"),
         (b"a\0b" * 99, "data.txt", "is not text"),
         (b"no array", "data.npy", "cannot read .*data.npy"),
-        (b"123", "data.bin", "is no array of uint16"),
+        (b"123", "data.bin", "is not an array of uint16"),
         (b"", "empty.txt", "longer than the training data"),
     ],
 )
