@@ -263,12 +263,32 @@ def history_section(folder: Path) -> list[str]:
     return out
 
 
+# Systems of ours in the summary, and how bytes get from rank to rank there.
+WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
+
+
+def _summary_row(figures: dict[str, Any], system: str, way: str) -> list[Any]:
+    t, memory = figures["times"][system], figures["memory"]
+    share = memory[system]["start"] / memory["fsdp2"]["start"] if {system, "fsdp2"} <= set(memory) else None
+    name = figures["workload"]["name"]
+    return [
+        name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
+        figures["ranks"],
+        way,
+        f"{t['tokens_per_second']:,.0f}",
+        *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
+        f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
+        f"{share:.0%}" if share else "",
+    ]
+
+
 def summary(folder: Path) -> list[str]:
     """The few lines for the README at the top."""
     out: list[str] = []
     header = [
         "workload",
         "ranks",
+        "bytes travel by",
         "tokens/s",
         "x FSDP2",
         "x DDP",
@@ -284,21 +304,7 @@ def summary(folder: Path) -> list[str]:
         if item["noise"]:
             noisy = True
             continue
-        t, memory = figures["times"]["ours"], figures["memory"]
-        share = (
-            memory["ours"]["start"] / memory["fsdp2"]["start"] if {"ours", "fsdp2"} <= set(memory) else None
-        )
-        name = figures["workload"]["name"]
-        rows.append(
-            [
-                name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
-                figures["ranks"],
-                f"{t['tokens_per_second']:,.0f}",
-                *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
-                f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
-                f"{share:.0%}" if share else "",
-            ]
-        )
+        rows += [_summary_row(figures, *way) for way in WAYS if way[0] in figures["times"]]
         where = item["machine"]
     busy = " Times of a busy machine are left out here." if noisy else ""
     if noisy and not rows:

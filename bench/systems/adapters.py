@@ -329,6 +329,9 @@ SYSTEMS = {
     "plain": System("no sharding, one rank", partial(_as_compared, "one"), _one_rank),
     "ddp": System("DDP (not sharded)", partial(_as_compared, "ddp")),
     "ours": System("fsdp_runtime", _ours),
+    "ours-collectives": System(
+        "fsdp_runtime, gloo's collectives only", partial(_ours, transport="collectives")
+    ),
     "ours-staged": System("without zero-copy", partial(_ours, transport=seams.staged)),
     "ours-held": System("gradients not fused", partial(_ours, late=True)),
     "ours-given-order": System("planner off: given order", _given_order),

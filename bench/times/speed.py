@@ -17,7 +17,7 @@ from ..systems.adapters import OPTIMIZERS, SYSTEMS
 from ..systems.workloads import WORKLOADS
 from . import footprint, rounds
 
-ALL = ["ddp", "ours", "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
+ALL = ["ddp", "ours", "ours-collectives", "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
 
 
 def measure(
