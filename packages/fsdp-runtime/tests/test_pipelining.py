@@ -1,5 +1,7 @@
 """Schedules of torch.distributed.pipelining over sharded stages: right gradients, and FSDP2's number of collectives."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 import fsdp_runtime
 from ragged_shard.testing import record_collectives, run_ranks
 
+PAGE = Path(__file__).parent.parent / "docs" / "NOTHING_SILENT.md"
 WIDTH, ROWS, MICROBATCHES = 8, 2, 4
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
@@ -122,18 +125,25 @@ def check(name, reshard):
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
     for gathers, their_gathers, reductions, their_reductions in run_ranks(4, check, name, False, timeout=120):
         assert (gathers, reductions) == (their_gathers, their_reductions)
+        check_page(f"| {name} | False | {gathers} | {gathers} | {reductions} | {reductions} |")
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_so_it_does_where_parameters_are_freed_after_forward(name):
     for gathers, their_gathers, reductions, their_reductions in run_ranks(4, check, name, True, timeout=120):
         assert gathers == their_gathers
+        check_page(f"| {name} | True | {gathers} | {gathers} | {reductions} |")
         if name in SPLITTING:
             assert (
                 reductions == 4
             )  # two layers in each of two stages; those that FSDP2 has lost it does not reduce
         else:
             assert reductions == their_reductions
+
+
+def check_page(row):
+    """The page is in the source tree, not in a wheel."""
+    assert not PAGE.exists() or row in PAGE.read_text()
 
 
 def evaluate(name):
