@@ -161,8 +161,10 @@ def table() -> str:
         "to date.",
         "",
         f"{len(CASES)} behaviours: {counts['equal']} equal, {counts['better']} better, "
-        f"{counts['not supported']} not supported. Pipelining schedules, with their counts next to FSDP2's, and the tests",
-        "of what outside suites found are in [docs/NOTHING_SILENT.md](docs/NOTHING_SILENT.md).",
+        f"{counts['not supported']} not supported.",
+        "",
+        "Pipelining schedules with their counts next to FSDP2's, and the tests of what outside suites found, are in",
+        "[docs/NOTHING_SILENT.md](docs/NOTHING_SILENT.md).",
     ]
     section = ""
     for entry in cases:

@@ -172,8 +172,8 @@ def set_model(fsdp):
     STATE,
     "`set_model_state_dict(full_state_dict=True)`",
     ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and `load_state_dict` "
-    "takes an unsharded state dict",
+    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and "
+    "`load_state_dict` takes an unsharded state dict",
     since=FULL_STATE_DICTS,
 )
 def set_model_full(fsdp):

@@ -157,7 +157,9 @@ def _open(path: Path, dtype: str) -> Any:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
-                raise TrainError(f"{path} is not an array of {dtype}: {path.stat().st_size} bytes; say --dtype")
+                raise TrainError(
+                    f"{path} is not an array of {dtype}: {path.stat().st_size} bytes; say --dtype"
+                )
             array = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
         else:
             raw = path.read_bytes()
