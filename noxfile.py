@@ -4,6 +4,7 @@ uv builds the environments where it is installed (seconds), virtualenv and pip e
 for all of them, except in `versions`.
 """
 
+import ctypes.util
 import json
 import os
 import re
@@ -119,6 +120,21 @@ def tests(session: nox.Session) -> None:
         return
     session.env["COVERAGE_CORE"] = "sysmon"
     _measured(session, command)
+
+
+@nox.session
+def memory(session: nox.Session) -> None:
+    """Run dbuffer's and fsdp-runtime's tests so that writes into released memory are found; slow."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    environment = {"DBUFFER_DEBUG_MEMORY": "1"}
+    if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's own checks need it from 2.34 on
+        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"}
+    else:
+        session.warn("no libc_malloc_debug here: only dbuffer's own memory is checked")
+    tests = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
+    slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
+    session.run(*_pytest(session, *tests), *slow, env=environment)
 
 
 @nox.session

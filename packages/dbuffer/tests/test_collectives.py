@@ -215,3 +215,36 @@ def test_ranks_that_hold_nothing_of_a_tensor_take_part():
     shapes = run_ranks(3, holders_of_nothing)
     assert sorted(shape["s"] for shape in shapes) == [(0,), (0,), (1,)]
     assert (0,) in [shape["a"] for shape in shapes]
+
+
+def one_byte_floats():
+    buffer = make(dtype=torch.float32, full_dtype=torch.float8_e4m3fn, align=16)
+    tensors = full_tensors()  # whole numbers up to 9, which one byte holds
+    buffer.load_full(tensors)
+    buffer.all_gather().wait()
+    for name, view in buffer.views.items():
+        assert torch.equal(view.float(), tensors[name]), name
+    for op in ("sum", "avg"):
+        with pytest.raises(
+            ValueError, match=r"float8_e4m3fn cannot be added up; reduce in a wider full_dtype"
+        ):
+            buffer.reduce_scatter(op=op)
+
+
+def test_one_byte_floats_are_gathered_and_their_sums_refused():
+    run_ranks(2, one_byte_floats)
+
+
+def integers():
+    buffer = make(dtype=torch.int32)
+    mine, total = gradients(dist.get_rank(), 2)
+    fill_views(buffer, mine)
+    for options in ({"op": "avg"}, {"op": "sum", "divide": 2.0}):
+        with pytest.raises(ValueError, match=r"an average of torch.int32 is not torch.int32; use op='sum'"):
+            buffer.reduce_scatter(**options)
+    buffer.reduce_scatter(op="sum").wait()
+    assert_locals_equal(buffer, total)
+
+
+def test_integers_are_added_up_and_their_average_refused():
+    run_ranks(2, integers)

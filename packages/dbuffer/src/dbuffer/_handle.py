@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _torch_compat as compat
 from ._memory import BufferMemory
-from .transport.protocol import Work, is_quiet
+from .transport.protocol import Work, is_quiet, is_under_way
 
 
 class HandleState(enum.Enum):
@@ -31,9 +31,9 @@ class Handle:
     """A collective under way, of one or several buffers.
 
     On CUDA `wait` makes the current stream wait and does not block the CPU; on CPU it blocks until the data are
-    there. Wait as often as you like, on as many streams as you like. Until the first `wait` has returned or raised
-    RuntimeError the buffers count as busy; an exception of another kind (a signal handler's) leaves the
-    collective under way, and the next `wait` goes on.
+    there. Wait as often as you like, on as many streams as you like. Until the first `wait` has returned, or raised
+    the collective's RuntimeError, the buffers count as busy; a signal handler's exception leaves the collective
+    under way, and the next `wait` goes on.
 
     Attributes:
         state: see `HandleState`.
@@ -48,6 +48,7 @@ class Handle:
         self._finish: Callable[[], None] | None = None
         self._event: Any = None
         self._error: RuntimeError | None = None
+        self._launched = False
         for memory in memories:
             memory.in_flight = self
 
@@ -61,17 +62,20 @@ class Handle:
         Raises:
             RuntimeError: it could not start.
         """
+        self._finish = finish
         try:
             self._work = start()
+            if self._layer.asynchronous:
+                self._event = (
+                    self._layer.record()
+                )  # all that was queued in addition, on the stream of the launch
+            self._launched = True
         except BaseException as error:
             # Some of it may have started all the same.
             self._fail(f"could not start: {error}", quiet=False)
             if isinstance(error, RuntimeError):
                 raise RuntimeError(f"{self._title()} could not start: {error}") from error
             raise
-        self._finish = finish
-        if self._layer.asynchronous:
-            self._event = self._layer.record()  # all that was queued in addition, on the stream of the launch
         return self
 
     def _title(self) -> str:
@@ -94,40 +98,53 @@ class Handle:
             RuntimeError: the collective failed (a rank died, a timeout); says which and of which buffers. Again
                 on each call.
         """
+        if self._error is None:
+            if self._event is not None:
+                self._layer.wait(self._event)
+            if self.state is not HandleState.COMPLETED:
+                self._complete()
+        self._let_go()  # here too, in case an exception kept an earlier call from it
         if self._error is not None:
             raise self._error
-        if self._event is not None:
-            self._layer.wait(self._event)
-        if self.state is HandleState.COMPLETED:
+
+    def _complete(self) -> None:
+        """Wait, and write the result: once, or never where that was interrupted."""
+        if not self._launched or self.state is HandleState.FINISHING:
+            self._fail("was interrupted while it was started or its result was written", quiet=False)
             return
         work = self._work
         try:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            self._fail(f"failed: {error}", quiet=work is None or is_quiet(work))
-            assert self._error is not None
-            raise self._error from error
+            if work is None or is_under_way(work):
+                raise  # from a signal handler
+            self._fail(f"failed: {error}", quiet=is_quiet(work), cause=error)
+            return
         self.state = HandleState.FINISHING
         try:
             if self._finish is not None:
                 self._finish()
             if self._layer.asynchronous:
                 self._event = self._layer.record()
+            self.state = HandleState.COMPLETED
         except BaseException as error:
             self._fail(f"was interrupted while its result was written: {error!r}", quiet=True)
             raise
-        self._free(HandleState.COMPLETED)
 
-    def _fail(self, why: str, *, quiet: bool) -> None:
-        self._error = RuntimeError(f"{self._title()} {why}")
+    def _fail(self, why: str, *, quiet: bool, cause: BaseException | None = None) -> None:
         if not quiet:
             for memory in self._memories:
                 memory.condemn()
-        self._free(HandleState.FAILED)
+        error = RuntimeError(f"{self._title()} {why}")
+        error.__cause__ = cause
+        self._error = error
+        self.state = HandleState.FAILED
+        self._let_go()
 
-    def _free(self, state: HandleState) -> None:
-        self.state = state
-        self._work = self._finish = None
+    def _let_go(self) -> None:
+        """The buffers are free, unless another collective has them by now."""
         for memory in self._memories:
-            memory.in_flight = None
+            if memory.in_flight is self:
+                memory.in_flight = None
+        self._work = self._finish = None

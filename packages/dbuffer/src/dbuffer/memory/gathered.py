@@ -31,7 +31,6 @@ class GatheredMemory:
         self, geometry: Geometry, dtype: torch.dtype, recycler: Recycler, alias: Flats | None = None
     ) -> None:
         self._recycler = recycler
-        self._condemned = False
         layout = geometry.layout
         itemsize = dtype.itemsize * layout.world_size
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -82,14 +81,16 @@ class GatheredMemory:
     def release(self) -> None:
         """Have none. On CUDA call it on the stream of the last use."""
         if self.present:
-            give_back = self._recycler.quarantine if self._condemned else self._recycler.take_back
+            self.present = False  # first: after an interrupt nobody reads what is half gone
             for storage, _ in self._storages:
-                give_back(storage)
-            self.present = self._condemned = False
+                self._recycler.take_back(storage)
 
     def condemn(self) -> None:
-        """Never use this memory again after its release: a collective that failed may still write there."""
-        self._condemned = bool(self._storages) and self.present
+        """Have none, and never use it again: a collective that failed may still write there."""
+        if self.present:
+            self.present = False
+            for storage, _ in self._storages:
+                self._recycler.quarantine(storage)
 
     def slices_of(self, group: dist.ProcessGroup, layer: DeviceLayer) -> "NeighborSlices":
         """Copy this rank's slices of the memory among the ranks of a smaller group."""

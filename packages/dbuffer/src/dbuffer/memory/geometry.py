@@ -8,7 +8,7 @@ rank 1's slice                [begin, begin + local_numel], counted from the sli
 import math
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -102,7 +102,7 @@ class Geometry:
                 end = begin + length
         return tuple(found)
 
-    def gaps_in(self, flats: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    def gaps_in(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The padding in this rank's slices, given one a segment."""
         return [flats[segment].narrow(0, begin, length) for segment, begin, length in self.gaps]
 

@@ -37,14 +37,16 @@ class ShardMemory:
             flat = make(segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
             check_aligned(flat.data_ptr())
             flats.append(flat)
-        self.flats = tuple(flats)
         views: dict[str, torch.Tensor] = {}
         for name, found in geometry.slices.items():
             flat = flats[found.segment]
             views[name] = flat.narrow(0, found.begin, found.local_numel).view(found.local_shape)
         self.views = MappingProxyType(views)
         if geometry.gaps:
-            self.gaps = geometry.gaps_in(self.flats)
+            self.gaps = geometry.gaps_in(flats)
+        self.flats = tuple(
+            flats
+        )  # last: an interrupt before leaves no shard, rather than one with no views or gaps
 
     def give(self) -> None:
         """Let go of the memory: it belongs to the tensors that still view it, and ends with them."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
-from .protocol import Op, Pairs, Work
+from .protocol import Op, Pairs, Work, living
 
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 
@@ -24,17 +24,17 @@ class Collectives:
         """One all-gather."""
         if self._gloo and (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
-        work: Work = compat.all_gather(pairs, self._group())
+        work: Work = compat.all_gather(pairs, living(self._group))
         return work
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
         """One reduce-scatter."""
-        work: Work = compat.reduce_scatter(pairs, _OPS[op], self._group())
+        work: Work = compat.reduce_scatter(pairs, _OPS[op], living(self._group))
         return work
 
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """One all-reduce."""
-        work: Work = compat.all_reduce(tensors, _OPS[op], self._group())
+        work: Work = compat.all_reduce(tensors, _OPS[op], living(self._group))
         return work
 
 

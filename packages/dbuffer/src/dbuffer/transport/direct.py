@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives
-from .protocol import Op, Pairs, Work
+from .protocol import Op, Pairs, Work, living
 from .works import Then
 
 MAX_RANKS = 4  # each exchanges with each
@@ -105,7 +105,9 @@ class Direct:
                     receive.div_(self._size)
             sums.clear()
 
-        return Then(self._moving().exchange(f"reduce_scatter ({op}) of {label}", gives, takes), add_up)
+        then = Then(add_up)  # made first, so that no signal handler runs between the start and the return
+        then.work = self._moving().exchange(f"reduce_scatter ({op}) of {label}", gives, takes)
+        return then
 
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """See `Transport`. Always torch's."""
@@ -119,9 +121,7 @@ class Direct:
 
     def _moving(self) -> Mover:
         if self._mover is None:
-            group = self._group()
-            assert group is not None
-            self._mover = self._connect(group)
+            self._mover = self._connect(living(self._group))
             self.name = self._mover.name
         return self._mover
 

@@ -159,6 +159,7 @@ def _check_memory(peers: Mapping[int, Peer], cards: Sequence[_Card]) -> None:
         try:
             read_memory(peer.process, cards[other].address, ctypes.addressof(found), 16)
         except OSError as error:
-            raise OSError(f"may not read rank {other}'s memory ({error.strerror}; {obstacles()})") from error
+            why = f"{error.strerror}; {obstacles(peer.process)}"
+            raise OSError(f"may not read rank {other}'s memory ({why})") from error
         if found.raw != cards[other].secret:
             raise OSError(f"process {peer.process} is not rank {other}")

@@ -47,50 +47,63 @@ class PeerExchange:
     """What is given to and taken from each peer in one exchange. Waits like a torch work.
 
     Attributes:
+        number: counts the exchanges of this rank; 0 until the thread has begun it.
         label: what is exchanged.
-        digests: what each peer must have in common with this rank.
+        given_digests, taken_digests: of what peers must have in common with this rank.
         gives, takes: where the tensors for each peer, and from it, are.
         deadline: on the monotonic clock; the group's timeout after the start.
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
         quiet: whether nothing reads or writes the tensors any more.
+        under_way: whether it may still complete.
     """
 
     def __init__(
         self,
-        number: int,
+        answering: "_Answering",
         label: str,
         gives: Mapping[int, Sequence[torch.Tensor]],
         takes: Mapping[int, Sequence[torch.Tensor]],
         timeout: float,
     ) -> None:
+        self._answering = answering
         self._held: object = (gives, takes)  # alive as long as a peer, or the thread, may look at them
-        self.number, self.label = number, label
-        self.given_digests = {peer: digest(number, label, tensors) for peer, tensors in gives.items()}
-        self.taken_digests = {peer: digest(number, label, tensors) for peer, tensors in takes.items()}
+        self.number, self.label = 0, label
+        self.given_digests = {peer: digest(label, tensors) for peer, tensors in gives.items()}
+        self.taken_digests = {peer: digest(label, tensors) for peer, tensors in takes.items()}
         self.gives = {peer: _places(tensors) for peer, tensors in gives.items()}
         self.takes = {peer: _places(tensors) for peer, tensors in takes.items()}
         self.untaken, self.unread = set(takes), set(gives)
         self._timeout = timeout
         self.deadline = time.monotonic() + timeout
         self.quiet = False
+        self.under_way = True
         self._error: str | None = None
-        self._ended = threading.Event()
+        # Not an Event: a signal that comes while one takes its inner lock leaves that locked, and the thread stuck.
+        self._ended = threading.Lock()
+        self._ended.acquire()
 
     def end(self, error: str | None = None) -> None:
-        """Completed, or failed for this reason. Only the answering thread calls this, when it is done with it."""
+        """Completed, or failed for this reason: the answering thread is done with it, or has ended."""
         self._error = error
         self._held = None
+        self.under_way = False
         self.quiet = True
-        self._ended.set()
+        with contextlib.suppress(RuntimeError):  # ended already
+            self._ended.release()
 
     def is_completed(self) -> bool:
         """See `Work`."""
-        return self._ended.is_set()
+        return self.quiet
 
     def wait(self) -> None:
         """See `Work`. The group's timeout counts from the start of the exchange."""
-        if not self._ended.wait(max(self.deadline + GRACE - time.monotonic(), 0.0)):
+        patience = max(self.deadline + GRACE - time.monotonic(), 0.0)
+        if not self.quiet and self._ended.acquire(timeout=patience):
+            self._ended.release()
+        if not self.quiet:
+            self._answering.hang_up()  # before this rank's memory may change
+            self.under_way = False
             raise RuntimeError(
                 f"the thread that exchanges memory has not answered for {GRACE:g} s after the timeout; the memory of "
                 "this exchange is set aside for good"
@@ -120,14 +133,10 @@ class PeerMemory:
 
     def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
         self._timeout = timeout
-        self._number = 0
-        self._started: deque[PeerExchange] = deque()
-        self._bell, bell = socket.socketpair()
-        self._bell.setblocking(False)
-        answering = _Answering(peers, self._started, bell)
-        _open.add(answering)
-        threading.Thread(target=answering.run, name="dbuffer peers", daemon=True).start()
-        weakref.finalize(self, _shut, self._bell)  # the thread ends with the group
+        self._answering = _Answering(peers)
+        _open.add(self._answering)
+        threading.Thread(target=self._answering.run, name="dbuffer peers", daemon=True).start()
+        weakref.finalize(self, _shut, self._answering.bell)  # the thread ends with the group
 
     def exchange(
         self,
@@ -136,17 +145,12 @@ class PeerMemory:
         takes: Mapping[int, Sequence[torch.Tensor]],
     ) -> PeerExchange:
         """See `Mover`."""
-        self._number += 1
-        exchange = PeerExchange(self._number, label, gives, takes, self._timeout)
-        self._started.append(exchange)
+        exchange = PeerExchange(self._answering, label, gives, takes, self._timeout)
         try:
-            self._bell.send(b"!")
-        except BlockingIOError:
-            pass  # it rings already
-        except OSError:  # the thread has ended, and may not have seen this one
-            exchange.end(
-                f"the connections of this rank to the others of the group are closed; {label} needs them"
-            )
+            self._answering.start(exchange)
+        except BaseException:  # a signal handler's: it may have begun, and nobody will wait for it
+            self._answering.hang_up()
+            raise
         return exchange
 
 
@@ -155,23 +159,61 @@ class _GiveUpError(Exception):
 
 
 class _Answering:
-    """The thread: tells peers what this rank gives, reads what they give, and ends exchanges."""
+    """The thread: tells peers what this rank gives, reads what they give, and ends exchanges.
 
-    def __init__(self, peers: Mapping[int, Peer], started: deque[PeerExchange], bell: socket.socket) -> None:
+    Attributes:
+        bell: rings the thread; when it is shut, the thread ends.
+    """
+
+    def __init__(self, peers: Mapping[int, Peer]) -> None:
         self._peers = peers
-        self._started = started
-        self._bell = bell
+        self._number = 0
+        self._started: deque[PeerExchange] = deque()
+        self.bell, self._heard = socket.socketpair()
+        self.bell.setblocking(False)
         self._under_way: dict[int, PeerExchange] = {}
         self._given: dict[tuple[int, int], tuple[bytes, str, Places]] = {}  # by (exchange, peer)
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
 
+    # -- called by other threads ------------------------------------------------------------------------------------
+
+    def start(self, exchange: PeerExchange) -> None:
+        """Let the thread begin an exchange."""
+        self._started.append(exchange)
+        try:
+            self.bell.send(b"!")
+        except BlockingIOError:
+            pass  # it rings already
+        except OSError:  # the thread has ended, and may not have seen this one
+            exchange.end(
+                f"the connections of this rank to the others of the group are closed; {exchange.label} needs them"
+            )
+
+    def hang_up(self) -> None:
+        """Let peers see that this rank has given up, whatever the thread is doing."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # it may be shut already
+                peer.socket.shutdown(socket.SHUT_RDWR)
+
+    def drop(self, reason: str) -> None:
+        """Close this process's ends of the connections and fail what is under way."""
+        for connection in (*(peer.socket for peer in self._peers.values()), self._heard):
+            connection.close()
+        self._selector.close()
+        while self._started:  # after the bell: what starts from now on finds it closed
+            self._started.popleft().end(reason)
+        for exchange in self._under_way.values():
+            exchange.end(reason)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
     def run(self) -> None:
         """Until the group is gone or an exchange fails. Then no connection is left, and what is under way fails."""
         reason = "the process group was destroyed"
         try:
-            self._selector.register(self._bell, selectors.EVENT_READ, None)
+            self._selector.register(self._heard, selectors.EVENT_READ, None)
             for rank, peer in self._peers.items():
                 self._selector.register(peer.socket, selectors.EVENT_READ, rank)
             while self._turn():
@@ -182,7 +224,8 @@ class _Answering:
             reason = f"the thread that exchanges memory failed: {type(error).__name__}: {error}"
             raise
         finally:  # also when this thread fails: nobody is to wait for it
-            self._close(reason)
+            self.hang_up()  # only then may this rank's own waits raise
+            self.drop(reason)
 
     def _turn(self) -> bool:
         """Do what can be done now; False when the group is gone."""
@@ -190,7 +233,7 @@ class _Answering:
         patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         for key, events in self._selector.select(patience):
             if key.data is None:
-                if not self._bell.recv(4096):
+                if not self._heard.recv(4096):
                     return False
                 self._begin()
                 continue
@@ -208,6 +251,8 @@ class _Answering:
     def _begin(self) -> None:
         while self._started:
             exchange = self._started.popleft()
+            self._number += 1
+            exchange.number = self._number
             self._under_way[exchange.number] = exchange
             for peer in exchange.gives:
                 self._send(peer, _give_messages(exchange, peer))
@@ -297,7 +342,7 @@ class _Answering:
             return  # more messages follow
         del self._given[exchange.number, peer]
         source = self._peers[peer]
-        for (address, size), (into, _) in zip(places, wanted, strict=True):
+        for (address, _), (into, size) in zip(places, wanted, strict=True):
             try:
                 read_memory(source.process, address, into, size)
             except OSError as error:
@@ -311,26 +356,6 @@ class _Answering:
         if not (exchange.untaken or exchange.unread):
             self._under_way.pop(exchange.number, None)
             exchange.end()
-
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _close(self, reason: str) -> None:
-        """Let peers see that this rank has given up; only then let its own waits raise."""
-        for peer in self._peers.values():
-            _shut(peer.socket)
-        self.forget()
-        self._selector.close()
-        while self._started:  # after the bell: what starts from now on finds it closed
-            exchange = self._started.popleft()
-            self._under_way[exchange.number] = exchange
-        for exchange in self._under_way.values():
-            exchange.end(reason)
-
-    def forget(self) -> None:
-        """Close this process's ends of the connections."""
-        for peer in self._peers.values():
-            peer.socket.close()
-        self._bell.close()
 
 
 def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
@@ -368,7 +393,8 @@ _open: "weakref.WeakSet[_Answering]" = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     for answering in list(_open):
-        answering.forget()
+        answering.bell.close()  # and not shut: it is the parent's too
+        answering.drop("its connections belong to the process that forked this one")
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

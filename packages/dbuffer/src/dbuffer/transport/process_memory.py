@@ -50,16 +50,26 @@ def read_memory(process: int, address: int, into: int, nbytes: int) -> None:
         done += got
 
 
-def obstacles() -> str:
-    """What of this process's surroundings is known to forbid reading; for a log line."""
+def obstacles(process: int) -> str:
+    """What is known to forbid this process to read another one's memory; for a log line."""
     found = []
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     if scope not in ("", "0"):
         found.append(f"kernel.yama.ptrace_scope is {scope}, 0 would allow it")
-    status = dict(line.split(":\t", 1) for line in _read("/proc/self/status").splitlines() if ":\t" in line)
-    if status.get("Seccomp", "0") != "0":
-        found.append(f"seccomp is on (mode {status['Seccomp']})")
-    return "; ".join(found) or "no reason is visible: another user, or a security module"
+    mode = _status("self").get("Seccomp", "0")
+    if mode != "0":
+        found.append(f"seccomp is on (mode {mode})")
+    user = _status(str(process)).get("Uid", "").partition("\t")[0]
+    if user and int(user) != os.getuid():
+        found.append(f"it runs as user {user}, this rank as user {os.getuid()}")
+    elif user and os.stat(f"/proc/{process}/stat").st_uid != int(user):
+        found.append("it is not dumpable (prctl PR_SET_DUMPABLE; so is a process that has changed its user)")
+    return "; ".join(found) or "no reason is visible: perhaps a security module"
+
+
+def _status(process: str) -> dict[str, str]:
+    lines = _read(f"/proc/{process}/status").splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _read(path: str) -> str:

@@ -1,9 +1,11 @@
 """What a transport is."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 Op = Literal["avg", "sum"]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (receive, send)
@@ -18,7 +20,7 @@ class Work(Protocol):
         May be called again where it was interrupted by an exception that is not its own.
 
         Raises:
-            RuntimeError: it failed on this rank or another. See `quiet`.
+            RuntimeError: it failed on this rank or another. See `is_quiet` and `is_under_way`.
         """
         ...
 
@@ -63,3 +65,23 @@ def is_quiet(work: Work) -> bool:
     A transport that knows says so with an attribute `quiet` of its works; of others nothing is known.
     """
     return bool(getattr(work, "quiet", False))
+
+
+def is_under_way(work: Work) -> bool:
+    """Whether a work may still complete, although `wait` raised RuntimeError: a signal handler's, not its own.
+
+    A transport that knows says so with an attribute `under_way` of its works; the others' have failed.
+    """
+    return bool(getattr(work, "under_way", False))
+
+
+def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    """The group, where somebody still holds it. torch would take None for the group of all ranks.
+
+    Raises:
+        RuntimeError: nobody does.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this transport is gone")
+    return found

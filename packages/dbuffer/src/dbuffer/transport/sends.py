@@ -1,7 +1,8 @@
 """A mover that uses the group's own sends and receives.
 
-Before the tensors each rank sends a digest of what it exchanges (its number, label and sizes). The tensors' tags
-are made of the digest too, so that a tensor never arrives in the place of another one.
+With the tensors each rank sends a digest of what it exchanges (its number, label and sizes). The tensors' tags are
+made of the digest too, so that a tensor never arrives in the place of another one. The digest is sent last: a rank
+that was interrupted before has given nothing.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .digest import DIGEST_BYTES, digest
-from .protocol import Work
+from .protocol import Work, living
 
 _TAGS = 1 << 30  # gloo's tags are positive 32-bit numbers; digests use the lower half, tensors the upper
 
@@ -34,33 +35,39 @@ class Sends:
         takes: Mapping[int, Sequence[torch.Tensor]],
     ) -> Work:
         """See `Mover`."""
-        number, group = next(self._numbers), self._group()
-        expected = {peer: digest(number, label, tensors) for peer, tensors in takes.items()}
+        number, group = next(self._numbers), living(self._group)
+        what = f"{number} {label}"
+        expected = {peer: digest(what, tensors) for peer, tensors in takes.items()}
         received = {peer: torch.empty(DIGEST_BYTES, dtype=torch.uint8) for peer in takes}
-        works: list[Work] = []
+        agreement: list[Work] = []
+        moved: list[Work] = []
 
-        def start(work: Work | None) -> None:
+        def start(works: list[Work], work: Work | None) -> None:
             assert work is not None, "this rank is not in the process group"
             works.append(work)
 
         for peer, into in received.items():
-            start(dist.irecv(into, group=group, group_src=peer, tag=number % _TAGS))
-        for peer, tensors in gives.items():
-            sent = torch.tensor(list(digest(number, label, tensors)), dtype=torch.uint8)
-            start(dist.isend(sent, group=group, group_dst=peer, tag=number % _TAGS))
-        agreed = len(works)
+            start(agreement, dist.irecv(into, group=group, group_src=peer, tag=number % _TAGS))
         for peer, tensors in takes.items():
             for index, tensor in enumerate(tensors):
-                start(dist.irecv(tensor, group=group, group_src=peer, tag=_tag(expected[peer], index)))
+                tag = _tag(expected[peer], index)
+                start(moved, dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+        mine = {peer: digest(what, tensors) for peer, tensors in gives.items()}
         for peer, tensors in gives.items():
-            mine = digest(number, label, tensors)
             for index, tensor in enumerate(tensors):
-                start(dist.isend(tensor, group=group, group_dst=peer, tag=_tag(mine, index)))
-        return _Sent(label, works[:agreed], works[agreed:], expected, received, (gives, takes))
+                start(moved, dist.isend(tensor, group=group, group_dst=peer, tag=_tag(mine[peer], index)))
+        for peer, agreed in mine.items():
+            said = torch.tensor(list(agreed), dtype=torch.uint8)
+            start(agreement, dist.isend(said, group=group, group_dst=peer, tag=number % _TAGS))
+        return _Sent(label, agreement, moved, expected, received, (gives, takes))
 
 
 class _Sent:
-    """An exchange under way; fails before the tensors where the digests differ."""
+    """An exchange under way; fails before the tensors where the digests differ.
+
+    Attributes:
+        under_way: whether it may still complete.
+    """
 
     def __init__(
         self,
@@ -75,19 +82,37 @@ class _Sent:
         self._agreement, self._tensors = agreement, tensors
         self._expected, self._received = expected, received
         self._held = held  # gloo reads and writes it until all works have completed
+        self.under_way = True
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
         """See `Work`."""
+        if self._error is not None:
+            raise self._error
         for work in self._agreement:
-            work.wait()
+            self._wait_for(work)
         for peer, expected in self._expected.items():
             if bytes(self._received[peer].tolist()) != expected:
-                raise RuntimeError(
+                self._error = RuntimeError(
                     f"rank {peer} of the group takes part in another exchange than this rank's {self._label}, or in "
                     "one of other sizes; all ranks must make the same calls in the same order"
                 )
+                self.under_way = False
+                raise self._error
         for work in self._tensors:
+            self._wait_for(work)
+
+    def _wait_for(self, work: Work) -> None:
+        if work.is_completed():
+            return  # where a signal came after it had completed: gloo would wait for another message
+        try:
             work.wait()
+        except RuntimeError as error:
+            # torch raises from C++; a signal handler's exception has passed another Python frame.
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                self._error = error
+                self.under_way = False
+            raise
 
     def is_completed(self) -> bool:
         """See `Work`."""

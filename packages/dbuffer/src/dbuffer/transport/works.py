@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from .protocol import Work, is_quiet
+from .protocol import Work, is_quiet, is_under_way
 
 
 class Works:
@@ -24,23 +24,32 @@ class Works:
 class Then:
     """A work with something to do when it has completed, exactly once.
 
+    Attributes:
+        work: set before the first `wait`.
+
     Raises:
         RuntimeError: at `wait`, also where the action was interrupted: it may be half done, and is not done twice.
     """
 
-    def __init__(self, work: Work, action: Callable[[], None]) -> None:
-        self._work = work
+    work: Work
+
+    def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
         self._done = False
 
     @property
     def quiet(self) -> bool:
         """Whether nothing touches the tensors any more."""
-        return is_quiet(self._work)
+        return is_quiet(self.work)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it may still complete."""
+        return is_under_way(self.work)
 
     def wait(self) -> None:
         """Block until the work has completed, then act."""
-        self._work.wait()
+        self.work.wait()
         if self._done:
             return
         action, self._action = self._action, None
@@ -51,4 +60,4 @@ class Then:
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
-        return self._work.is_completed()
+        return self.work.is_completed()

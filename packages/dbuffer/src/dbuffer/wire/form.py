@@ -92,8 +92,8 @@ class _Cast:
             compat.copy(own, shards, non_blocking=True)
             sent = own
         if sent is not self._sent:
-            self._sent = sent
             self._pairs = list(zip(self._raw, sent, strict=True))
+            self._sent = sent  # last: an interrupt before makes the next gather list them again
         return self._pairs
 
     def decode(self) -> bool:

@@ -1,0 +1,135 @@
+"""What keeps ranks of one machine from reading each other's memory: they send instead, and the log line says why."""
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbuffer.transport import transport_of
+from ragged_shard.testing import RankError, run_ranks
+
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
+CLONE_NEWNET = 0x40000000
+PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}
+USER = 60000  # any that is not root
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become other users")
+
+
+class Seen(Exception):
+    """What a rank has seen. Raised, so that ranks which have changed for good are not used again."""
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("skip_if", ctypes.c_ubyte),
+        ("skip_else", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_Step)))
+
+
+def call(name, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def deny_reading():
+    """A seccomp filter, as container runtimes have: process_vm_readv fails with EPERM."""
+    load, equal, answer = 0x20, 0x15, 0x06
+    steps = (_Step * 4)(
+        _Step(load, 0, 0, 0),
+        _Step(equal, 0, 1, PROCESS_VM_READV[platform.machine()]),
+        _Step(answer, 0, 0, 0x00050000 | errno.EPERM),
+        _Step(answer, 0, 0, 0x7FFF0000),
+    )
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(_Program(4, steps)), 0, 0)
+
+
+def become_other_users():
+    os.setuid(USER + dist.get_rank())
+
+
+def hide_memory():
+    """Both ranks are of one user; rank 1 is not dumpable."""
+    os.setuid(USER)
+    call("prctl", PR_SET_DUMPABLE, 1 - dist.get_rank(), 0, 0, 0)
+
+
+def leave_network():
+    call("unshare", CLONE_NEWNET)
+
+
+def under(obstacle, ranks):
+    lines, group = [], dist.new_group()
+    full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(dist.get_rank()))
+    dist.barrier(group=group)  # gloo connects
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage().split(": ", 1)[1])
+    logger = logging.getLogger("dbuffer.transport")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if dist.get_rank() in ranks:
+        obstacle()
+    moving = transport_of(group, "auto")
+    for _ in range(2):
+        full.fill_(-1.0)
+        moving.all_gather([(full, mine)], "x").wait()
+        assert torch.equal(full, torch.arange(2.0).repeat_interleave(1 << 18))
+    raise Seen(moving.name, lines)
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "ranks", "line"),
+    [
+        pytest.param(
+            deny_reading,
+            [1],
+            "rank 1: may not read rank 0's memory .*Operation not permitted; .*seccomp is on",
+            marks=pytest.mark.skipif(
+                platform.machine() not in PROCESS_VM_READV,
+                reason="the number of process_vm_readv is not known on this processor",
+            ),
+        ),
+        pytest.param(
+            become_other_users,
+            [0, 1],
+            f"rank 0: may not read rank 1's memory .*it runs as user {USER + 1}, this rank as user {USER}",
+            marks=as_root,
+        ),
+        pytest.param(
+            hide_memory, [0, 1], "rank 0: may not read rank 1's memory .*it is not dumpable", marks=as_root
+        ),
+        pytest.param(
+            leave_network,
+            [1],
+            "rank 1: cannot reach rank 0 by a local socket .*another network namespace",
+            marks=as_root,
+        ),
+    ],
+    ids=["seccomp", "other user", "not dumpable", "other network namespace"],
+)
+def test_under_an_obstacle_all_ranks_send_and_one_line_names_it(obstacle, ranks, line):
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, under, obstacle, ranks)
+    refused = [one for one in caught.value.causes.values() if isinstance(one, PermissionError)]
+    if refused:  # a container's root
+        pytest.skip(f"this root may not make the obstacle: {refused[0]}")
+    assert len(caught.value.causes) == 2, caught.value
+    for cause in caught.value.causes.values():
+        assert isinstance(cause, Seen), caught.value
+        name, (only,) = cause.args
+        assert name == "sends"
+        with pytest.raises(ValueError, match="^sends for large exchanges; no peer memory: " + line):
+            raise ValueError(only)
