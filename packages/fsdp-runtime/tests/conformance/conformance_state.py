@@ -3,6 +3,7 @@
 import copy
 import io
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ def load_plain(fsdp):
 def get_model(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     assert all(is_sharded(v) for v in get_model_state_dict(model).values())
-    whole = get_model_state_dict(model, options=FULL)
+    whole: dict = get_model_state_dict(model, options=FULL)
     for name, value in reference.state_dict().items():
         assert torch.equal(whole[name], value), name
     onto_rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -172,8 +173,8 @@ def set_model(fsdp):
     STATE,
     "`set_model_state_dict(full_state_dict=True)`",
     ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and `load_state_dict` "
-    "takes an unsharded state dict",
+    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and "
+    "`load_state_dict` takes an unsharded state dict",
     since=FULL_STATE_DICTS,
 )
 def set_model_full(fsdp):
@@ -215,8 +216,8 @@ def optimizer_state_full(fsdp):
     optimizer, plain = adamw(model), adamw(reference)
     train(model, optimizer)
     train_plain(reference, plain)
-    found = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-    wanted = get_optimizer_state_dict(reference, plain)["state"]
+    found: Any = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+    wanted: Any = get_optimizer_state_dict(reference, plain)["state"]
     assert found.keys() == wanted.keys()
     for name, state in wanted.items():
         torch.testing.assert_close(found[name]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
