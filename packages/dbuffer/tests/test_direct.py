@@ -161,7 +161,7 @@ def unequal_histories(transport):
     for _ in range(1 + 2 * (dist.get_rank() // 2)):
         transport_of(mine, transport).all_gather([(full, shard)], "half").wait()
     gathered = torch.zeros(4 * LARGE)
-    transport_of(dist.group.WORLD, transport).all_gather([(gathered, shard)], "all").wait()
+    transport_of(dist.group.WORLD, transport).all_gather([(gathered, shard)], "all").wait()  # type: ignore[arg-type]
     assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(LARGE))
 
 

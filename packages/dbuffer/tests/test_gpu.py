@@ -109,7 +109,7 @@ def test_gathers_and_compute_overlap(tmp_path):
             torch.cuda.synchronize()
         trace = tmp_path / "trace.json"
         profile.export_chrome_trace(str(trace))
-    spans = {}
+    spans: dict = {}
     for event in json.loads(trace.read_text())["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy") and "spin" not in event["name"]:
             spans.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))

@@ -46,6 +46,7 @@ def test_reading_fills_the_tensor():
 def count_calls(monkeypatch):
     """The sizes that the system call is asked for from now on."""
     sizes, usual = [], process_memory.system_call()
+    assert usual is not None
 
     def counted(process, here, *rest):
         sizes.append(here.size)
@@ -88,7 +89,7 @@ def test_where_the_platform_cannot_read_that_is_said(monkeypatch):
 
 
 def peers_of(group=None, timeout=30.0):
-    peers, trouble = connect(group or dist.group.WORLD)
+    peers, trouble = connect(group or dist.group.WORLD)  # type: ignore[arg-type]
     assert not trouble, trouble
     return PeerMemory(peers, timeout)
 
@@ -120,7 +121,7 @@ def one_may_not_read():
     transport.all_gather([(full, mine)], "x").wait()
     handshake.read_memory = usual
     logger.removeHandler(handler)
-    assert isinstance(transport._mover, Sends)
+    assert isinstance(vars(transport)["_mover"], Sends)
     assert torch.equal(full, torch.arange(3.0).repeat_interleave(1 << 18))
     (line,) = lines
     return line.split(": ", 1)[1]
@@ -144,7 +145,7 @@ def one_cannot_be_reached():
     if dist.get_rank() == 0:
         handshake._listen = elsewhere
     patience, handshake.PATIENCE = handshake.PATIENCE, 0.5
-    peers, trouble = connect(dist.group.WORLD)
+    peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
     handshake._listen, handshake.PATIENCE = usual, patience
     assert peers == {}
     return trouble
@@ -159,7 +160,7 @@ def test_where_one_rank_cannot_be_reached_all_agree_and_say_why():
 
 
 def chosen_where_it_cannot_be():
-    usual, handshake.system_call = handshake.system_call, lambda: None
+    usual, handshake.system_call = handshake.system_call, lambda: None  # type: ignore[assignment]
     group = dist.new_group()
     full, mine = torch.zeros(2 << 18), torch.zeros(1 << 18)
     try:
@@ -403,7 +404,7 @@ def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
 
 def the_deadline_passes_in_a_read():
     """Rank 0's time is up while its own thread writes its memory: it may not have the memory back before."""
-    progress = []
+    progress: list = []
     peers = peers_of(timeout=1.0 if dist.get_rank() == 0 else 30.0)
     usual = slow_reads(2.0 if dist.get_rank() == 0 else 0.0, progress)
     work = swap(peers, torch.ones(SIZE), torch.zeros(SIZE))
@@ -422,7 +423,7 @@ def one_is_frozen():
     """Rank 1 is stopped by a signal in the middle; rank 0 gives up, changes its memory and lets it go on."""
     peers = peers_of(timeout=2.0)
     mine, theirs = torch.full((SIZE,), float(dist.get_rank() + 1)), torch.zeros(SIZE)
-    pids = [None, None]
+    pids: list = [None, None]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:
         os.kill(pids[1], signal.SIGSTOP)
@@ -507,7 +508,7 @@ def test_memory_of_a_failed_send_is_never_used_again():
 
 def the_thread_fails():
     """What came in is no message: the thread ends with an error."""
-    peers, trouble = connect(dist.group.WORLD)
+    peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
     assert not trouble
     said = []
     if dist.get_rank() == 1:

@@ -14,11 +14,11 @@ README = Path(__file__).parent.parent / "README.md"
 def readme():
     if README.is_file():
         return README.read_text()
-    return metadata.metadata("dbuffer").get_payload()  # outside the tree: what the wheel carries
+    return metadata.metadata("dbuffer")["Description"]  # outside the tree: what the wheel carries
 
 
 def run(snippet):
-    namespace = {}
+    namespace: dict = {}
     exec(compile(snippet, "README.md", "exec"), namespace)
     namespace["params"].all_gather().wait()
     return {name: view.clone() for name, view in namespace["params"].views.items()}

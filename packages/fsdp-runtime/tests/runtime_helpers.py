@@ -1,5 +1,7 @@
 """A small model and a training step that several test modules use. Everything here also runs on ranks."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,7 @@ class Body(nn.Module):
     def __init__(self, width=8, vocab=12, blocks=3, tied=False):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.blocks: Any = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:

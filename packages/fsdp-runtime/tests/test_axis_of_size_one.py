@@ -1,5 +1,7 @@
 """Tensor parallelism of degree 1 under fully_shard."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +24,8 @@ class Net(nn.Module):
 
 def train():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    model, reference = Net(), Net()
+    model: Any = Net()
+    reference = Net()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"], block_policy=lambda name, param: Rows(3))
     x = torch.randn(4, 16)

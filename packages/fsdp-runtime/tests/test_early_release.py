@@ -25,7 +25,7 @@ class Watched(Body):
         unit = member_of(self).unit
         self.seen.append({p.name for g in unit.groups if g.buffer.materialized for p in g.params})
 
-    def forward(self, batch):
+    def forward(self, batch, order=None):
         x = self.embed(batch)
         if self.detached:  # used without a gradient, and needed after the head's gradient is there
             x = x + nn.functional.linear(x, self.head.weight.detach()).sum(-1, keepdim=True)
@@ -91,7 +91,7 @@ class InRuns(Body):
     def look(self):
         raise NotImplementedError
 
-    def forward(self, batch):
+    def forward(self, batch, order=None):
         x = self.embed(batch).requires_grad_()
         for block in self.blocks:
             x = checkpoint(lambda y: self.norm(y) * 2, block(x), use_reentrant=True)
@@ -140,7 +140,7 @@ def test_own_buffers_change_neither_names_nor_their_order():
 class Sometimes(Watched):
     """The head is used on rank 0 only."""
 
-    def forward(self, batch):
+    def forward(self, batch, order=None):
         x = Watch.apply(self.embed(batch), self.look)
         for block in self.blocks:
             x = torch.tanh(block(x))

@@ -18,7 +18,7 @@ def hybrid_steps(max_buffers, late_all_reduce, small):
     """Kinds of collectives in order, while each rank sees completions at random moments."""
     usual, before = Handle.completed, _plan.MIN_CHILD
     chance = random.Random(dist.get_rank())
-    Handle.completed = property(lambda handle: chance.random() < 0.5)
+    Handle.completed = property(lambda handle: chance.random() < 0.5)  # type: ignore[assignment]
     _plan.MIN_CHILD = 1 if small else before
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

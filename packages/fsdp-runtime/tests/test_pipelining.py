@@ -170,7 +170,7 @@ def from_a_file(path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     everything, mine = stages(4), indices_of("ScheduleInterleaved1F1B", pp.get_local_rank(), 2)
-    built = [
+    built: list = [
         PipelineStage(
             wrap(fsdp_runtime, everything[i], dp, False), i, 4, torch.device("cpu"), group=pp.get_group()
         )

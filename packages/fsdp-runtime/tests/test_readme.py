@@ -14,13 +14,13 @@ README = Path(__file__).parent.parent / "README.md"
 
 def example():
     # Outside the tree there is what the wheel carries.
-    text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime").get_payload()
+    text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
     (found,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return found
 
 
 def run_example(code):
-    namespace = {}
+    namespace: dict = {}
     exec(code, namespace)
     assert torch.isfinite(namespace["loss"])
     return [name for name, _ in namespace["model"].named_parameters()]

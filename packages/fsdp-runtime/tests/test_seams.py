@@ -73,7 +73,7 @@ def test_a_planner_of_the_callers_packs_every_group():
 
 
 def no_planner():
-    fully_shard(seeded(), planner="best")
+    fully_shard(seeded(), planner="best")  # type: ignore[call-overload]
 
 
 def test_a_planner_that_is_not_a_function_is_refused():

@@ -1,6 +1,7 @@
 """torch, and trainers that ask torch's classes, see a sharded module; what they call has its effect."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,18 @@ def test_a_method_that_a_newer_torch_has_is_refused_by_name():
 
 def classes():
     model = shard(seeded())
-    assert isinstance(model, torch_fsdp.FSDPModule)
+    assert issubclass(type(model), torch_fsdp.FSDPModule)
     assert isinstance(model.blocks[0], (FSDPModule, torch_fsdp.FSDPModule))
     assert not isinstance(model.norm, torch_fsdp.FSDPModule)
     assert isinstance(model.unshard(async_op=True), torch_fsdp.UnshardHandle)
     assert issubclass(UnshardHandle, torch_fsdp.UnshardHandle)
     model.reshard()
     assert type(model).__mro__[1:4] == (FSDPModule, torch_fsdp.FSDPModule, Body)
-    container = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    container: Any = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert type(container[:1]) is nn.Sequential
-    assert torch_fsdp.fully_shard.state(model) is not None
-    assert torch_fsdp.fully_shard.state(model.norm) is None
+    torchs: Any = torch_fsdp.fully_shard
+    assert torchs.state(model) is not None
+    assert torchs.state(model.norm) is None
 
 
 def test_a_sharded_module_is_an_instance_of_torchs_class():

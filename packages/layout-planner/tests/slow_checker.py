@@ -86,7 +86,7 @@ def least_shard(tensors, world_size, align):
 
 
 def _some_order_fits(blocks, numels, world_size, align, size):
-    starts = {}
+    starts: dict = {}
 
     def earliest(tensor, position):
         """How far after `position` the tensor can start; None: nowhere. Depends on the place in a shard only."""

@@ -25,7 +25,7 @@ def run(capsys, command):
 def fails(capsys, command):
     """The one line that a refused command writes to stderr."""
     try:
-        status = main(command.split() if isinstance(command, str) else command)
+        status: object = main(command.split() if isinstance(command, str) else command)
     except SystemExit as stopped:  # argparse's own way out
         status = stopped.code
     shown = capsys.readouterr()

@@ -13,6 +13,7 @@ def tool():
     if not TOOL.is_file():
         pytest.skip("only in a checkout: the tool that writes the pages is not installed")
     spec = importlib.util.spec_from_file_location("write_readme", TOOL)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

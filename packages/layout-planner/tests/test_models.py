@@ -116,7 +116,7 @@ def test_period_expert_leaves_unstacked_tensors_alone():
 
 def test_a_period_of_another_name_is_refused():
     with pytest.raises(ValueError, match="w: period 'layer' is neither"):
-        ShapeEntry("w", (5, 8)).spec(Rows(2), "layer")
+        ShapeEntry("w", (5, 8)).spec(Rows(2), "layer")  # type: ignore[arg-type]
 
 
 def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():

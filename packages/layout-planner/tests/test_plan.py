@@ -221,7 +221,7 @@ def test_fingerprints_tell_layouts_apart():
     [
         (lambda: TensorSpec("w", (4, 0)), r"^w: a size in shape \(4, 0\) is 0"),
         (lambda: TensorSpec("w", (4, -2)), r"^w: a size in shape \(4, -2\) is -2"),
-        (lambda: TensorSpec("w", (4, 2.0)), r"^w: a size in .* is 2\.0"),
+        (lambda: TensorSpec("w", (4, 2.0)), r"^w: a size in .* is 2\.0"),  # type: ignore[arg-type]
         (
             lambda: TensorSpec("w", (8,), Tile(2, 2)),
             r"^w: tile:2x2 does not apply to a tensor of shape \(8,\)",

@@ -2,7 +2,7 @@
 
 import random
 
-from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
+from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, plan
 
 from .slow_checker import check, least_shard
 
@@ -17,7 +17,7 @@ def small_instance(seed):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.choice((1, 2, 2, 3))))
         if len(shape) < 3 and rng.random() < 0.5:
             shape = (shape[0] * rng.randint(1, 4), *shape[1:])
-        blocks = [Rows(rng.randint(1, 4)), Elements(rng.randint(1, 9)), Whole()]
+        blocks: list[Block] = [Rows(rng.randint(1, 4)), Elements(rng.randint(1, 9)), Whole()]
         if len(shape) > 1:
             blocks.append(Tile(rng.randint(1, 3), 2))
         period = shape[1] * shape[2] if len(shape) == 3 and rng.random() < 0.5 else None

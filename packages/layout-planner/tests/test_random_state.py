@@ -12,7 +12,7 @@ from layout_planner.baselines import in_given_order
 
 
 def test_nothing_here_draws_random_numbers(capsys):
-    states = random.getstate(), np.random.get_state()[1].tolist()
+    states = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
     group = load_model("gpt-oss-20b").groups[1]
     for block in (Rows(16), Tile(32, 32)):
         layout = plan(group.specs(block), 24, segment_cost=1000)
@@ -24,4 +24,4 @@ def test_nothing_here_draws_random_numbers(capsys):
             main(["draw", "--model", "llama-3-8b", "--world-size", "8", "-o", str(Path(folder) / "x.svg")])
             == 0
         )
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()) == states

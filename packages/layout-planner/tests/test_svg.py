@@ -184,7 +184,7 @@ def test_no_text_leaves_the_picture_or_its_bar(model, world_size):
 def test_legend_cells_of_one_line_do_not_overlap():
     long = "model.some.extremely.long.name.of.a.parameter.that.nobody.would.choose.but.somebody.does.weight"
     specs = [TensorSpec(f"{long}.{n}", (1234567, 1, 8), Rows(128)) for n in range(8)]
-    lines = {}
+    lines: dict = {}
     for text in parse(plan(specs, 4096).to_svg()).iter(f"{SVG}text"):
         if text.get("font-size") == "11" and not text.get("text-anchor"):
             lines.setdefault(text.get("y"), []).append((float(text.get("x")), text_width(text.text, 11)))

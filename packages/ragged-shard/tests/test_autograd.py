@@ -66,6 +66,7 @@ def through_local():
     wrapped = RaggedDTensor.from_local(plain * 3, tensor.device_mesh, tensor.placements, shape=(6, 4))
     (wrapped.full_tensor() * WEIGHTS).sum().backward()
     first, last = RAGGED.unit_range(dist.get_rank())
+    assert plain.grad is not None
     assert torch.equal(plain.grad, WEIGHTS[first:last] * 3)
 
 

@@ -196,7 +196,10 @@ def load_training(kind, folder):
     reference, reference_optimizer = build("plain", True)
     train(reference, reference_optimizer, "plain")
     module, optimizer = build(kind, False)
-    found = {"model": get_model_state_dict(module), "optim": get_optimizer_state_dict(module, optimizer)}
+    found: dict = {
+        "model": get_model_state_dict(module),
+        "optim": get_optimizer_state_dict(module, optimizer),
+    }
     dcp.load(found, checkpoint_id=folder)
     set_model_state_dict(module, found["model"])
     set_optimizer_state_dict(module, optimizer, found["optim"])

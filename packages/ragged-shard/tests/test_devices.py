@@ -1,5 +1,7 @@
 """One round of everything on CPU with gloo, and the same on GPUs with NCCL where there are any."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +38,10 @@ def everything(device, folder):
         torch.testing.assert_close(tensor.full_tensor(), full)
     mask = distribute_tensor(full > 0.5, mesh, [ragged])
     assert torch.equal(mask.redistribute(placements=[Shard(0)]).full_tensor(), full > 0.5)
-    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        plain, param = nn.Parameter(full.clone()), nn.Parameter(start.clone())
+    every: list[dict] = [{"foreach": True}, {"fused": True}, {"foreach": False}]
+    for options in every:
+        plain: Any = nn.Parameter(full.clone())
+        param: Any = nn.Parameter(start.clone())
         for p in (plain, param):
             optimizer = torch.optim.AdamW([p], lr=0.1, **options)
             scaler = torch.amp.GradScaler(device, init_scale=8.0)

@@ -82,6 +82,7 @@ def test_extents_along_an_axis_agree_with_their_boxes(case):
     index = np.arange(math.prod(base)).reshape(base)
     for part in geo.axis_extents(base, placements[0], mesh_shape[0]):
         elements = [int(i) for box in part.boxes for i in index[box.slices()].reshape(-1)]
+        assert part.flat is not None
         assert elements == list(range(*part.flat))
         assert math.prod(part.shape) == len(elements)
 

@@ -21,7 +21,7 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file.name}: write imports in full"
             joined = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in MODULES else node.module for name in joined]
+            names = [name if name in MODULES else name.rpartition(".")[0] for name in joined]
         else:
             continue
         yield from (name for name in names if name in MODULES)

@@ -1,6 +1,7 @@
 """What each rule of the op table does, against the same op on the plain tensor."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def same(ragged, wanted, what, sharding=None):
 
 def numbers(op):
     """Arguments beside the first tensor, by the op's schema: tensors like it, and numbers."""
-    given = {}
+    given: dict = {}
     for argument in op._schema.arguments[1:]:
         kind = str(argument.type)
         if argument.has_default_value():
@@ -218,7 +219,7 @@ def mixed_lists():
     theirs = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
     local = torch.ones(3)
     lists = [theirs, spread(y), local]
-    results = torch._foreach_mul(lists, 2.0)
+    results: Any = torch._foreach_mul(lists, 2.0)
     assert type(results[0]) is DTensor
     assert torch.equal(results[0].full_tensor(), x * 2)
     same(results[1], y * 2, "ragged", (RAGGED,))
@@ -226,7 +227,7 @@ def mixed_lists():
     torch._foreach_add_(lists, lists)
     assert torch.equal(lists[0].full_tensor(), x * 2)
     same(lists[1], y * 2, "ragged")
-    norms = torch._foreach_norm([theirs, spread(y)])
+    norms: Any = torch._foreach_norm([theirs, spread(y)])
     values = [n.full_tensor().item() for n in norms]
     assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
     with pytest.raises(ValueError, match="different shardings"):
@@ -251,7 +252,7 @@ def reductions(dtype, placement, mesh_shape):
         calls += [(f, d, k) for f in ("mean", "norm") for d in dims for k in (False, True)]
     for name, dim, keepdim in calls:
         if dim is None and (keepdim or name in ("amax", "amin")):
-            call = {"amax": torch.max, "amin": torch.min}.get(name)
+            call: Any = {"amax": torch.max, "amin": torch.min}.get(name)
             if keepdim or call is None:
                 continue
             got, wanted = call(rx), call(x)
@@ -323,7 +324,7 @@ def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
 def sliced_meshes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     x = plain()
-    tensors = [
+    tensors: list[Any] = [
         distribute_tensor(x, mesh["shard"], [RaggedShard((0,), (1, 3))], src_data_rank=None) for _ in range(3)
     ]
     with record_collectives() as record:
@@ -590,7 +591,8 @@ def beyond_ragged():
     assert sharded.add_(1) is sharded
     assert sharded.to_local().data_ptr() == before
     assert torch.equal(sharded.full_tensor(), x + 1)
-    assert torch.equal(torch.stack([replicated.sum(), replicated.sum()]).full_tensor(), x.sum().repeat(2))
+    sums: Any = torch.stack([replicated.sum(), replicated.sum()])
+    assert torch.equal(sums.full_tensor(), x.sum().repeat(2))
 
 
 def test_once_redistributed_to_torchs_placements_torchs_ops_work():

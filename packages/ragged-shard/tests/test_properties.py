@@ -47,7 +47,7 @@ def chains(draw):
     ranks = draw(st.integers(1, 4))
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 6, 12]), max_size=3)))
     dtype = draw(st.sampled_from(DTYPES))
-    others = [Replicate()] + [Shard(d) for d in range(len(shape))]
+    others: list = [Replicate()] + [Shard(d) for d in range(len(shape))]
     if dtype != torch.bool:
         others.append(Partial("sum"))
     if dtype.is_floating_point:
@@ -66,7 +66,7 @@ def chains_2d(draw):
     for _ in range(draw(st.integers(1, 4))):
         placement = draw(ragged(shape, ranks))
         k = len(placement.dims)
-        beside = [Replicate()] + [Shard(d) for d in range(k, len(shape))]
+        beside: list = [Replicate()] + [Shard(d) for d in range(k, len(shape))]
         if dtype != torch.bool:
             beside.append(Partial("sum"))
         kind = draw(st.sampled_from(["ragged", "ragged", "strided", "torch"]))

@@ -140,7 +140,7 @@ def test_what_was_missing_is_there():
 def not_wasteful():
     pending = ragged().redistribute(placements=[Partial()])
     tensor = ragged()
-    costs = {}
+    costs: dict = {}
     for name, (source, target) in {
         "Partial -> Ragged": (pending, UNEVEN),
         "Ragged -> Shard": (tensor, Shard(0)),

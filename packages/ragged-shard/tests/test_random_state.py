@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +19,18 @@ from ragged_shard.testing import record_collectives, run_ranks, simulated_ranks
 
 
 def state():
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    )
 
 
 def everything(folder):
     before = state()
     mesh = init_device_mesh("cpu", (3,))
     full = torch.arange(24.0).view(6, 4)
-    param = nn.Parameter(distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))]))
+    param: Any = nn.Parameter(distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))]))
     RaggedDTensor.from_local(param.to_local().detach(), mesh, param.placements, shape=(6, 4), check=True)
     for placement in (Replicate(), Shard(0), Shard(1), RaggedShard((0, 1), (5, 7, 12)), Partial()):
         param.redistribute(placements=[placement], async_op=True).wait()

@@ -19,8 +19,7 @@ def readme():
     file = Path(__file__).parent.parent / "README.md"
     if file.is_file():
         return file.read_text()
-    found = importlib.metadata.metadata("ragged-shard")
-    return found.get_payload() or found["Description"]
+    return importlib.metadata.metadata("ragged-shard")["Description"]
 
 
 def snippets(kind):
@@ -43,6 +42,7 @@ def test_the_test_snippet_passes(tmp_path):
     file = tmp_path / "snippet_of_readme.py"
     file.write_text(code)
     spec = importlib.util.spec_from_file_location("snippet_of_readme", file)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, spec.name, module)

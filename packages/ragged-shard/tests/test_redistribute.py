@@ -99,8 +99,9 @@ def strided_case(mesh_shape, shape):
     ranks, parts = mesh_shape
     ragged = StridedRaggedShard((0,), UNITS[ranks], split_factor=parts)
     tensor = distribute_tensor(full, mesh, [ragged, Shard(0)])
-    tp_rows = full.chunk(parts)[mesh.get_coordinate()[1]]
-    first, last = ragged.unit_range(mesh.get_coordinate()[0])
+    rank, part = mesh.get_coordinate() or ()
+    tp_rows = full.chunk(parts)[part]
+    first, last = ragged.unit_range(rank)
     unit = len(tp_rows) // ragged.total_units
     assert torch.equal(tensor.to_local(), tp_rows[first * unit : last * unit])
     assert torch.equal(tensor.full_tensor(), full)

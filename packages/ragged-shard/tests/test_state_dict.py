@@ -1,5 +1,7 @@
 """Full state dicts, from rank 0 or all ranks, into and out of modules with ragged parameters."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,7 +92,7 @@ def test_a_full_state_dict_loads_and_gathers_bit_by_bit(two_d, rank0_only):
 
 
 def gather_to_one_bytes():
-    module = nn.Module()
+    module: Any = nn.Module()
     mesh = init_device_mesh("cpu", (3,))
     module.w = nn.Parameter(
         distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -177,7 +179,7 @@ def torch_gathers():
     module = model()
     load_full_state_dict(module, values())
     options = StateDictOptions(full_state_dict=True)
-    gathered = get_model_state_dict(module, options=options)
+    gathered: dict[str, Any] = get_model_state_dict(module, options=options)
     for name, value in values().items():
         assert torch.equal(gathered[name], value), name
 
@@ -192,10 +194,10 @@ def test_torchs_own_gathering_of_full_state_dicts_works_too():
 def torch_refuses(kind, device, placements, options):
     """Every rank must raise by itself: the rank that holds all of a tensor used to go on, and wait for the others."""
     mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
-    module = nn.Module()
+    module: Any = nn.Module()
     module.first = nn.Parameter(torch.zeros(2))
     module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
-    given = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
+    given: dict[str, Any] = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
     if kind == "distribute":
         torch_distribute_tensor(given["weight"], mesh, module.weight.placements)
     here = not options["broadcast_from_rank0"] or dist.get_rank() == 0
@@ -211,7 +213,7 @@ def torch_refuses(kind, device, placements, options):
         set_optimizer_state_dict(module, optimizer, full if here else {}, options=options)
 
 
-PLACEMENTS = {
+PLACEMENTS: dict[str, list] = {
     "uneven": [RaggedShard((0,), (1, 2, 3))],
     "one holder": [RaggedShard((0,), (0, 1, 0))],
     "elements": [RaggedShard((0, 1), (5, 1, 6))],

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def zero_sized():
     ):
         units = (0, 1, 0) if not dims else (1, 1, 1)
         full = torch.ones(shape)
-        tensor = distribute_tensor(full, mesh, [RaggedShard(dims, units)])
+        tensor: Any = distribute_tensor(full, mesh, [RaggedShard(dims, units)])
         for _ in range(2):
             assert torch.equal(tensor.full_tensor(), full)
             tensor = tensor.redistribute(placements=[Replicate()]).redistribute(placements=tensor.placements)
@@ -138,10 +139,11 @@ def like():
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(12.0).view(4, 3)
     ragged = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3))])
-    again = distribute_like(full * 2, ragged)
+    again: Any = distribute_like(full * 2, ragged)
     assert torch.equal(again.to_local(), ragged.to_local() * 2)
     theirs = torch_distribute_tensor(full, mesh, [Shard(0)])
-    assert torch.equal(distribute_like(full, theirs).to_local(), theirs.to_local())
+    again = distribute_like(full, theirs)
+    assert torch.equal(again.to_local(), theirs.to_local())
     assert distribute_like(full, full) is full
     with pytest.raises(ValueError, match=r"shape \(3,\) like one of \(4, 3\)"):
         distribute_like(torch.zeros(3), ragged)
@@ -155,7 +157,7 @@ def wrong_everywhere():
     mesh = init_device_mesh("cpu", (2,))
     halves = [RaggedShard((0,), (1, 1))]
     good = torch.zeros(2, 3)
-    cases = [
+    cases: list = [
         (
             {"local": torch.zeros(3, 3)},
             ValueError,
@@ -251,11 +253,10 @@ def test_a_rank_outside_of_the_mesh_cannot_hold_a_part():
 
 def copies(ranks):
     full, tensor = make(ranks, requires_grad=True)
-    param = nn.Parameter(tensor)
-    assert isinstance(param, nn.Parameter)
+    param: Any = nn.Parameter(tensor)
     param.grad = torch.ones_like(param)
-    twin = copy.deepcopy(param)
-    assert isinstance(twin, nn.Parameter)
+    twin: Any = copy.deepcopy(param)
+    assert all(isinstance(one, nn.Parameter) for one in (param, twin))
     assert isinstance(twin, RaggedDTensor)
     assert twin.requires_grad
     assert torch.equal(twin.grad.full_tensor(), torch.ones_like(full))
@@ -297,7 +298,7 @@ def test_torch_save_and_pickle_bring_a_tensor_back(ranks):
 
 def module_moves():
     _, tensor = make(3)
-    module = nn.Module()
+    module: Any = nn.Module()
     module.weight = nn.Parameter(tensor)
     module.to(torch.bfloat16)
     assert module.weight.dtype == module.weight.to_local().dtype == torch.bfloat16
@@ -318,12 +319,12 @@ def test_modules_with_ragged_parameters_cast_load_and_freeze():
 
 def meta():
     mesh = init_device_mesh("cpu", (3,))
-    param = nn.Parameter(
+    param: Any = nn.Parameter(
         distribute_tensor(torch.empty(6, 2, device="meta"), mesh, [RaggedShard((0,), (1, 2, 3))])
     )
     assert param.is_meta
     assert param.to_local().shape == (2 * 0 + dist.get_rank() + 1, 2)
-    module = nn.Module()
+    module: Any = nn.Module()
     module.weight = param
     module.to_empty(device="cpu")
     assert not module.weight.to_local().is_meta
@@ -350,7 +351,7 @@ def test_hsdp_placements_are_made_from_a_full_tensor():
 
 def data():
     full, tensor = make(3, requires_grad=True)
-    param = nn.Parameter(tensor)
+    param: Any = nn.Parameter(tensor)
     assert isinstance(param.data, RaggedDTensor)
     assert param.data.to_local().data_ptr() == param.to_local().data_ptr()
     param.data.mul_(2)

@@ -287,7 +287,7 @@ def input_gradient_alone(fsdp):
 @case(FORWARD, "full backward hooks of units and of modules inside are called, with the right gradients")
 def backward_hooks(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
-    seen = {model: [], reference: []}
+    seen: dict = {model: [], reference: []}
     for one in (model, reference):
         for part in (one.blocks[1], one.blocks[1].up, one.head):
             part.register_full_backward_hook(lambda m, gi, go, one=one: seen[one].append(go[0].clone()))

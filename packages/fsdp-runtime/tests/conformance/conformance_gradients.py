@@ -34,7 +34,7 @@ def pair(fsdp, **options):
     return shard_stack(fsdp, seeded(Stack), **options), seeded(Stack)
 
 
-NO_PREMUL = {
+NO_PREMUL: dict = {
     "fsdp2": Raises(RuntimeError, "PREMUL_SUM"),
     "ours": None,
     "note": "gloo has no such reduction; over NCCL both divide",
@@ -94,7 +94,7 @@ def no_zero_grad(fsdp):
 )
 def accumulate_hooks(fsdp):
     model, reference = pair(fsdp)
-    calls = {name: [] for name, _ in model.named_parameters()}
+    calls: dict = {name: [] for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(
             lambda p, name=name: calls[name].append(p.grad.to_local().clone())

@@ -1,6 +1,6 @@
 """Small models and what the cases ask of them: nothing here knows which implementation it meets."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Stack(nn.Module):
 
     def __init__(self, blocks: int = 3, width: int = WIDTH, hidden: int = HIDDEN):
         super().__init__()
-        self.blocks = nn.ModuleList(MLP(width, hidden) for _ in range(blocks))
+        self.blocks: Any = nn.ModuleList(MLP(width, hidden) for _ in range(blocks))
         self.head = nn.Linear(width, 3)
 
     def forward(self, x):
@@ -70,7 +70,7 @@ def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
     return build()
 
 
-def shard_stack(fsdp: Any, model: nn.Module, **options: Any) -> nn.Module:
+def shard_stack(fsdp: Any, model: Any, **options: Any) -> Any:
     """Each block a unit, then the root, as users do."""
     options.setdefault("mesh", mesh())
     for block in model.blocks:
@@ -94,11 +94,11 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: Any) -> torch.Tensor:
     """All of a tensor's values, detached; collective where it is sharded."""
     return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
@@ -111,9 +111,7 @@ def none_sharded(model: nn.Module) -> bool:
     return not any(is_sharded(p) for p in model.parameters())
 
 
-def close(
-    found: torch.Tensor, wanted: torch.Tensor, what: str, rtol: float = 1e-5, atol: float = 2e-6
-) -> None:
+def close(found: Any, wanted: Any, what: str, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
@@ -146,14 +144,14 @@ def average(value: torch.Tensor) -> float:
 
 def check_training(
     build: Callable[[], nn.Module],
-    wrap: Callable[[nn.Module], Any],
+    wrap: Any,
     *,
     steps: int = 3,
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
     batches: Callable[[int], torch.Tensor] = batch,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: Any = None,
     **tolerance: float,
-) -> nn.Module:
+) -> Any:
     """Train the wrapped model on this rank's rows and an untouched twin on all of them: the same all the way."""
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     reference, model = seeded(build), seeded(build)

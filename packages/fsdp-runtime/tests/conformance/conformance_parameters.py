@@ -312,7 +312,7 @@ def contiguous(fsdp):
     "in compute, parameters are what they were: plain `nn.Parameter`s of the full shape, with gradients on",
 )
 def unsharded_type(fsdp):
-    kinds = []
+    kinds: list = []
 
     class Spy(MLP):
         def forward(self, x):

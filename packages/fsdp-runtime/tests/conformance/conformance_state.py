@@ -3,6 +3,7 @@
 import copy
 import io
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ def load_plain(fsdp):
 def get_model(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     assert all(is_sharded(v) for v in get_model_state_dict(model).values())
-    whole = get_model_state_dict(model, options=FULL)
+    whole: dict = get_model_state_dict(model, options=FULL)
     for name, value in reference.state_dict().items():
         assert torch.equal(whole[name], value), name
     onto_rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -215,8 +216,8 @@ def optimizer_state_full(fsdp):
     optimizer, plain = adamw(model), adamw(reference)
     train(model, optimizer)
     train_plain(reference, plain)
-    found = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-    wanted = get_optimizer_state_dict(reference, plain)["state"]
+    found: Any = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+    wanted: Any = get_optimizer_state_dict(reference, plain)["state"]
     assert found.keys() == wanted.keys()
     for name, state in wanted.items():
         torch.testing.assert_close(found[name]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)

@@ -252,9 +252,12 @@ def hsdp_counts(fsdp):
 
 @case(UNITS, "`set_modules_to_forward_prefetch`: gathers of the listed units begin before this one computes")
 def forward_prefetch(fsdp):
-    begun, records = {}, []
+    begun: dict = {}
+    records: list = []
 
     class Spy(MLP):
+        index: int
+
         def forward(self, x):
             begun[self.index] = gathers(records[-1])
             return super().forward(x)
@@ -284,9 +287,12 @@ def prefetch_plain(fsdp):
     UNITS, "`set_modules_to_backward_prefetch`: gathers of the listed units begin before this one's backward"
 )
 def backward_prefetch(fsdp):
-    begun, records = {}, []
+    begun: dict = {}
+    records: list = []
 
     class Spy(MLP):
+        index: int
+
         def forward(self, x):
             hidden = torch.tanh(self.up(x))
             if hidden.requires_grad and records:
@@ -296,8 +302,8 @@ def backward_prefetch(fsdp):
     def build():
         model = Stack()
         for i in range(3):
-            model.blocks[i] = Spy()
-            model.blocks[i].index = i
+            model.blocks[i] = spy = Spy()
+            spy.index = i
         return model
 
     def wrap(model):

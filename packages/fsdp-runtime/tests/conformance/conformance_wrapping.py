@@ -33,10 +33,10 @@ def default_mesh(fsdp):
 
 @case(WRAP, "a 1-D mesh: each parameter is one distributed tensor over it, each element on one rank", ranks=3)
 def one_dimension(fsdp):
-    model, over = MLP(), mesh()
-    fsdp.fully_shard(model, mesh=over)
+    over = mesh()
+    model = fsdp.fully_shard(MLP(), mesh=over)
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, nn.Parameter), name
         assert parameter.device_mesh == over, name
         held = torch.tensor(parameter.to_local().numel())
         torch.distributed.all_reduce(held)
@@ -232,16 +232,15 @@ def values(fsdp):
 @case(WRAP, "each rank keeps its part of its own values: nothing is broadcast at wrap time")
 def no_broadcast(fsdp):
     rank = torch.distributed.get_rank()
-    model = nn.Linear(4, 6)
-    nn.init.constant_(model.weight, float(rank))
-    fsdp.fully_shard(model, mesh=mesh())
+    plain = nn.Linear(4, 6)
+    nn.init.constant_(plain.weight, float(rank))
+    model = fsdp.fully_shard(plain, mesh=mesh())
     assert (model.weight.to_local() == rank).all()
 
 
 @case(WRAP, "buffers stay whole and on every rank")
 def buffers(fsdp):
-    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
-    fsdp.fully_shard(model, mesh=mesh())
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)), mesh=mesh())
     assert not any(is_sharded(b) for b in model.buffers())
     model(torch.randn(4, 8)).sum().backward()
     assert int(model[1].num_batches_tracked) == 1
@@ -317,8 +316,8 @@ def spmd_mesh(fsdp):
 @case(WRAP, "`dp_mesh_dims` with two dimensions to shard over: they are flattened", ranks=4, since=(2, 13))
 def spmd_mesh_flattened(fsdp):
     over = mesh(2, 2, names=("dp", "cp"))
-    model = distribute_module(seeded(MLP), over)
-    fsdp.fully_shard(model, mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard=("dp", "cp")))
+    plain, dims = distribute_module(seeded(MLP), over), fsdp.DataParallelMeshDims(shard=("dp", "cp"))
+    model = fsdp.fully_shard(plain, mesh=over, dp_mesh_dims=dims)
     for found, p in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
         assert torch.equal(full(found), p)
         held = torch.tensor(found.to_local().numel())

@@ -5,6 +5,7 @@ import os
 import random
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def chain(seed: int = 0) -> Chain:
     return Chain()
 
 
-def shard(model: Chain, mesh: DeviceMesh | None = None, **options) -> Chain:
+def shard(model: Chain, mesh: DeviceMesh | None = None, **options) -> Any:
     over = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fsdp_runtime.fully_shard(block, mesh=over, **options)
@@ -74,7 +75,7 @@ def step_of(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def compare(model: nn.Module, reference: nn.Module, what: str) -> None:
+def compare(model: Any, reference: nn.Module, what: str) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         torch.testing.assert_close(
             p.full_tensor(), q[1].detach(), rtol=1e-5, atol=1e-6, msg=f"{what}: {name}"
@@ -165,29 +166,24 @@ def refused_at_wrap_time() -> dict[str, str]:
     """Messages of everything that `fully_shard` must refuse at once."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
+    wrap: Any = fsdp_runtime.fully_shard
     attempts = {
-        "policy gives a number": lambda: fsdp_runtime.fully_shard(
+        "policy gives a number": lambda: wrap(
             nn.Linear(3, 3), mesh=mesh, block_policy=lambda name, p: 3 if name == "weight" else None
         ),
-        "policy gives a tile for a vector": lambda: fsdp_runtime.fully_shard(
+        "policy gives a tile for a vector": lambda: wrap(
             nn.Linear(3, 3), mesh=mesh, block_policy=lambda name, p: Tile(2, 2)
         ),
-        "policy is no function": lambda: fsdp_runtime.fully_shard(
-            nn.Linear(3, 3), mesh=mesh, block_policy=Rows(2)
-        ),
-        "policy raises": lambda: fsdp_runtime.fully_shard(
-            nn.Linear(3, 3), mesh=mesh, block_policy=lambda name, p: 1 // 0
-        ),
-        "complex": lambda: fsdp_runtime.fully_shard(
-            Odd(nn.Parameter(torch.ones(2, dtype=torch.complex64))), mesh=mesh
-        ),
-        "ranks differ": lambda: fsdp_runtime.fully_shard(Odd(nn.Parameter(torch.ones(2 + rank))), mesh=mesh),
-        "policies differ": lambda: fsdp_runtime.fully_shard(
+        "policy is no function": lambda: wrap(nn.Linear(3, 3), mesh=mesh, block_policy=Rows(2)),
+        "policy raises": lambda: wrap(nn.Linear(3, 3), mesh=mesh, block_policy=lambda name, p: 1 // 0),
+        "complex": lambda: wrap(Odd(nn.Parameter(torch.ones(2, dtype=torch.complex64))), mesh=mesh),
+        "ranks differ": lambda: wrap(Odd(nn.Parameter(torch.ones(2 + rank))), mesh=mesh),
+        "policies differ": lambda: wrap(
             nn.Linear(30, 30), mesh=mesh, block_policy=lambda name, p: Rows(2 + rank)
         ),
-        "precision": lambda: fsdp_runtime.fully_shard(nn.Linear(3, 3), mesh=mesh, mp_policy=torch.bfloat16),
-        "mesh": lambda: fsdp_runtime.fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD),
-        "ignored": lambda: fsdp_runtime.fully_shard(nn.Linear(3, 3), mesh=mesh, ignored_params={"weight"}),
+        "precision": lambda: wrap(nn.Linear(3, 3), mesh=mesh, mp_policy=torch.bfloat16),
+        "mesh": lambda: wrap(nn.Linear(3, 3), mesh=dist.group.WORLD),
+        "ignored": lambda: wrap(nn.Linear(3, 3), mesh=mesh, ignored_params={"weight"}),
     }
     found = {}
     for name, attempt in attempts.items():
@@ -201,7 +197,7 @@ def refused_at_wrap_time() -> dict[str, str]:
 
 def optimizer_built_before(build) -> str:
     """The message of the first step of an optimizer whose parameters were replaced."""
-    model = chain()
+    model: Any = chain()
     optimizer = build(model.parameters())
     shard(model)
     step_of(model, whole_batch(0))
@@ -229,7 +225,7 @@ def optimizers_that_stay_quiet() -> None:
     elsewhere.step()
     assert not torch.equal(other.weight, before)
     ignoring = chain()
-    kept = [ignoring.first.weight, ignoring.first.bias]
+    kept: list = [ignoring.first.weight, ignoring.first.bias]
     optimizer = torch.optim.SGD(kept, lr=0.1)
     fsdp_runtime.fully_shard(
         ignoring, ignored_params=set(kept), mesh=init_device_mesh("cpu", (dist.get_world_size(),))
@@ -275,7 +271,7 @@ def refusals_change_nothing() -> None:
     reference, x = chain(), whole_batch(0)
     plain = chain()
     over = init_device_mesh("cpu", (dist.get_world_size(),))
-    wrong = {"mesh": over, "block_policy": lambda name, p: Tile(2, 2)}  # biases have no tiles
+    wrong: dict = {"mesh": over, "block_policy": lambda name, p: Tile(2, 2)}  # biases have no tiles
     with pytest.raises(ValueError, match="bias"):
         fsdp_runtime.fully_shard(plain, **wrong)
     assert type(plain) is Chain
@@ -283,7 +279,7 @@ def refusals_change_nothing() -> None:
     torch.testing.assert_close(plain(x), reference(x))
     shard(plain)
     torch.testing.assert_close(plain(x), reference(x))
-    outer_first = fsdp_runtime.fully_shard(chain(), mesh=over)
+    outer_first: Any = fsdp_runtime.fully_shard(chain(), mesh=over)
     with pytest.raises(ValueError, match="bias"):
         fsdp_runtime.fully_shard(outer_first.blocks[1], **wrong)
     torch.testing.assert_close(outer_first(x), reference(x))

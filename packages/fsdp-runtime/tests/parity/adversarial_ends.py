@@ -1,6 +1,7 @@
 """A root with a large embedding and a large head around its units: parts that are freed and reduced on their own."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,11 +100,11 @@ def backward(model: Model, tokens: torch.Tensor, scale: float, with_head: bool) 
 def train(ends: Ends) -> None:
     """Three steps beside one process, in 64 bits: sums over the vocabulary cancel."""
     torch.manual_seed(0)
-    model = Model(ends).double()
+    model: Any = Model(ends).double()
     torch.manual_seed(0)
     reference = Model(ends).double()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    options = {"mesh": init_device_mesh("cpu", (ranks,)), "reshard_after_forward": ends.reshard}
+    options: dict = {"mesh": init_device_mesh("cpu", (ranks,)), "reshard_after_forward": ends.reshard}
     if ends.wrapped_first:
         fsdp_runtime.fully_shard(model, **options)
     for block in model.blocks:

@@ -17,6 +17,9 @@ SIZES = (1, 2, 3, 5, 11, 13)
 class Node(nn.Module):
     """Maps (B, 7) to (B, 7): one operation with its parameters, then its children, some of them twice."""
 
+    up: Any
+    down: Any
+
     def __init__(self, rng: random.Random, depth: int, awkward: bool):
         super().__init__()
         kinds = ["linear", "experts", "norm", "vector", "none"] + ["scalar", "transposed"] * awkward
@@ -82,7 +85,7 @@ class Whole(nn.Module):
 
     def __init__(self, seed: int, awkward: bool):
         super().__init__()
-        self.tree = tree(seed, awkward)
+        self.tree: Any = tree(seed, awkward)
 
     def forward(self, x):
         return self.tree.last(self.tree(self.tree.first(x)))
@@ -142,7 +145,7 @@ def train(system: str, seed: int, awkward: bool) -> None:
         same(state[name], p.detach(), f"{what}: {name}")
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+def same(found: Any, wanted: torch.Tensor, what: str) -> None:
     whole = found.full_tensor()
     assert whole.shape == wanted.shape, what
     worst = (whole - wanted).abs().max().item() if wanted.numel() else 0.0

@@ -128,7 +128,7 @@ def wrap(fsdp: Any, model: Llama, run: Run) -> None:
 def sharded(system: str, run: Run) -> Outcome:
     """Train on this rank's rows of each batch."""
     fsdp = importlib.import_module(SYSTEMS[system])
-    model = build(run.shape)
+    model: Any = build(run.shape)
     wrap(fsdp, model, run)
     optimizer = optimizer_of(run, model.parameters())
     losses = []
@@ -153,7 +153,7 @@ def sharded(system: str, run: Run) -> Outcome:
 def alone(run: Run) -> Outcome:
     """Train on the whole batch, in this process. For low precision: fp32 parameters, computed with as bf16."""
     model = build(run.shape).to(run.device)
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     optimizer = optimizer_of(run, model.parameters())
     losses = []
     for step in range(STEPS):

@@ -55,9 +55,10 @@ def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_ho
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 130, said
     last = said.strip().splitlines()[-1]
-    assert re.match(r"stopped after step \d+, saved in stopped; go on with: fsdp-train .*--resume", last)
+    found = re.match(r"stopped after step (\d+), saved in stopped; go on with: fsdp-train .*--resume", last)
+    assert found
     assert "Traceback" not in said
-    steps = int(re.search(r"after step (\d+)", last)[1])
+    steps = int(found[1])
     assert latest(folder / "stopped").name == f"step-{steps:08d}"
     assert max(losses(folder / "stopped")) == steps - 1
 

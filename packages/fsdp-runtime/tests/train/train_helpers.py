@@ -50,7 +50,7 @@ def train(config, out, stop=None):
 
 def train_and_stop(config, out, step, rank):
     """As `train`; one rank is asked to stop before `step` is over."""
-    asked = []
+    asked: list = []
 
     def stop():
         asked.append(None)
@@ -61,7 +61,7 @@ def train_and_stop(config, out, step, rank):
 
 def train_and_die(config, out, step):
     """As `train`, until every rank is ended by SIGKILL at `step`."""
-    asked = []
+    asked: list = []
 
     def stop():
         asked.append(None)
