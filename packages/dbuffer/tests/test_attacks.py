@@ -545,6 +545,28 @@ def three_disagree(what, transport):
     return raised
 
 
+class Slow:
+    """A bell that rings when the thread, which heard of the exchange from a peer, has failed it and ended."""
+
+    def __init__(self, bell):
+        self.bell = bell
+
+    def send(self, data):
+        time.sleep(1.0)
+        self.bell.send(data)
+
+
+def a_start_fails_before_it_rings():
+    peers = peers_of()
+    if dist.get_rank() == 0:
+        peers._answering.bell = Slow(peers._answering.bell)
+    return error_of(swap(peers, torch.zeros(4 + dist.get_rank()), [torch.zeros(4)]).wait)
+
+
+def test_an_exchange_that_fails_while_it_starts_keeps_its_reason():
+    assert "all ranks must make the same calls" in run_ranks(2, a_start_fails_before_it_rings)[0]
+
+
 @BOTH
 @pytest.mark.parametrize("what", ["count", "order", "dtype"])
 def test_where_one_of_three_ranks_disagrees_all_raise(what, transport):

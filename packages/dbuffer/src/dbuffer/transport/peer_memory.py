@@ -186,10 +186,12 @@ class _Answering:
             self.bell.send(b"!")
         except BlockingIOError:
             pass  # it rings already
-        except OSError:  # the thread has ended, and may not have seen this one
-            exchange.end(
-                f"the connections of this rank to the others of the group are closed; {exchange.label} needs them"
-            )
+        except OSError:  # the thread has ended
+            with contextlib.suppress(ValueError):  # it has seen this one, and says why it has failed
+                self._started.remove(exchange)
+                exchange.end(
+                    f"the connections of this rank to the others of the group are closed; {exchange.label} needs them"
+                )
 
     def hang_up(self) -> None:
         """Let peers see that this rank has given up, whatever the thread is doing."""
