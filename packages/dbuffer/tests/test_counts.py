@@ -11,7 +11,7 @@ from dbuffer_helpers import make, mesh_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dbuffer import DBuffer
+from dbuffer import DBuffer, Recycler
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -104,7 +104,8 @@ def test_a_reduction_in_bf16_writes_the_fp32_shard_once(world_size):
 def ops_with(num_tensors):
     specs = [TensorSpec(f"t{i}", (8, 3)) for i in range(num_tensors)]
     mesh = mesh_of()
-    buffer = DBuffer(plan(specs, mesh.size()), mesh, dtype=torch.float32, full_dtype=torch.bfloat16)
+    layout, recycler = plan(specs, mesh.size()), Recycler("cpu")  # not the debug one, which fills memory
+    buffer = DBuffer(layout, mesh, dtype=torch.float32, full_dtype=torch.bfloat16, recycler=recycler)
     with Spy() as spy:
         wait(buffer.all_gather())
         wait(buffer.reduce_scatter())

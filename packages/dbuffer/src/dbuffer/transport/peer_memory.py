@@ -348,6 +348,8 @@ class _Answering:
             try:
                 read_memory(source.process, address, into, size)
             except OSError as error:
+                if _hung_up(source.socket):
+                    break  # and freed it: said below
                 raise _GiveUpError(f"rank {peer} of the group, during {exchange.label}: {error}") from None
         if _hung_up(source.socket):  # it may have changed the memory while that was read
             raise _GiveUpError(f"rank {peer} of the group has ended or given up, during {exchange.label}")
