@@ -6,9 +6,11 @@ Compares whole optimizers, once by torch ops and once by kernels, to the bit.
 import sys
 
 import torch
+import triton
+import triton.language as tl
 
 from block_optim import AdamW, AdamW8bit
-from block_optim.adam import launch, rule
+from block_optim.adam import kernels_triton, launch, rule
 from block_optim.adam.q8 import rule as q8_rule
 from layout_planner import Elements, Tile
 
@@ -64,6 +66,37 @@ def close(name, dtype):
     print("close:", name, dtype)
 
 
+@triton.jit
+def _store_values(values, out, SIZE: tl.constexpr, TYPE: tl.constexpr, ROUND: tl.constexpr):
+    offset = tl.arange(0, SIZE)
+    keys = tl.zeros_like(offset).to(tl.int64)
+    kernels_triton._store(
+        tl.load(out),
+        offset,
+        tl.load(values + offset),
+        offset < SIZE,
+        TYPE,
+        ROUND,
+        keys,
+        keys + 77,
+        keys + 5,
+        keys,
+    )
+
+
+def stays_nan(rounds):
+    """Every kind of NaN and infinity through the kernels' store, to bf16."""
+    payloads = torch.randint(1, 1 << 23, (500,), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([1, 0xFFFF, 0x3FFFFF, 0x400000, 0x7FFFFF, 0, 0, 0, 0, 0, 0, 0])
+    positive = 0x7F800000 | torch.cat([payloads, ends])
+    values = torch.cat([positive, positive | -(1 << 31)]).to(torch.int32).view(torch.float32)
+    out = torch.zeros(len(values), dtype=torch.bfloat16)
+    _store_values[(1,)](values, torch.tensor([out.data_ptr()]), len(values), 1, rounds)
+    assert torch.equal(out.isnan(), values.isnan())
+    assert torch.equal(out[~out.isnan()].float(), values[~values.isnan()])
+    print("NaN stays:", "stochastic" if rounds else "nearest")
+
+
 if __name__ == "__main__":
     same("elements", eight_bit(block=Elements(256)), torch.float32)
     same("tiles", eight_bit(block=Tile(32, 32), maximize=True), torch.float32)
@@ -73,4 +106,6 @@ if __name__ == "__main__":
     same("fp16", eight_bit(block=Elements(512)), torch.float16)
     same("flag", eight_bit(block=Elements(512)), torch.float32, skip=True)
     close("wide", torch.bfloat16)
+    stays_nan(False)
+    stays_nan(True)
     sys.exit(0)

@@ -30,6 +30,8 @@ def small(**options):
     return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
 
 
+MASTERS = {"dtype": torch.bfloat16, "master_weights": True}
+
 # An optimizer, its options, and the layouts that it is saved and loaded in.
 CASES = {
     "AdamW": (AdamW, {}, ("elements", "rows", "shard")),
@@ -45,6 +47,20 @@ CASES = {
     ),
     "SOAP": (SOAP, small(diagonal_above=20), ("elements", "shard", "planned")),
     "Mixed": (mixed, {}, ("elements", "shard", "rows")),
+    "AdamW, masters": (AdamW, MASTERS, ("elements", "rows", "shard")),
+    "AdamW8bit, masters": (
+        AdamW8bit,
+        {"block": Elements(32), "min_8bit_numel": 100, **MASTERS},
+        ("planned",),
+    ),
+    "Muon, masters": (Muon, MASTERS, ("elements", "shard", "planned")),
+    "Muon, rounded at random": (
+        Muon,
+        {"dtype": torch.bfloat16, "stochastic_rounding": True},
+        ("elements", "shard", "planned"),
+    ),
+    "Shampoo, masters": (Shampoo, small(betas=(0.9, 0.95), **MASTERS), ("elements", "shard", "planned")),
+    "SOAP, masters": (SOAP, small(**MASTERS), ("elements", "shard", "planned")),
 }
 
 

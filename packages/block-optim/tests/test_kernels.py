@@ -10,10 +10,11 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_give_the_bits_of_the_torch_ops():
+def test_kernels_give_the_bits_of_the_torch_ops_and_keep_nan():
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).parent / "kernel_check.py"
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("same bits:") == 7
     assert done.stdout.count("close:") == 1
+    assert done.stdout.count("NaN stays:") == 2

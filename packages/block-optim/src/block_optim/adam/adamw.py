@@ -1,6 +1,5 @@
 """AdamW with fp32 states over flat runs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ class AdamW(BlockOptimizer):
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
+        master_weights: keep fp32 copies of narrower parameters (state ``master_param``), and round them to nearest.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
@@ -39,6 +39,7 @@ class AdamW(BlockOptimizer):
     """
 
     shared_options = ("fused",)
+    format_options = ("master_weights",)
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class AdamW(BlockOptimizer):
         fused: bool | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         refuse_options(foreach=foreach, capturable=capturable, differentiable=differentiable)
@@ -63,7 +65,7 @@ class AdamW(BlockOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
+            "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -81,7 +83,8 @@ class AdamW(BlockOptimizer):
         check_adamw_options(group)
         if bool(group["fused"]) != self.fused:
             raise ValueError(f"fused={group['fused']!r} in one group: it is an option of the whole optimizer")
-        check_params(group, params)
+        for param in params:
+            check_dense(param)
 
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Make step counts and moments."""
@@ -107,19 +110,6 @@ def check_adamw_options(group: Group) -> None:
             "amsgrad=True: not here; its third state would grow the memory by half for a maximum that has not been "
             "shown to help; use torch.optim.AdamW for it"
         )
-
-
-def check_params(group: Group, params: Sequence[Param]) -> None:
-    """Raise ValueError where a local tensor has holes, or elements without a place to draw random bits for."""
-    for param in params:
-        check_dense(param)
-        if not group["stochastic_rounding"] or param.dtype != torch.bfloat16:
-            continue
-        if param.start is None or not param.local.is_contiguous():
-            raise ValueError(
-                f"{param.name}: stochastic_rounding needs what a rank holds to be one contiguous run of the tensor, it "
-                f"lies as {param.placements} with stride {param.local.stride()}; round to nearest in its group"
-            )
 
 
 def refuse_options(**options: Any) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from block_optim.adam.adamw import check_adamw_options, check_params
+from block_optim.adam.adamw import check_adamw_options
 from block_optim.adam.launch import has_kernels
 from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
-from block_optim.adam.rule import AdamWRule
+from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.params import Group, Param
@@ -49,15 +49,14 @@ class AdamW8bit(BlockOptimizer):
         state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
-        seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
+        stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
-    format_options = ("block", "state_map")
+    format_options = ("block", "state_map", "master_weights")
     requires_blocks = True
 
     def __init__(
@@ -74,13 +73,14 @@ class AdamW8bit(BlockOptimizer):
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        master_weights: bool = False,
         maximize: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "state_map": state_map, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
-            "stochastic_rounding": stochastic_rounding, "seed": seed,
+            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -115,11 +115,11 @@ class AdamW8bit(BlockOptimizer):
                 f"state_map='dynamic' with block={block!r}: its zero for small second moments makes updates explode in "
                 "tiles, where large and small rows share a scale; use Elements, or state_map='root'"
             )
-        check_params(group, params)
         rule = group.pop("quantize")
         for param in params:
             wanted = is_quantized(param.name, param.tensor, group["min_8bit_numel"], rule)
             self._chosen[param.tensor] = wanted
+            check_dense(param)
             if wanted:
                 _check_quantizable(param)
                 scale_layout(param, block)

@@ -9,13 +9,14 @@ rounded to nearest when they are written back.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from block_optim.adam.plan import Step
 from block_optim.adam.scalars import Rates
 from block_optim.core import _torch_compat as compat
+from block_optim.core.precision import Origin
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import Run
 from block_optim.core.scratch import Scratch
@@ -28,15 +29,6 @@ VECTOR = (
 
 Tensors = list[torch.Tensor]
 Kernel = Callable[[Step], None]  # a prepared call, or a few, over some slices of one device and dtype
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What the random bits of a slice depend on: a parameter, a seed, and the slice's first element."""
-
-    name: str
-    seed: int
-    element: int
 
 
 class RunSlice:

@@ -63,6 +63,8 @@ def _store(
         tl.store(address.to(tl.pointer_type(tl.float32)) + offset, value, mask=mask)
     elif TYPE == 1:
         bits = value.to(tl.int32, bitcast=True)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000  # adding to it would make it infinity or zero
+        quiet = bits | 0x400000
         if ROUND:
             index = element + offset
             low = (index & 0xFFFFFFFF).to(tl.uint32)
@@ -72,6 +74,7 @@ def _store(
             bits += (x & 0xFFFF).to(tl.int32)
         else:
             bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(is_nan, quiet, bits)
         tl.store(address.to(tl.pointer_type(tl.int16)) + offset, (bits >> 16).to(tl.int16), mask=mask)
     else:
         tl.store(address.to(tl.pointer_type(tl.float16)) + offset, value.to(tl.float16), mask=mask)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, Origin, RunSlice
+from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSlice
 from block_optim.adam.launch import WIDE_BLOCK, Row, Scalars, has_kernels, wide_launch
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.core.active import Active
 from block_optim.core.params import Param
+from block_optim.core.precision import Origin, origin_of
 from block_optim.core.runs import FlatSpace, Run, gap_index, is_dense, joint_runs
 
 
@@ -105,7 +106,7 @@ class _Plan(StepPlan[Moments]):
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         lists = (self.locals, [e.exp_avg for e in self.entries], [e.exp_avg_sq for e in self.entries])
-        origins = [_origin(e) for e in self.entries]
+        origins = [origin_of(e.param) for e in self.entries]
         runs = self._runs(list(zip(keys, origins, strict=True)), grads)
         batches: dict[Any, list[RunSlice]] = {}
         for run in runs:
@@ -146,14 +147,6 @@ class _Plan(StepPlan[Moments]):
 
 
 _NOWHERE = Origin("", 0, 0)
-
-
-def _origin(entry: Moments) -> Origin | None:
-    """What the random bits of a stochastically rounded parameter depend on; None for others."""
-    if not entry.group.get("stochastic_rounding") or entry.param.dtype != torch.bfloat16:
-        return None
-    assert entry.param.start is not None
-    return Origin(entry.param.name, entry.group["seed"], entry.param.start)
 
 
 def _row(s: RunSlice, grad_dtype: torch.dtype) -> Row:

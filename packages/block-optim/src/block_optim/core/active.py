@@ -63,7 +63,8 @@ class Collector:
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
         addresses = [local_of(t).data_ptr() for t in tensors]
-        addresses += [0 if g is None else local_of(g).data_ptr() for g in grads]
+        # The address of an empty tensor is 0: a gradient that is not there needs another number.
+        addresses += [-1 if g is None else local_of(g).data_ptr() for g in grads]
         active = self._active
         if active is not None and addresses == self._seen_addresses and self._same_objects(grads):
             if not active.keeps:  # the same objects again: somebody keeps them, so may we

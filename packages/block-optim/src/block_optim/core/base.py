@@ -27,6 +27,14 @@ from block_optim.core.load import copy_state
 from block_optim.core.options import check_lr
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import Policy, Wish, policy_of
+from block_optim.core.precision import (
+    MASTER,
+    check_precision,
+    check_used,
+    make_masters,
+    take_over,
+    write_back,
+)
 from layout_planner import Block
 
 _LOG = logging.getLogger("block_optim")
@@ -43,6 +51,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         params: tensors, named tensors or groups, as torch's optimizers take them; plain, DTensors or RaggedDTensors.
         defaults: the options of a group and their defaults; ``lr`` among them.
         skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
+
+    Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
+    finds them as ``p.local``, and `step` rounds them into the parameters.
 
     A subclass defines `init_states` and `update`, and any of the methods up to `takes_found_inf` and of the attributes
     below that do not fit as they are. Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints,
@@ -69,10 +80,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._begin()
         super().__init__(params, defaults)
         if not isinstance(params, MoreGroupsFollow):
+            check_used(self.defaults, self._params.values())
             self.prepare()
 
     def _begin(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}
+        self._mastered: list[Param] = []
         self._collector = Collector()
         self._skipped = 0
         self._deferred = DeferredFlags()
@@ -108,6 +121,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         for value in self.state[param.tensor].values():
             if isinstance(value, torch.Tensor):
                 local_of(value).zero_()
+        if param.master is not None:
+            param.master.copy_(local_of(param.tensor).detach())
 
     @classmethod
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
@@ -201,13 +216,21 @@ class BlockOptimizer(torch.optim.Optimizer):
             ]
             check_lr(group["lr"])
             self.check_group(group, params)
+            if "stochastic_rounding" in self.defaults:
+                check_precision(group, params)
+            if "master_weights" in self.defaults and group["master_weights"]:
+                make_masters(params)
             self.init_states(group, params)
+            mastered = [p for p in params if p.master is not None]
+            for p in mastered:
+                self.state[p.tensor][MASTER] = p.wrap(p.local)
         except BaseException:
             self.param_groups.pop()
             for p in group["params"]:
                 self.state.pop(p, None)
             raise
         self._params.update((param.tensor, param) for param in params)
+        self._mastered += mastered
         self._forget()
 
     def _forget(self) -> None:
@@ -257,7 +280,9 @@ class BlockOptimizer(torch.optim.Optimizer):
             if scale is not None and active.grads:
                 foreach_div_(active.grads, float(scale) if scale.device.type == "cpu" else scale)
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
+            take_over(self._mastered)
             self.update(active)
+            write_back(self._mastered)
             if active.found_inf is not None:
                 self._deferred.add(active.found_inf)
         if not active.keeps:
@@ -285,6 +310,15 @@ class BlockOptimizer(torch.optim.Optimizer):
         _LOG.warning("step skipped: gradients are not finite, %s (%d skipped so far)", where, self._skipped)
 
     # ---------------------------------------------------------------- state
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's states, by name; the 4 bytes of each step counter under "step"."""
+        found: dict[str, int] = defaultdict(int)
+        for state in self.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[name] += local_of(value).nbytes
+        return dict(found)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after `synchronize`."""

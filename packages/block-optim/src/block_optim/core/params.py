@@ -33,14 +33,16 @@ class Param:
         placements: one for each mesh axis; () for a plain tensor.
         start: the first element of this rank's run in the flattened global tensor, or None where its elements are
             not one run (a `Shard(1)`, say).
+        master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
     """
 
-    __slots__ = ("group", "mesh", "name", "placements", "shape", "start", "tensor")
+    __slots__ = ("group", "master", "mesh", "name", "placements", "shape", "start", "tensor")
 
     def __init__(self, tensor: torch.Tensor, name: str, group: Group | None = None) -> None:
         self.tensor, self.name = tensor, name
         self.group: Group = {} if group is None else group
         self.shape = torch.Size(tensor.shape)
+        self.master: torch.Tensor | None = None
         self.mesh: DeviceMesh | None = None
         self.placements: tuple[Placement, ...] = ()
         if isinstance(tensor, DISTRIBUTED):
@@ -55,8 +57,8 @@ class Param:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements: plain, detached, the parameter's own memory. May be empty."""
-        return local_of(self.tensor).detach()
+        """This rank's elements: plain, detached, the parameter's own memory or its master's. May be empty."""
+        return local_of(self.tensor).detach() if self.master is None else self.master
 
     @property
     def numel(self) -> int:
@@ -115,7 +117,7 @@ class Param:
         return wrap_local(local, self.mesh, self.placements, self.shape, ragged)
 
     def zeros(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A state of zeros of the parameter's global shape and placement, in its dtype or another."""
+        """A state of zeros of the parameter's global shape and placement, in the dtype of `local` or another."""
         return self.wrap(torch.zeros_like(self.local, dtype=dtype))
 
     def check_row_major(self) -> None:

@@ -2,6 +2,7 @@
 
     bits      = hash(seed, step, parameter's name; element's index in the global tensor)        32 bits
     rounded   = (fp32's bits + lowest 16 of these) with its lowest 16 cleared
+    NaN       = its sign and upper 16 bits, quiet; nothing is added, which could make it infinity or zero
 
 so a number between two bf16 neighbours goes to the upper one with the probability of its place between them, and the
 same run gives the same bits however tensors are cut. The hash is two rounds of a 32-bit integer mixer (xor-shifts and
@@ -15,6 +16,8 @@ import torch
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 GOLDEN = 0x9E3779B9
+INFINITY, QUIET = 0x7F800000, 0x400000  # in fp32's bits: what lies above the first is NaN
+CHUNK = 1 << 18  # elements rounded together
 _MASK = 0xFFFFFFFF
 
 
@@ -47,21 +50,26 @@ def signed(x: int) -> int:
 
 
 class Rounder:
-    """Rounds stretches of one device; its buffers are made once."""
+    """Rounds stretches of one device, at most ``numel`` elements at a time; its buffers are made once."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self._count = torch.arange(numel, dtype=torch.int32, device=device)
+        self._count = torch.arange(min(numel, CHUNK), dtype=torch.int32, device=device)
         self._hash, self._spare = torch.empty_like(self._count), torch.empty_like(self._count)
 
     def __call__(
         self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
     ) -> None:
         """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
-        turn = (1 << 32) - start % (1 << 32)
-        if wide.numel() > turn:  # the lower half of the index starts again within
-            self(wide[turn:], out[turn:], seed, name, step, start + turn)
-            wide, out = wide[:turn], out[:turn]
-        n = wide.numel()
+        while wide.numel():
+            room = (1 << 32) - start % (1 << 32)  # then the lower half of the index starts again
+            n = min(wide.numel(), self._count.numel(), room)
+            self._round(wide[:n], out[:n], seed, name, step, start)
+            wide, out, start = wide[n:], out[n:], start + n
+
+    def _round(
+        self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
+    ) -> None:
+        n, bits = wide.numel(), wide.view(torch.int32)
         first, second = keys_of(seed, name, step, start >> 32)
         x, spare = self._hash[:n], self._spare[:n]
         torch.add(self._count[:n], signed(start + first & _MASK), out=x)
@@ -69,7 +77,9 @@ class Rounder:
         x.bitwise_xor_(signed(second))
         _mix(x, spare)
         x.bitwise_and_(0xFFFF)
-        wide.view(torch.int32).add_(x).bitwise_and_(-0x10000)
+        torch.bitwise_and(bits, 0x7FFFFFFF, out=spare).le_(INFINITY).neg_()  # 0 for NaN, else all ones
+        bits.add_(x.bitwise_and_(spare))
+        bits.bitwise_or_(spare.bitwise_not_().bitwise_and_(QUIET)).bitwise_and_(-0x10000)
         out.copy_(wide)
 
 

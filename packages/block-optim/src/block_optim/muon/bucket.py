@@ -16,6 +16,7 @@ from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_
 from block_optim.core.exchange import Exchange, Lane, Wait, nothing, travels
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group
+from block_optim.core.precision import Writer, is_narrow
 from block_optim.core.scratch import Scratch
 from block_optim.muon.assignment import AssignedMatrix
 from block_optim.muon.local import LocalParam
@@ -115,7 +116,7 @@ class Bucket:
     ) -> None:
         self.matrices, self.group, self.recipe, self.number = matrices, group, recipe, number
         self.fell_back = 0
-        self._params, self._scratch, self._lane = params, scratch, lane
+        self._params, self._scratch, self._lane, self._write = params, scratch, lane, Writer()
         self._rank = holding.rank
         self._normuon = bool(group["normuon"])
         self.exchange: Exchange | None = None
@@ -301,36 +302,40 @@ class Bucket:
         fragments = [f for f in self._fragments if f.own == own and f.param.index in self._active]
         if not fragments:
             return
-        decay = self.group["weight_decay"]
+        decay = lr * self.group["weight_decay"]
         by_scale: dict[tuple[float, bool], list[Fragment]] = defaultdict(list)
         for f in fragments:
             m = self.matrices[f.number].matrix
             alpha = float(-lr * lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns))
-            by_scale[alpha, f.param.local.dtype.itemsize < 4].append(f)
-        if self.group["cautious_weight_decay"]:
-            self._decay_cautiously(fragments, float(lr * decay))
-        else:
-            foreach_mul_([f.local for f in fragments], float(1 - lr * decay))
+            by_scale[alpha, is_narrow(f.local.dtype)].append(f)
         for (alpha, narrow), some in by_scale.items():
-            updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
-            targets = [f.local for f in some]
-            if not narrow:
-                foreach_add_(targets, updates, alpha=alpha)
-            else:  # low-precision parameters are added to in fp32 and rounded once, whatever their cuts
-                wide = self._pieces("apply", some, torch.float32)
-                foreach_copy_(wide, targets)
-                foreach_add_(wide, updates, alpha=alpha)
-                foreach_copy_(targets, wide)
+            weights = [f.local for f in some]
+            if narrow:  # decayed and added to in fp32, and rounded once, whatever their cuts
+                weights = self._pieces("apply", some, torch.float32)
+                foreach_copy_(weights, [f.local for f in some])
+            if self.group["cautious_weight_decay"]:
+                self._decay_cautiously(some, weights, float(decay))
+            else:
+                foreach_mul_(weights, float(1 - decay))
+            foreach_add_(
+                weights, self._rescaled(some) if self._normuon else [f.packed for f in some], alpha=alpha
+            )
+            if narrow:
+                for f, wide in zip(some, weights, strict=True):
+                    step = 0 if f.param.steps is None else int(f.param.steps)
+                    self._write(f.param.param, wide, f.local, f.low, step)
 
-    def _decay_cautiously(self, fragments: list[Fragment], amount: float) -> None:
+    def _decay_cautiously(
+        self, fragments: list[Fragment], weights: list[torch.Tensor], amount: float
+    ) -> None:
         """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
         factors = self._pieces("decay", fragments, torch.float32)
-        for factor, f in zip(factors, fragments, strict=True):
+        for factor, f, weight in zip(factors, fragments, weights, strict=True):
             factor.copy_(f.packed)
-            torch.mul(factor, f.local, out=factor)
+            torch.mul(factor, weight, out=factor)
             torch.ge(factor, 0, out=factor)
             factor.mul_(-amount).add_(1)
-            f.local.mul_(factor)
+            weight.mul_(factor)
 
     def _rescaled(self, fragments: list[Fragment]) -> list[torch.Tensor]:
         """NorMuon's updates: each row divided by its second moment's root, times the matrix's factor."""

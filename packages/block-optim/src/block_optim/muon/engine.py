@@ -134,6 +134,8 @@ class MuonEngine:
         for i in sorted(active):
             local = self._locals[i]
             local.refresh()
+            if local.steps is not None:
+                local.steps += 1
             grad = here.get(i)
             if grad is None:  # another rank has one; of this rank's elements it is zero
                 grad = torch.zeros_like(local.local)

@@ -1,6 +1,6 @@
 """A parameter of Muon on this rank, as flat tensors: its elements, its states, and in a step its gradient."""
 
-from typing import Any
+from itertools import pairwise
 
 import torch
 
@@ -10,7 +10,7 @@ from block_optim.core.params import Param
 from block_optim.core.scratch import Scratch
 from block_optim.muon.matrices import matrices_in
 from block_optim.muon.momentum import decode, encode, scale_columns
-from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
 
 
 class LocalParam:
@@ -23,7 +23,8 @@ class LocalParam:
         local: this rank's elements of it, 1-D; renewed when it lies elsewhere.
         grad: this step's gradient, 1-D.
         momentum: the buffer, 1-D.
-        coded: whether the buffer is of another dtype than the parameter.
+        coded: whether the buffer is of another dtype than the parameter, and so its gradients.
+        steps: how often it was updated; there for stochastic rounding only.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class LocalParam:
         self.local = param.local.view(-1)
         self.grad: torch.Tensor = self.local  # set in every step
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
-        self.coded = self.momentum.dtype != self.local.dtype
+        self.coded = self.momentum.dtype != param.dtype
+        self.steps: torch.Tensor | None = state.get("step")
         self._scale = local_of(state["momentum_scale"]).view(-1) if "momentum_scale" in state else None
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
@@ -79,9 +81,11 @@ def update_momenta(params: list[LocalParam], mu: float, scratch: Scratch) -> Non
 
 def muon_state(param: Param) -> dict[str, torch.Tensor]:
     """A parameter's states, zero."""
-    matrices, dtype = matrices_in(param), param.group["momentum_dtype"] or param.dtype
+    matrices, dtype = matrices_in(param), param.group["momentum_dtype"] or param.local.dtype
     columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
     state = {"momentum_buffer": param.zeros(dtype)}
+    if param.group["stochastic_rounding"]:
+        state["step"] = torch.zeros((), dtype=torch.float32)
     if dtype == torch.int8:
         state["momentum_scale"] = _row_state(param, columns, scale_columns(columns))
     if param.group["normuon"]:
@@ -97,17 +101,24 @@ def _row_state(param: Param, columns: int, per_row: int) -> torch.Tensor:
     """
     flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone
     shape = (param.shape[0], per_row) if flat else (*param.shape[:-1], per_row)
-    ragged: Any = next((p for p in param.placements if isinstance(p, RaggedShard)), None)
+    placements, cuts = list(param.placements), param.holding.cuts
+    ragged = next((p for p in placements if isinstance(p, RaggedShard)), None)
     leading = 1 if ragged is None else len(ragged.dims)
-    if any(c % columns for c in param.holding.cuts) or leading > len(shape) - 1:
+    inside = leading >= len(shape)  # cut by elements; perhaps between rows all the same
+    if any(c % columns for c in cuts) or (inside and isinstance(ragged, StridedRaggedShard)):
         raise ValueError(
             f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but int8 "
             "momentum and NorMuon keep numbers for whole rows; lay it out with whole rows (a block policy of Rows(1)), "
             "or leave the option off"
         )
+    if ragged is not None and inside:
+        leading = len(shape) - 1
+        lengths = [(stop - start) // columns for start, stop in pairwise(cuts)]
+        by_rows = RaggedShard(tuple(range(leading)), lengths if any(lengths) else ragged.local_units)
+        placements[placements.index(ragged)] = by_rows
     rows = param.local.numel() // columns
     local = torch.zeros(rows * per_row, dtype=torch.float32, device=param.device)
     if param.mesh is None:
         return local.view(shape)
     is_ragged = isinstance(param.tensor, RaggedDTensor)
-    return wrap_local(local.view(-1, *shape[leading:]), param.mesh, param.placements, shape, is_ragged)
+    return wrap_local(local.view(-1, *shape[leading:]), param.mesh, placements, shape, is_ragged)

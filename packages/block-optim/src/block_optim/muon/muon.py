@@ -48,11 +48,14 @@ class Muon(BlockOptimizer):
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
         cautious_weight_decay: decay only entries that the update shrinks anyway.
-        momentum_dtype: None (the parameter's), float32, bfloat16, float16, or int8 (blocks of 256 columns).
+        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16, float16, or int8 (blocks of 256
+            columns).
+        stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         skip_nonfinite: see `BlockOptimizer`.
 
-    State: ``momentum_buffer``; with int8 also ``momentum_scale``, with NorMuon ``second_moment``.
+    State: ``momentum_buffer``; with int8 also ``momentum_scale``, with NorMuon ``second_moment``, with
+    stochastic_rounding ``step``, with master_weights ``master_param``.
 
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
     that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
@@ -65,7 +68,7 @@ class Muon(BlockOptimizer):
         ValueError: an option, a parameter or placements that do not fit; ranks whose assignments differ.
     """
 
-    format_options = ("momentum_dtype", "normuon", "matrices")
+    format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
     shared_options = ("bucket_bytes",)
 
     def __init__(
@@ -88,6 +91,9 @@ class Muon(BlockOptimizer):
         normuon_eps: float = 1e-8,
         cautious_weight_decay: bool = False,
         momentum_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
         skip_nonfinite: bool = True,
     ) -> None:
@@ -99,6 +105,7 @@ class Muon(BlockOptimizer):
             "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
             "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
+            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 

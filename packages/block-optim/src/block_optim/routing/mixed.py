@@ -148,6 +148,7 @@ class Mixed(BlockOptimizer):
         for param in params:
             self._owner[param.tensor] = optimizer
             self.state[param.tensor] = optimizer.state[param.tensor]
+            param.master = optimizer._params[param.tensor].master
 
     def update(self, active: Active) -> None:
         """Let each algorithm update its own."""

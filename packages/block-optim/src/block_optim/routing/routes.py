@@ -97,7 +97,16 @@ def param_groups_for(
     params: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
     if others != "adamw":
-        common = ("lr", "betas", "eps", "weight_decay", "maximize")
+        common = (
+            "lr",
+            "betas",
+            "eps",
+            "weight_decay",
+            "maximize",
+            "stochastic_rounding",
+            "seed",
+            "master_weights",
+        )
         shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     groups: dict[Any, dict[str, Any]] = {}
     for route in routes:

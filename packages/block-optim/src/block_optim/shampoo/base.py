@@ -16,11 +16,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from block_optim.core._torch_compat import local_of
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.options import check_choice, check_count, check_range
 from block_optim.core.params import Group, Param
+from block_optim.core.precision import Writer, is_narrow
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.grid import MATRICES, block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
@@ -68,7 +68,7 @@ class StepBlocks:
 
 
 class Preconditioned(BlockOptimizer):
-    """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state`, `_directions` and `_apply`."""
+    """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state`, `_directions` and `_move`."""
 
     format_options: ClassVar[tuple[str, ...]] = (
         "max_preconditioner_dim",
@@ -76,6 +76,7 @@ class Preconditioned(BlockOptimizer):
         "matrices",
         "factor_dtype",
         "packed",
+        "master_weights",
     )
 
     def setup(self) -> None:
@@ -83,6 +84,7 @@ class Preconditioned(BlockOptimizer):
         self._plan = Plan()
         self._links: list[StripExchange] | None = None
         self._worker: Worker | None = None
+        self._write = Writer()
         self._told = 0
         self.root_counts = RootCounts()
         self.clamped_gradients = 0
@@ -138,15 +140,6 @@ class Preconditioned(BlockOptimizer):
         """Bytes that all ranks together send in one step for blocks that are not local; 0 with the block policy."""
         return sum(exchange.bytes_per_step for exchange in self._exchanges())
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's states, by name; the 4 bytes of each step counter under "step"."""
-        found: dict[str, int] = defaultdict(int)
-        for state in self.state.values():
-            for name, value in state.items():
-                local = local_of(value)
-                found[name] += local.numel() * local.element_size()
-        return dict(found)
-
     def _tell_cost(self) -> None:
         cost = self.bytes_per_step
         if cost <= self._told:
@@ -182,7 +175,21 @@ class Preconditioned(BlockOptimizer):
         raise NotImplementedError
 
     def _apply(self, works: Sequence[Work]) -> None:
-        """Move the parameters by `work.local_update`."""
+        """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once."""
+        for group, step, members in by_step(works):
+            weights = [w.tensor.param.local.view(-1) for w in members]
+            wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, members, strict=True)]
+            if not self._move(group, step, members, wide):
+                continue
+            for work, weight, moved in zip(members, weights, wide, strict=True):
+                if is_narrow(weight.dtype):
+                    self._write(work.tensor.param, moved, weight, 0, step)
+
+    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
+        """Update the local weights of works of one group and step, flat and in the compute dtype.
+
+        False: nothing was to be done.
+        """
         raise NotImplementedError
 
     def _exchanges(self) -> list[StripExchange]:

@@ -74,6 +74,7 @@ class Shampoo(Preconditioned):
         root_epsilon: the ridge, relative to a factor's norm. None: 1e-5; 1e-3 with ``kl``, whose roots are square.
         factor_dtype: "float32", "bfloat16" or "float64", of factors and roots as they are kept.
         packed: keep the lower triangles of factors and roots only.
+        stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
@@ -114,6 +115,9 @@ class Shampoo(Preconditioned):
         root_iterations: int | None = None,
         factor_dtype: torch.dtype | str = "float32",
         packed: bool = True,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
@@ -125,6 +129,7 @@ class Shampoo(Preconditioned):
             "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
             "root_method": root_method, "root_epsilon": root_epsilon, "root_tolerance": root_tolerance,
             "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
+            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -278,25 +283,20 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- the parameters
 
-    def _apply(self, works: Sequence[Work]) -> None:
-        for group, _, members in by_step(works):
-            updates = [w.local_update for w in members]
-            weights = [w.tensor.param.local.view(-1) for w in members]
-            if group["weight_decay"]:
-                foreach_add_(
-                    updates,
-                    [w.to(u.dtype) for w, u in zip(weights, updates, strict=True)],
-                    alpha=group["weight_decay"],
-                )
-            buffers = [b for w in members if (b := self._flat(w, "momentum_buffer")) is not None]
-            if buffers:
-                keep, mu = 1 - group["dampening"], group["momentum"]
-                foreach_mul_(buffers, mu)
-                foreach_add_(buffers, updates, alpha=keep)
-                if group["nesterov"]:
-                    if keep != 1:
-                        foreach_mul_(updates, keep)
-                    foreach_add_(updates, buffers, alpha=mu)
-                else:
-                    updates = buffers
-            take(weights, updates, group["lr"])
+    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
+        updates = [w.local_update for w in works]
+        if group["weight_decay"]:
+            foreach_add_(updates, weights, alpha=group["weight_decay"])
+        buffers = [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
+        if buffers:
+            keep, mu = 1 - group["dampening"], group["momentum"]
+            foreach_mul_(buffers, mu)
+            foreach_add_(buffers, updates, alpha=keep)
+            if group["nesterov"]:
+                if keep != 1:
+                    foreach_mul_(updates, keep)
+                foreach_add_(updates, buffers, alpha=mu)
+            else:
+                updates = buffers
+        take(weights, updates, group["lr"])
+        return True

@@ -55,6 +55,7 @@ class SOAP(Preconditioned):
         overlap: refresh during the next forward and backward: a thread, on CUDA a stream of its own. Same numbers.
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
         packed: keep the lower triangles of factors only.
+        stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
@@ -84,6 +85,9 @@ class SOAP(Preconditioned):
         overlap: bool = False,
         factor_dtype: torch.dtype | str = "float32",
         packed: bool = True,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         defaults = {
@@ -92,6 +96,7 @@ class SOAP(Preconditioned):
             "matrices": matrices, "precondition_frequency": precondition_frequency,
             "first_step_update": first_step_update, "stagger": stagger, "overlap": overlap,
             "factor_dtype": factor_dtype, "packed": packed,
+            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -210,15 +215,14 @@ class SOAP(Preconditioned):
 
     # ---------------------------------------------------------------- the parameters
 
-    def _apply(self, works: Sequence[Work]) -> None:
-        for group, step, members in by_step(works):
-            if updates_at(group, step) == 0:
-                continue
-            weights = [w.tensor.param.local.view(-1) for w in members]
-            take(weights, [w.local_update for w in members], group["lr"])
-            if group["weight_decay"]:
-                keep = 1 - group["lr"] * group["weight_decay"]
-                foreach_mul_(weights, keep.to(weights[0].device) if isinstance(keep, Tensor) else keep)
+    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
+        if updates_at(group, step) == 0:
+            return False
+        take(weights, [w.local_update for w in works], group["lr"])
+        if group["weight_decay"]:
+            keep = 1 - group["lr"] * group["weight_decay"]
+            foreach_mul_(weights, keep.to(weights[0].device) if isinstance(keep, Tensor) else keep)
+        return True
 
 
 def updates_at(group: Group, step: int) -> int:

@@ -1,0 +1,275 @@
+"""Weights narrower than fp32: worked on in fp32, rounded once; stochastic rounding and masters of every optimizer."""
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import Run, same, tensors
+
+from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
+from block_optim.core.rounding import Rounder
+from layout_planner import Elements
+from ragged_shard.testing import run_ranks
+
+SHAPES = ((24, 16), (13, 8), (3, 8, 6))
+BF16 = torch.bfloat16
+SMALL = {"max_preconditioner_dim": 4, "precondition_frequency": 2}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (AdamW, {}),
+    "AdamW fused": (AdamW, {"fused": True}),
+    "AdamW8bit": (AdamW8bit, {"block": Elements(16), "min_8bit_numel": 120}),
+    "Muon": (Muon, {"momentum_dtype": torch.float32}),
+    "Muon, rows and care": (
+        Muon,
+        {"momentum_dtype": torch.float32, "normuon": True, "cautious_weight_decay": True},
+    ),
+    "Shampoo": (Shampoo, {**SMALL, "momentum": 0.9, "nesterov": True}),
+    "SOAP": (SOAP, {**SMALL, "first_step_update": True}),
+}
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.ERROR, "block_optim")
+
+
+def run_of(name, layout="plain", mesh_shape=(), dtype=BF16, shapes=SHAPES, **options):
+    kind, own = KINDS[name]
+    given = {"lr": 0.02, "weight_decay": 0.1, **own, **options}
+    return Run(kind, layout, mesh_shape, shapes=shapes, dtype=dtype, **given)
+
+
+def give_bf16(run, number):
+    """The gradients of a step as bf16 has them, in the parameters' dtype."""
+    for p, grad in zip(run.params, tensors(run.shapes, number, BF16), strict=True):
+        p.grad = grad.to(p.dtype)
+
+
+@every_kind
+def test_a_step_of_bf16_weights_is_that_of_fp32_ones_rounded_once(name):
+    narrow, wide = run_of(name, weight_decay=0.4), run_of(name, dtype=torch.float32, weight_decay=0.4)
+    for number in range(4):
+        for p, w in zip(narrow.params, wide.params, strict=True):
+            w.data.copy_(p.data)
+        for run in (narrow, wide):
+            give_bf16(run, number)
+            run.optimizer.step()
+        for p, w in zip(narrow.params, wide.params, strict=True):
+            assert torch.equal(p, w.bfloat16())
+
+
+@every_kind
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_bf16_weights_decay_as_fp32_ones_do(name, lr):
+    def kept(dtype):
+        """How much of the first weights is left after 50 steps."""
+        run = run_of(name, dtype=dtype, shapes=((48, 64),), lr=lr, weight_decay=0.02)
+        (param,), (start,) = run.params, tensors(run.shapes, 0)
+        for number in range(50):
+            give_bf16(run, number)
+            run.optimizer.step()
+        return float((param.detach().double() * start).sum() / start.double().square().sum())
+
+    assert kept(BF16) == pytest.approx(kept(torch.float32), abs=0.01)
+
+
+@every_kind
+def test_weights_rounded_at_random_decay_by_what_nearest_rounding_would_lose(name):
+    plain = {"momentum": 0.0, "nesterov": False} if name == "Shampoo" else {}
+    run = run_of(name, shapes=((64, 64),), stochastic_rounding=True, **plain)
+    run.params[0].data.fill_(1)
+    for _ in range(50):
+        run.params[0].grad = torch.zeros_like(run.params[0])
+        run.optimizer.step()
+    assert float(run.params[0].float().mean().detach()) == pytest.approx(0.998**50, abs=2e-3)
+
+
+@every_kind
+def test_masters_make_the_run_one_of_fp32_weights_to_the_bit(name):
+    narrow, wide = run_of(name, master_weights=True), run_of(name, dtype=torch.float32)
+    for p, w in zip(narrow.params, wide.params, strict=True):
+        w.data.copy_(p.data)
+    for w, p in zip(wide.params, narrow.params, strict=True):
+        w.data.copy_(p.data)
+        narrow.optimizer.state[p]["master_param"].copy_(w.data)
+    for number in range(6):
+        for run in (narrow, wide):
+            give_bf16(run, number)
+            run.optimizer.step()
+    for p, w in zip(narrow.params, wide.params, strict=True):
+        state = dict(narrow.optimizer.state[p])
+        assert torch.equal(state.pop("master_param"), w)
+        assert torch.equal(p, w.bfloat16())
+        same(state, wide.optimizer.state[w])
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "stochastic rounding": {"stochastic_rounding": True},
+    "masters": {"master_weights": True},
+}
+
+
+@functools.cache
+def alone(name, choice):
+    return run_of(name, **CHOICES[choice]).steps(0, 4).result()
+
+
+def results(names, choice, *layout):
+    found = {name: run_of(name, *layout, **CHOICES[choice]).steps(0, 4).result() for name in names}
+    return found if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "planned"), (2, "shard"), (3, "elements"), (3, "whole"), (4, "rows")]
+)
+def test_every_cut_and_world_size_gives_the_bits_of_one_process(choice, world_size, layout):
+    names = [n for n in KINDS if not (n == "Muon, rows and care" and layout == "elements")]
+    if layout != "planned":
+        names.remove("AdamW8bit")
+    for name, result in run_ranks(world_size, results, names, choice, layout, timeout=200.0)[0].items():
+        same(result, alone(name, choice))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_eight_bit_states_and_replicas_give_the_bits_of_one_process_too(choice):
+    same(run_ranks(3, results, ["AdamW8bit"], choice, "planned")[0]["AdamW8bit"], alone("AdamW8bit", choice))
+    for name, result in run_ranks(4, results, ["AdamW", "Muon", "SOAP"], choice, "rows", (2, 2))[0].items():
+        same(result, alone(name, choice))
+
+
+@every_kind
+def test_what_is_written_between_steps_goes_into_the_masters_and_nothing_else_changes_them(name):
+    run = run_of(name, master_weights=True).steps(0, 2)
+    weight = run.params[0]
+    before = run.optimizer.state[weight]["master_param"].clone()
+    with torch.no_grad():
+        weight[0] = 3.0
+        weight.data[1, 2] = -2.0  # does not count in the tensor's version
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.step(2)
+    before[0], before[1, 2] = 3.0, -2.0
+    assert torch.equal(run.optimizer.state[weight]["master_param"], before)
+    assert torch.equal(weight, before.bfloat16())
+
+
+def test_qk_clip_reaches_the_masters():
+    weight = torch.nn.Parameter(torch.ones(4, 3, dtype=BF16))
+    optimizer = Muon([weight], lr=0.0, master_weights=True)
+    qk_clip_(weight, None, torch.tensor([400.0, 1.0]), tau=100.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight[:, 0].tolist() == [0.5, 0.5, 1.0, 1.0]
+
+
+@every_kind
+def test_masters_are_copied_pickled_counted_and_reset_with_the_other_states(name):
+    run = run_of(name, master_weights=True).steps(0, 2)
+    params, optimizer = copy.deepcopy((run.params, run.optimizer))
+    assert optimizer.state_bytes() == run.optimizer.state_bytes()
+    assert optimizer.state_bytes()["master_param"] == 4 * sum(p.numel() for p in params)
+    run.give(2)
+    for p, q in zip(params, run.params, strict=True):
+        p.grad = q.grad.clone()
+    optimizer.step()
+    run.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, run.params, strict=True))
+    empty = {"state": {}, "param_groups": run.optimizer.state_dict()["param_groups"]}
+    run.optimizer.load_state_dict(empty)
+    for p in run.params:
+        assert torch.equal(run.optimizer.state[p]["master_param"], p.detach().float())
+
+
+def only_some_ranks_have_gradients(layout):
+    run = run_of("Muon", layout, master_weights=True).steps(0, 1)
+    run.give(1)
+    for p in run.params if dist.get_rank() else ():
+        p.grad = None
+    run.optimizer.step()
+    result = run.result()
+    for name, _ in run.module.named_parameters():
+        assert torch.equal(result[name], result[f"{name} master_param"].bfloat16())
+        assert not torch.equal(result[name], tensors(SHAPES, 0, BF16)[int(name[1:])])
+
+
+def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
+    run_ranks(3, only_some_ranks_have_gradients, "elements")
+
+
+def test_mixed_gives_every_algorithm_masters_or_rounding():
+    def trained(groups_of):
+        params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0, BF16)]
+        names = [f"p{i}" for i in range(3)]
+        optimizers = groups_of(list(zip(names, params, strict=True)))
+        for number in range(3):
+            for p, grad in zip(params, tensors(SHAPES, number, BF16), strict=True):
+                p.grad = grad
+            for optimizer in optimizers:
+                optimizer.step()
+        return params
+
+    for choice in CHOICES.values():
+        together = trained(
+            lambda p, c=choice: [
+                Mixed(
+                    [
+                        {"params": p[:1], "algorithm": "muon", **c},
+                        {"params": p[1:2], "algorithm": "adamw", **c},
+                        {"params": p[2:], "algorithm": "soap", **SMALL, **c},
+                    ],
+                    lr=0.1,
+                )
+            ]
+        )
+        apart = trained(
+            lambda p, c=choice: [
+                Muon(p[:1], lr=0.1, **c),
+                AdamW(p[1:2], lr=0.1, **c),
+                SOAP(p[2:], lr=0.1, **SMALL, **c),
+            ]
+        )
+        assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+@every_kind
+def test_choices_that_do_not_apply_are_refused_in_the_same_words(name):
+    with pytest.raises(ValueError, match=r"stochastic_rounding=True with master_weights=True: .* choose one"):
+        run_of(name, stochastic_rounding=True, master_weights=True)
+    for choice in ("stochastic_rounding", "master_weights"):
+        with pytest.raises(ValueError, match=f"{choice}=True is for parameters narrower than fp32"):
+            run_of(name, dtype=torch.float32, **{choice: True})
+    with pytest.raises(ValueError, match=r"p0: stochastic_rounding is for bf16 .* torch.float16"):
+        run_of(name, dtype=torch.float16, stochastic_rounding=True)
+    with pytest.raises(ValueError, match="saved with master_weights=True, this optimizer has"):
+        run_of(name).optimizer.load_state_dict(run_of(name, master_weights=True).optimizer.state_dict())
+
+
+def test_fp32_parameters_next_to_narrow_ones_have_no_masters():
+    wide, narrow = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = AdamW([wide, narrow], master_weights=True)
+    assert "master_param" not in optimizer.state[wide]
+    assert optimizer.state[narrow]["master_param"].dtype == torch.float32
+
+
+def test_seeds_give_other_bits_and_are_integers():
+    def trained(seed):
+        weight = torch.nn.Parameter(torch.ones(64, 8, dtype=BF16))
+        optimizer = Muon([weight], lr=0.02, stochastic_rounding=True, seed=seed)
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        return weight
+
+    assert torch.equal(trained(1), trained(1))
+    assert not torch.equal(trained(1), trained(2))
+    with pytest.raises(ValueError, match="seed='x': expected an integer"):
+        trained("x")
+
+
+def test_a_rounder_is_made_for_few_elements():
+    Rounder(1, torch.device("cpu"))(torch.ones(5), torch.zeros(5, dtype=BF16), 0, "w", 1, 0)
