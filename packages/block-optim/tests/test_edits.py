@@ -214,6 +214,16 @@ def test_an_edit_in_place_or_by_assignment_has_the_same_effect_as_in_torch(kind)
     assert torch.equal(trained(ours, kind([ours])), expected)
 
 
+def test_notes_of_the_user_in_a_state_cost_no_new_plan():
+    run = run_of("Muon").steps(0, 2)
+    engine = run.optimizer._build()
+    run.optimizer.state[run.params[0]]["note"] = torch.zeros(3)
+    run.steps(2, 4)
+    run.optimizer.state[run.params[0]]["note"] = torch.ones(3)
+    run.steps(4, 5)
+    assert run.optimizer._build() is engine
+
+
 def test_states_moved_to_other_memory_and_back_go_on():
     run, twin = run_of("AdamW").steps(0, 2), run_of("AdamW").steps(0, 2)
     for state in run.optimizer.state.values():  # as offloaders do

@@ -58,6 +58,9 @@ class BlockOptimizer(torch.optim.Optimizer):
     below that do not fit as they are. Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints,
     pickling and `Mixed` then work.
 
+    What a user edits between steps (groups, their options, `state`, ``requires_grad``) is taken by the next step as
+    torch's AdamW takes it, or raises by name. Edit alike on every rank: `Muon`, Shampoo and SOAP communicate by it.
+
     Attributes:
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments that hold for all groups, kept as attributes of the same name.

@@ -45,6 +45,8 @@ class Seen:
         self._frozen: list[torch.Tensor] = []
         self._kept: list[tuple[torch.Tensor, str]] = []
         self._objects: list[int] = []
+        self._look: list[int] | None = None
+        self._entries: list[dict[str, Any]] = []
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
@@ -61,6 +63,7 @@ class Seen:
             if isinstance(value, torch.Tensor)
         ]
         self._kept, self._objects = [place for place, _ in tensors], [id(value) for _, value in tensors]
+        self._look = None
         self._locals = [local_of(value) for _, value in tensors]
         self._addresses = [local.data_ptr() for local in self._locals]
 
@@ -80,13 +83,26 @@ class Seen:
 
     def is_current(self, groups: list[Group], state: State) -> bool:
         """Whether groups have the parameters, and these the states, that they had; and none was unfrozen."""
-        empty: dict[str, Any] = {}
         return (
             _members(groups) == self._members
-            and [id(state.get(t, empty).get(key)) for t, key in self._kept] == self._objects
+            and self._has_states(state)
             and [local.data_ptr() for local in self._locals] == self._addresses
             and not any(trains(t) for t in self._frozen)
         )
+
+    def _has_states(self, state: State) -> bool:
+        entries = list(state.values())  # looking a tensor up costs more than walking over all
+        look = [*map(id, entries), *(id(value) for entry in entries for value in entry.values())]
+        if look == self._look:
+            return True
+        empty: dict[str, Any] = {}
+        if [id(state.get(t, empty).get(key)) for t, key in self._kept] != self._objects:
+            return False
+        self._look, self._entries = (
+            look,
+            entries,
+        )  # entries of the user's own differ; held, so that ids stay theirs
+        return True
 
     def check_memory(self, params: Mapping[torch.Tensor, Param]) -> None:
         """Raise ValueError where the memory under a state was exchanged."""
