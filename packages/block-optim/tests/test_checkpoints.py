@@ -26,6 +26,13 @@ def mixed(named, lr):
     return Mixed(groups, lr=lr)
 
 
+def preconditioned(named, lr):
+    """Matrices to Shampoo and Muon, stacks and vectors to SOAP."""
+    shampoo = {"algorithm": "shampoo", **small(overlap=True)}
+    groups = [{"params": named[:1], **shampoo}, {"params": named[1:2], "algorithm": "muon"}]
+    return Mixed([*groups, {"params": named[2:], "algorithm": "soap", **small()}], lr=lr)
+
+
 def small(**options):
     return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
 
@@ -61,6 +68,7 @@ CASES = {
     ),
     "Shampoo, masters": (Shampoo, small(betas=(0.9, 0.95), **MASTERS), ("elements", "shard", "planned")),
     "SOAP, masters": (SOAP, small(**MASTERS), ("elements", "shard", "planned")),
+    "Mixed of Shampoo, Muon, SOAP": (preconditioned, {}, ("elements", "shard", "rows")),
 }
 
 

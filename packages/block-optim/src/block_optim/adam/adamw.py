@@ -1,14 +1,12 @@
 """AdamW with fp32 states over flat runs."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.options import check_range
+from block_optim.core.options import answer_torch_options, check_betas, check_flag, check_range
 from block_optim.core.params import Group, Param
 
 
@@ -26,7 +24,7 @@ class AdamW(BlockOptimizer):
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        amsgrad: must be False.
+        amsgrad, foreach, capturable, differentiable: as in torch; must be False or None.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
@@ -60,7 +58,8 @@ class AdamW(BlockOptimizer):
         master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
-        refuse_options(foreach=foreach, capturable=capturable, differentiable=differentiable)
+        refused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        answer_torch_options(refused)
         self.fused = bool(fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
@@ -78,17 +77,34 @@ class AdamW(BlockOptimizer):
         """Make the rule."""
         self._rule = AdamWRule(fused=self.fused)
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
-        if bool(group["fused"]) != self.fused:
-            raise ValueError(f"fused={group['fused']!r} in one group: it is an option of the whole optimizer")
+        if group["fused"] is None:  # unsaid, as in torch's state dicts
+            group["fused"] = self.fused
+        if group["fused"] != self.fused:
+            raise ValueError(
+                f"fused={group['fused']!r} in one group: it is an option of the whole optimizer, which has "
+                f"fused={self.fused} (and other numbers); build it with the one that you want"
+            )
+
+    def options_changed(self, group: Group, names: set[str]) -> None:
+        """Plan again where kernels were made for an option."""
+        if names & {"stochastic_rounding", "seed"}:
+            self._rule.replan()
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where a parameter does not fit."""
         for param in params:
             check_dense(param)
 
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Make step counts and moments."""
         self._rule.init_states(params, self.state)
+
+    def drop_states(self, params: list[Param]) -> None:
+        """Drop the rule's entries."""
+        self._rule.drop(params)
 
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients."""
@@ -97,28 +113,10 @@ class AdamW(BlockOptimizer):
 
 def check_adamw_options(group: Group) -> None:
     """Raise ValueError where an option of AdamW has a value it cannot have."""
-    try:
-        beta1, beta2 = group["betas"]
-    except (TypeError, ValueError):
-        raise ValueError(f"betas={group['betas']!r}: expected two numbers") from None
+    beta1, beta2 = check_betas(group["betas"])
     check_range("betas[0]", beta1, 0, 1)
     check_range("betas[1]", beta2, 0, 1)
     check_range("eps", group["eps"], 0)
     check_range("weight_decay", group["weight_decay"], 0)
-    if group.get("amsgrad"):
-        raise ValueError(
-            "amsgrad=True: not here; its third state would grow the memory by half for a maximum that has not been "
-            "shown to help; use torch.optim.AdamW for it"
-        )
-
-
-def refuse_options(**options: Any) -> None:
-    """Raise ValueError for options of torch's that have no meaning here."""
-    reasons = {
-        "foreach": "there is one implementation, over flat runs; leave it out",
-        "capturable": "CUDA graphs of the step are not supported; leave it out",
-        "differentiable": "the step writes in place and is not differentiable; leave it out",
-    }
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name}={value!r}: {reasons[name]}")
+    for name in ("maximize", "stochastic_rounding"):
+        check_flag(name, group[name])

@@ -14,8 +14,9 @@ from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.options import check_count
 from block_optim.core.params import Group, Param
-from layout_planner import Block, Elements, Tile, parse_block
+from layout_planner import Block, Elements, Tile
 
 QuantizeRule = Callable[[str, torch.Tensor], bool]
 
@@ -45,18 +46,25 @@ class AdamW8bit(BlockOptimizer):
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, maximize: as in `AdamW`.
-        block: `Elements(n)` consecutive elements, or `Tile(rows, columns)` of each matrix.
+        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix.
         state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; bitsandbytes' ``min_8bit_size``
+            for min_8bit_numel, torchao's ``block_size`` and ``bf16_stochastic_round``.
 
     Raises:
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
-    format_options = ("block", "state_map", "master_weights")
+    format_options = ("block", "state_map", "min_8bit_numel", "master_weights")
+    aliases = {  # noqa: RUF012  # declared a ClassVar in the base class
+        "min_8bit_size": "min_8bit_numel",
+        "block_size": "block",
+        "bf16_stochastic_round": "stochastic_rounding",
+    }
     requires_blocks = True
 
     def __init__(
@@ -76,12 +84,14 @@ class AdamW8bit(BlockOptimizer):
         master_weights: bool = False,
         maximize: bool = False,
         skip_nonfinite: bool = True,
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "state_map": state_map, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
+        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod
@@ -99,15 +109,24 @@ class AdamW8bit(BlockOptimizer):
         """Make a rule for each kind of state."""
         self._wide = AdamWRule(fused="cuda")
         self._narrow = QuantizedRule()
-        self._chosen: dict[torch.Tensor, bool] = {}
+        # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
+        self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
+        self._rules: dict[int, QuantizeRule | bool] = {}
         self._has_kernels = True
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit; choose who gets 8-bit states."""
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
-        block = check_block(
-            parse_block(group["block"]) if isinstance(group["block"], str) else group["block"]
-        )
+        if "quantize" in group:
+            if self._seen.options(group) is not None:
+                raise ValueError(
+                    "quantize: which tensors have 8-bit states was chosen when their group was added"
+                )
+            self._rules[id(group)] = group.pop("quantize")
+        least = group["min_8bit_numel"]
+        if least != 0:
+            check_count("min_8bit_numel", least)
+        block = check_block(group["block"])
         group["block"] = str(block)
         map_of(group["state_map"], torch.device("cpu"))
         if group["state_map"] == "dynamic" and isinstance(block, Tile):
@@ -115,12 +134,22 @@ class AdamW8bit(BlockOptimizer):
                 f"state_map='dynamic' with block={block!r}: its zero for small second moments makes updates explode in "
                 "tiles, where large and small rows share a scale; use Elements, or state_map='root'"
             )
-        rule = group.pop("quantize")
+
+    def options_changed(self, group: Group, names: set[str]) -> None:
+        """Plan again where kernels were made for an option."""
+        if names & {"stochastic_rounding", "seed"}:
+            self._wide.replan()
+            self._narrow.replan()
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where a parameter does not fit; choose who gets 8-bit states."""
+        block, least = check_block(group["block"]), group["min_8bit_numel"]
+        rule = self._rules.get(id(group), self.defaults["quantize"])
         for param in params:
-            wanted = is_quantized(param.name, param.tensor, group["min_8bit_numel"], rule)
-            self._chosen[param.tensor] = wanted
             check_dense(param)
-            if wanted:
+            if param.tensor not in self._chosen:
+                self._chosen[param.tensor] = is_quantized(param.name, param.tensor, least, rule)
+            if self._chosen[param.tensor]:
                 _check_quantizable(param)
                 scale_layout(param, block)
 
@@ -130,10 +159,18 @@ class AdamW8bit(BlockOptimizer):
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
         self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
 
+    def drop_states(self, params: list[Param]) -> None:
+        """Drop the rules' entries."""
+        self._narrow.drop(params)
+        self._wide.drop(params)
+
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients."""
         self._narrow.update(active)
         self._wide.update(active)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_chosen": self._chosen}
 
 
 def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule | bool) -> bool:

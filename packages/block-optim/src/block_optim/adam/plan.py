@@ -21,6 +21,11 @@ class Counts:
         self._known: list[float] = []
         self._versions: list[int] = []
 
+    @property
+    def size(self) -> int:
+        """How many counts there are."""
+        return sum(buffer.numel() for buffer in self.buffers)
+
     def new(self, number: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
         """Counts of more parameters, 0-d each."""
         self.buffers.append(torch.zeros(number, device=device))
@@ -102,7 +107,7 @@ class StepPlan(Generic[EntryT]):
         self.group_of = [order[id(e.group)] for e in self.entries]
         self.counts = counts
         self.slots = [e.slot for e in self.entries]
-        self.counters = None if len(self.entries) == len(entries) else [e.step for e in self.entries]
+        self.counters = None if len(self.entries) == counts.size else [e.step for e in self.entries]
         self.odd = self._odd_gradients(active)
         self.pattern: object = None
         self.classes: list[tuple[int, int]] = []
@@ -175,6 +180,16 @@ class Rule(Generic[EntryT]):
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make the states of parameters of one group and enter them into ``state``."""
         raise NotImplementedError
+
+    def drop(self, params: Sequence[Param]) -> None:
+        """Forget parameters; their states stay what they are."""
+        for param in params:
+            self._entries.pop(param.tensor, None)
+        self.replan()
+
+    def replan(self) -> None:
+        """Plan the next step anew, from the options that groups have then."""
+        self._plan = None
 
     def _plan_of(self, active: Active) -> StepPlan[EntryT]:
         raise NotImplementedError

@@ -53,10 +53,11 @@ class AdamWRule(Rule[Moments]):
             space = FlatSpace([p.local for p in chosen])
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
             on_device = self._is_fused(device) and device.type != "cpu"
+            slot = self._counts.size
             steps = self._counts.new(len(chosen), device if on_device else "cpu")
-            for param, m, v, step in zip(chosen, first, second, steps, strict=True):
+            for i, (param, m, v, step) in enumerate(zip(chosen, first, second, steps, strict=True), slot):
                 state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
-                self._entries[param.tensor] = Moments(param, step, len(self._entries), m, v)
+                self._entries[param.tensor] = Moments(param, step, i, m, v)
         self._plan = None
 
     def _is_fused(self, device: torch.device) -> bool:

@@ -64,7 +64,7 @@ class Collector:
         grads = [t.grad for t in tensors]
         addresses = [local_of(t).data_ptr() for t in tensors]
         # The address of an empty tensor is 0: a gradient that is not there needs another number.
-        addresses += [-1 if g is None else local_of(g).data_ptr() for g in grads]
+        addresses += [-1 if g is None else _address(local_of(g)) for g in grads]
         active = self._active
         if active is not None and addresses == self._seen_addresses and self._same_objects(grads):
             if not active.keeps:  # the same objects again: somebody keeps them, so may we
@@ -87,6 +87,11 @@ class Collector:
 
     def _same_objects(self, grads: list[torch.Tensor | None]) -> bool:
         return all(g is (r and r()) for g, r in zip(grads, self._seen_grads, strict=True))
+
+
+def _address(grad: torch.Tensor) -> int:
+    """Where a gradient lies; a sparse one, which `Param.local_grad` refuses by name, lies nowhere."""
+    return grad.data_ptr() if grad.layout is torch.strided else -1
 
 
 def _local_grads(params: list[Param], grads: list[torch.Tensor | None]) -> list[torch.Tensor]:

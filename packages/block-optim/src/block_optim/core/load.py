@@ -1,4 +1,4 @@
-"""Copies saved states into those that an optimizer has, each rank its own elements, without communication."""
+"""Fits saved or assigned states into those that an optimizer has, each rank its own elements, without communication."""
 
 from typing import Any, NoReturn
 
@@ -8,30 +8,47 @@ from block_optim.core._torch_compat import DISTRIBUTED, local_of
 from block_optim.core.holding import own_elements
 
 
-def copy_state(name: str, own: dict[str, Any], saved: dict[str, Any], dry_run: bool) -> None:
-    """Copy one parameter's saved state into its own; with ``dry_run`` only see whether it fits.
-
-    Raises:
-        ValueError: keys, shapes or placements differ; the parameter and the key are named.
-    """
+def check_keys(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise ValueError, naming the parameter, unless a saved state has the keys of its own."""
     if set(saved) != set(own):
         raise ValueError(
             f"{name}: the saved state has {sorted(saved)}, this optimizer needs {sorted(own)}; states of another "
             "optimizer or format cannot be loaded"
         )
-    for key, value in saved.items():
-        target = own[key]
-        if not isinstance(target, torch.Tensor):
-            if not dry_run:
-                own[key] = value
-            continue
-        source = _own_elements(target, value, f"{name}: state {key!r}")
-        if not dry_run:
-            local_of(target).copy_(source)
+
+
+def own_values(name: str, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What of one parameter's given state goes into each entry of its own: this rank's elements of tensors.
+
+    Raises:
+        ValueError: a key is missing, or a shape or placement differs; the parameter and the key are named.
+    """
+    if missing := sorted(set(own) - set(given)):
+        raise ValueError(
+            f"{name}: its state has no {', '.join(map(repr, missing))} any more, this optimizer needs {sorted(own)}; "
+            "remove all of it to begin again, or none"
+        )
+    return {
+        key: _own_elements(value, given[key], f"{name}: state {key!r}")
+        if isinstance(value, torch.Tensor)
+        else given[key]
+        for key, value in own.items()
+    }
+
+
+def put_values(own: dict[str, Any], values: dict[str, Any]) -> None:
+    """Copy what `own_values` found."""
+    for key, value in values.items():
+        if isinstance(own[key], torch.Tensor):
+            local_of(own[key]).copy_(value)
+        else:
+            own[key] = value
 
 
 def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     """Those of ``value`` that belong into ``target``'s local tensor."""
+    if value is target:
+        return local_of(value)
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(value)
     if tuple(value.shape) != tuple(target.shape):

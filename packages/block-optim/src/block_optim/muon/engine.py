@@ -159,7 +159,7 @@ class MuonEngine:
 
 def recipe_of(group: Group) -> Recipe:
     """What a parameter group wants done to its matrices."""
-    polynomials = resolve(group["coefficients"], group["ns_steps"])
+    polynomials = resolve(group["ns_coefficients"], group["ns_steps"])
     return Recipe(polynomials, group["eps"], group["method"], group["batched"])
 
 

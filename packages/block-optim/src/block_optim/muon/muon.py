@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.options import check_choice, check_count, check_range
+from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group, Param
 from block_optim.muon.assignment import Assignment
 from block_optim.muon.coefficients import Coefficients, resolve
@@ -19,7 +19,7 @@ from block_optim.muon.momentum import DTYPES
 from block_optim.muon.newton_schulz import METHODS, Method
 from layout_planner import Block
 
-ADJUST = (None, "original", "match_rms_adamw", "spectral", "none")
+ADJUST = (None, "original", "match_rms_adamw", "spectral", "spectral_unclamped", "none")
 
 
 class Muon(BlockOptimizer):
@@ -34,11 +34,12 @@ class Muon(BlockOptimizer):
         weight_decay: decoupled, by the learning rate before ``adjust_lr_fn``.
         momentum: mu.
         nesterov: orthogonalise ``g + mu (m - g)`` instead of m.
-        coefficients: keller, quintic, polar_express, cans, aol, deepseek_v4, cubic, or a list of triples.
-        ns_steps: how many; None takes what the set says (5 for keller).
+        ns_coefficients: keller (torch's), quintic, polar_express, cans, aol, deepseek_v4, cubic, one triple for
+            every step, or a list of triples.
         eps: least Frobenius norm to divide by.
+        ns_steps: how many; None takes what the set says (5 for keller).
         adjust_lr_fn: None or "original": sqrt(max(1, rows/columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns));
-            "spectral": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
+            "spectral" or "spectral_unclamped": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
         method: "standard" (bf16, torch's bits), "gram" (fp16, where that saves FLOPs) or "auto" (gram on GPUs).
         matrices: how a tensor is seen: "auto" (2-D one, 3-D a stack, beyond flattened), "stack", "flatten", "heads:8",
             "rows:64,16,16" or "rows:64,16,16*8" (fused and interleaved).
@@ -53,6 +54,8 @@ class Muon(BlockOptimizer):
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         skip_nonfinite: see `BlockOptimizer`.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; ``coefficients`` and ``mu``, other
+            names of ns_coefficients and momentum.
 
     State: ``momentum_buffer``; with int8 also ``momentum_scale``, with NorMuon ``second_moment``, with
     stochastic_rounding ``step``, with master_weights ``master_param``.
@@ -70,6 +73,7 @@ class Muon(BlockOptimizer):
 
     format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
     shared_options = ("bucket_bytes",)
+    aliases = {"coefficients": "ns_coefficients", "mu": "momentum"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -78,9 +82,9 @@ class Muon(BlockOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        coefficients: Coefficients = "keller",
-        ns_steps: int | None = None,
+        ns_coefficients: Coefficients = "keller",
         eps: float = 1e-7,
+        ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
         *,
         method: Method = "standard",
@@ -96,17 +100,19 @@ class Muon(BlockOptimizer):
         master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
         skip_nonfinite: bool = True,
+        **options: Any,
     ) -> None:
         check_count("bucket_bytes", bucket_bytes)
         self.bucket_bytes = bucket_bytes
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "coefficients": coefficients, "ns_steps": ns_steps, "eps": eps, "adjust_lr_fn": adjust_lr_fn,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
             "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
+        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod
@@ -127,7 +133,7 @@ class Muon(BlockOptimizer):
 
     def _build(self) -> MuonEngine:
         if self._engine is None:
-            self._engine = MuonEngine(list(self._params.values()), self.state, self.bucket_bytes)
+            self._engine = MuonEngine(self.trained, self.state, self.bucket_bytes)
         return self._engine
 
     def invalidate(self) -> None:
@@ -135,17 +141,29 @@ class Muon(BlockOptimizer):
         self._fell_back = self.fallbacks
         self._engine = None
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
         check_range("weight_decay", group["weight_decay"], 0)
         check_range("momentum", group["momentum"], 0, 1)
         check_range("eps", group["eps"], 0)
         check_range("normuon_beta2", group["normuon_beta2"], 0, 1)
         check_range("normuon_eps", group["normuon_eps"], 0)
-        resolve(group["coefficients"], group["ns_steps"])
+        resolve(group["ns_coefficients"], group["ns_steps"])
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
         check_choice("method", group["method"], METHODS)
         check_choice("momentum_dtype", group["momentum_dtype"], DTYPES)
+        for name in ("nesterov", "normuon", "cautious_weight_decay"):
+            check_flag(name, group[name])
+        if group["batched"] is not None:
+            check_flag("batched", group["batched"])
+
+    def options_changed(self, group: Group, names: set[str]) -> None:
+        """Assign again in the next step where the engine was built for an option."""
+        if names & {"ns_coefficients", "eps", "ns_steps", "method", "batched"}:
+            self.invalidate()
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where a parameter does not fit."""
         for param in params:
             check_matrices(param)
 

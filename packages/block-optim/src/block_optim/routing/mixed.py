@@ -18,7 +18,9 @@ from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer, MoreGroupsFollow
+from block_optim.core.options import check_known, check_lr, rename
 from block_optim.core.params import Group, Param
+from block_optim.core.policy import Policy
 from block_optim.muon.muon import Muon
 from block_optim.shampoo.shampoo import Shampoo
 from block_optim.shampoo.soap import SOAP
@@ -56,6 +58,7 @@ class Mixed(BlockOptimizer):
             all groups of an algorithm (``bucket_bytes`` of Muon) are said in its first group.
         lr: of groups that do not say.
         skip_nonfinite: see `BlockOptimizer`; the check is made once, for all groups.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; others are said in groups.
 
     `param_groups_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
 
@@ -64,12 +67,32 @@ class Mixed(BlockOptimizer):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | torch.Tensor = 1e-3, *, skip_nonfinite: bool = True
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        *,
+        skip_nonfinite: bool = True,
+        **options: Any,
     ) -> None:
         self.routes: tuple[Any, ...] = ()  # what went where and why, if `param_groups_for` made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
-        super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
+        defaults = {"lr": lr, "algorithm": None}
+        super().__init__(
+            params, {**defaults, **self.own_options(options, defaults)}, skip_nonfinite=skip_nonfinite
+        )
+
+    @classmethod
+    def block_policy(cls, *_: Any, **__: Any) -> Policy:
+        """Not here: which block a parameter needs is for the algorithm of its group to say.
+
+        Raises:
+            TypeError: always; it names what to use.
+        """
+        raise TypeError(
+            "Mixed has no block policy of its own: use block_policy_for(model, overrides=...), which follows the same "
+            "rules as param_groups_for, or a function that asks the block_policy of each parameter's algorithm"
+        )
 
     @property
     def optimizers(self) -> dict[str, BlockOptimizer]:
@@ -81,7 +104,6 @@ class Mixed(BlockOptimizer):
     def setup(self) -> None:
         """Begin without algorithms."""
         self._optimizers: dict[str, BlockOptimizer] = {}
-        self._owner: dict[torch.Tensor, BlockOptimizer] = {}
         self._split: tuple[int, list[tuple[BlockOptimizer, list[int]]]] = (-1, [])
 
     def prepare(self) -> None:
@@ -100,16 +122,34 @@ class Mixed(BlockOptimizer):
         for optimizer in self._optimizers.values():
             optimizer.synchronize()
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError unless the group's algorithm takes it; that makes the states, too."""
-        name, kind = self._algorithm(group, params)
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError unless the group has a known algorithm, and options of it only."""
+        given = group["algorithm"]
+        kind = self._kinds.get(given) if isinstance(given, str) else kind_of(given)
+        if kind is None:
+            raise ValueError(
+                f"a group of {len(group['params'])} parameters (first: {_first_of(group)}) has "
+                f"algorithm={given!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
+            )
+        name = given if isinstance(given, str) else name_of(kind)
+        if self._kinds.setdefault(name, kind) is not kind:
+            raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
         group["algorithm"] = name
+        rename(group, kind.aliases)
+        check_known(group, (*self.defaults, *kind.all_options({})), f"algorithm {name!r}", strict=True)
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError unless a new group fits its algorithm; that makes the states, too."""
+        name = group["algorithm"]
+        kind, optimizer = self._kinds[name], self._optimizers.get(name)
+        if optimizer is not None and optimizer._seen.options(group) is not None:
+            return  # it has seen for itself what is new in the group
         shared = {key: group.pop(key) for key in kind.shared_options if key in group}
-        optimizer = self._optimizers.get(name)
         if optimizer is None:
             shared = self._shared.get(name, shared)
             optimizer = kind(MoreGroupsFollow([group]), **shared)
-            self._check_known(group, optimizer)
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
             self._optimizers[name], self._shared[name] = optimizer, shared
             return
         for key, value in shared.items():
@@ -118,43 +158,61 @@ class Mixed(BlockOptimizer):
                     f"algorithm {name!r}: {key}={value!r} in one group, {getattr(optimizer, key)!r} in its first one; "
                     "it is an option of the whole algorithm"
                 )
-        self._check_known(group, optimizer)
         optimizer.add_param_group(group)
 
-    def _algorithm(self, group: Group, params: list[Param]) -> tuple[str, Kind]:
-        """The name and class of a group's algorithm; a class becomes known by its name."""
-        given = group["algorithm"]
-        kind = self._kinds.get(given) if isinstance(given, str) else kind_of(given)
-        if kind is None:
-            raise ValueError(
-                f"a group of {len(params)} parameters (first: {params[0].name if params else 'none'}) has "
-                f"algorithm={given!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
-            )
-        name = given if isinstance(given, str) else name_of(kind)
-        if self._kinds.setdefault(name, kind) is not kind:
-            raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
-        return name, kind
+    def _check_options(self, group: Group) -> None:
+        group["lr"] = check_lr(group["lr"])  # the others are for the algorithm to check
+        self.check_options(group)
 
-    def _check_known(self, group: Group, optimizer: BlockOptimizer) -> None:
-        known = {"params", "param_names", "algorithm", "initial_lr", *self.defaults, *optimizer.defaults}
-        if unknown := sorted(set(group) - known):
-            raise ValueError(
-                f"algorithm {group['algorithm']!r} has no option {', '.join(map(repr, unknown))} for a group"
-            )
+    def options_changed(self, group: Group, names: set[str]) -> None:
+        """As the group's algorithm does."""
+        self._host(group)._take_options(group, names)
 
-    def init_states(self, group: Group, params: list[Param]) -> None:
-        """Show the states that the group's algorithm has made."""
-        optimizer = self._optimizers[group["algorithm"]]
-        for param in params:
-            self._owner[param.tensor] = optimizer
-            self.state[param.tensor] = optimizer.state[param.tensor]
-            param.master = optimizer._params[param.tensor].master
+    def _host(self, group: Group) -> BlockOptimizer:
+        return self._optimizers[group["algorithm"]]
+
+    def _take_edits(self, states: bool) -> None:
+        """Let each algorithm take its own."""
+        for group in self.param_groups:
+            if self._seen.options(group) is None:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+                self._check_options(group)
+        for name, optimizer in self._optimizers.items():
+            known = [g for g in self.param_groups if optimizer._seen.options(g) is not None]
+            optimizer.param_groups = [g for g in known if g["algorithm"] == name]
+            optimizer.state = self.state
+            optimizer._follow(states=states)
+        self._take_params()
+        self._share_states()
+
+    def _train(self, params: list[Param]) -> None:
+        """Have states made by the algorithms."""
+        for optimizer in self._optimizers.values():
+            theirs = (optimizer._params.get(p.tensor) for p in params)
+            optimizer._train([p for p in theirs if p is not None and p.tensor not in optimizer._seen.states])
+        self._share_states()
+
+    def _share_states(self) -> None:
+        optimizers = self._optimizers.values()
+        self._seen.states = {t: state for o in optimizers for t, state in o._seen.states.items()}
+        self._trained = [p for t, p in self._params.items() if t in self._seen.states]
+        for param in self._trained:
+            param.master = self._host(param.group)._params[param.tensor].master
+
+    def drop_states(self, params: list[Param]) -> None:
+        """Have states dropped by the algorithms that have them."""
+        for optimizer in self._optimizers.values():
+            theirs = [p for p in params if p.tensor in optimizer._seen.states]
+            optimizer.drop_states(theirs)
+            for param in theirs:
+                del optimizer._seen.states[param.tensor]
 
     def update(self, active: Active) -> None:
         """Let each algorithm update its own."""
         version, split = self._split
         if version != active.version:
-            owners = [self._owner[param.tensor] for param in active.params]
+            owners = [self._host(param.group) for param in active.params]
             split = [
                 (optimizer, [i for i, owner in enumerate(owners) if owner is optimizer])
                 for optimizer in self._optimizers.values()
@@ -165,11 +223,22 @@ class Mixed(BlockOptimizer):
 
     def reset_state(self, param: Param) -> None:
         """As the parameter's algorithm does."""
-        self._owner[param.tensor].reset_state(param)
+        self._host(param.group).reset_state(param)
 
-    def _format_options_of(self, group: Group) -> tuple[str, ...]:
-        return ("algorithm", *self._optimizers[group["algorithm"]].format_options)
+    def format_of(self, group: Group) -> dict[str, Any]:
+        """The algorithm."""
+        return {"algorithm": group["algorithm"]}
+
+    def _check_format(self, own: Group, new: Group, how: str) -> None:
+        super()._check_format(own, new, how)
+        self._host(own)._check_format(own, new, how)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"routes": self.routes, "_kinds": self._kinds, "_shared": self._shared}
         return {**super().__getstate__(), **kept}
+
+
+def _first_of(group: Group) -> object:
+    """How a message calls a group's first parameter."""
+    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"][:1]]
+    return names[0] if names else "none"

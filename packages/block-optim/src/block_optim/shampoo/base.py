@@ -18,7 +18,7 @@ from torch import Tensor
 
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.options import check_choice, check_count, check_range
+from block_optim.core.options import check_betas, check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import Writer, is_narrow
 from block_optim.shampoo.batches import Batch
@@ -91,8 +91,8 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- options and states
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
         if isinstance(group["factor_dtype"], torch.dtype):
             group["factor_dtype"] = str(group["factor_dtype"]).removeprefix("torch.")
         check_choice("factor_dtype", group["factor_dtype"], tuple(_DTYPES))
@@ -101,20 +101,31 @@ class Preconditioned(BlockOptimizer):
             check_count(name, group[name])
         if group["max_preconditioner_dim"] < 2:
             raise ValueError("max_preconditioner_dim=1 leaves nothing to precondition: use AdamW")
-        for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
+        for name, beta in zip(("betas[0]", "betas[1]"), check_betas(group["betas"]), strict=True):
             check_range(name, beta, 0.0, 1.0 + 1e-12 if name == "betas[1]" else 1.0)
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
+        for name in ("stagger", "overlap", "packed"):
+            check_flag(name, group[name])
+
+    def check_group(self, group: Group, params: list[Param]) -> None:
+        """Raise ValueError where a parameter does not fit."""
         for param in params:
             param.check_row_major()
 
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Plan the tensors and make their states."""
-        for tensor in self._plan.add(params):
+        for tensor in self._plan.add(params, self._params.values()):
             self.state[tensor.param.tensor] = self._make_state(tensor)
             self._fresh(tensor)
         self._links = None
         self._tell_cost()
+
+    def drop_states(self, params: list[Param]) -> None:
+        """Drop tensors from the plan."""
+        for param in params:
+            self._plan.tensors.pop(param.tensor, None)
+        self._links = None
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         """States of one tensor, zero, with the blocks' views of them."""
@@ -211,7 +222,7 @@ class Preconditioned(BlockOptimizer):
 
     def _gather(self, active: Active) -> list[Work]:
         """The owned runs of all gradients that are there; on every rank where a moving one is there on some."""
-        tensors = list(self._plan.tensors.values())
+        tensors = {t.number: t for t in self._plan.tensors.values()}
         found: dict[int, Tensor] = {}
         for param, grad in active:
             tensor = self._plan.tensors[param.tensor]

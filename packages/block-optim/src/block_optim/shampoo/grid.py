@@ -22,7 +22,7 @@ by element. A strip is what has to be whole on a rank; `block_of` says it to the
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,6 +81,12 @@ class Grid:
         rows = min(self.max_dim, self.rows - first)
         start = (matrix * self.rows + first) * self.cols
         return Strip(start, start + rows * self.cols, rows)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The sizes of all blocks, in storage order."""
+        for index in range(self.num_strips):
+            for _, width in self.columns:
+                yield self.strip(index).rows, width
 
     def cost(self, strip: Strip) -> int:
         """Work of one step on a strip: multiplications of factors and of roots."""

@@ -6,7 +6,8 @@ states of the tensor's shape         the same run: momentum, second moments
 factors, roots, bases                one 1-D tensor for each side, block after block
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,7 +96,7 @@ class TensorPlan:
         return stop - start
 
     def own(self, assignment: StripAssignment, counts: dict[tuple[int, int], int]) -> None:
-        """Take this rank's strips; `counts` numbers the blocks of each size over the whole model."""
+        """Take this rank's strips; `counts` numbers the blocks of each size over the whole model, from 0."""
         self.assignment = assignment
         grid, mine = self.grid_of_blocks, assignment.owned
         base = assignment.owned_range[0]
@@ -103,10 +104,9 @@ class TensorPlan:
             strip = grid.strip(index)
             for column, width in grid.columns:
                 size = (strip.rows, width)
-                number = counts.get(size, 0)
                 if index in mine:
-                    self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, number))
-                counts[size] = number + 1
+                    self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, counts[size]))
+                counts[size] += 1
 
     def add_owned(self, state: dict[str, Tensor], name: str, dtype: torch.dtype) -> None:
         """Add a state of zeros of the parameter's shape, each strip on its owner; locally it may be taken flat."""
@@ -142,19 +142,31 @@ class Plan:
     def __init__(self) -> None:
         self.tensors: dict[Tensor, TensorPlan] = {}
         self._loads: dict[str, list[int]] = {}
-        self._counts: dict[tuple[int, int], int] = {}
+        self._added = 0
 
-    def add(self, params: Sequence[Param]) -> list[TensorPlan]:
-        """Plan the parameters of one group: nothing is communicated, every rank comes to the same."""
+    def add(self, params: Sequence[Param], everyone: Iterable[Param]) -> list[TensorPlan]:
+        """Plan parameters of one group: nothing is communicated, every rank comes to the same.
+
+        Blocks are numbered over ``everyone``, the optimizer's parameters, so that those of a parameter that is frozen
+        at first have the numbers that they would have had.
+        """
         found: list[TensorPlan] = []
         for param in params:
             grid = grid_of(tuple(param.shape), param.group)
             holding = _elementwise_holding(param) if grid is None else _holding(param)
-            found.append(TensorPlan(param, len(self.tensors) + len(found), grid, holding))
+            found.append(TensorPlan(param, self._added, grid, holding))
+            self._added += 1
         gridded = [t for t in found if t.grid is not None]
         assigned = assign_strips([(t.grid_of_blocks, t.holding) for t in gridded], self._loads)
-        for tensor, assignment in zip(gridded, assigned, strict=True):
-            tensor.own(assignment, self._counts)
+        own = {t.param.tensor: (t, a) for t, a in zip(gridded, assigned, strict=True)}
+        counts: dict[tuple[int, int], int] = defaultdict(int)
+        for param in everyone:
+            if param.tensor in own:
+                tensor, assignment = own[param.tensor]
+                tensor.own(assignment, counts)
+            elif (grid := grid_of(tuple(param.shape), param.group)) is not None:
+                for size in grid.blocks():
+                    counts[size] += 1
         self.tensors.update((t.param.tensor, t) for t in found)
         return found
 

@@ -12,6 +12,7 @@ and for the whole tensor:  D += weight_decay W;  momentum;  W -= lr D.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from block_optim.core._torch_compat import (
     foreach_mul_,
     local_of,
 )
-from block_optim.core.options import check_choice, check_count, check_range
-from block_optim.core.params import Group, Param
+from block_optim.core.options import check_choice, check_count, check_flag, check_range
+from block_optim.core.params import Group
 from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
 from block_optim.shampoo.plan import COLS, ROWS, SIDES, TensorPlan
@@ -76,6 +77,8 @@ class Shampoo(Preconditioned):
         packed: keep the lower triangles of factors and roots only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; Distributed Shampoo's ``epsilon``
+            for eps, ``use_nesterov`` for nesterov.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
@@ -86,6 +89,7 @@ class Shampoo(Preconditioned):
     """
 
     format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
+    aliases = {"epsilon": "eps", "use_nesterov": "nesterov"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class Shampoo(Preconditioned):
         seed: int = 0,
         master_weights: bool = False,
         skip_nonfinite: bool = True,
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
@@ -131,13 +136,14 @@ class Shampoo(Preconditioned):
             "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
+        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
-        super().check_group(group, params)
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
+        super().check_options(group)
         if group["grafting"] is None:
             group["grafting"] = "none" if group["kl"] else "adam"
         check_choice("grafting", group["grafting"], GRAFTING)
@@ -147,6 +153,8 @@ class Shampoo(Preconditioned):
                 raise ValueError(
                     f"grafting_beta2 has no meaning for grafting={group['grafting']!r}; leave it None"
                 )
+        check_flag("kl", group["kl"])
+        check_flag("nesterov", group["nesterov"])
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_range("dampening", group["dampening"], 0.0, 1.0)
         if (group["nesterov"] or group["dampening"]) and not group["momentum"]:
@@ -161,6 +169,11 @@ class Shampoo(Preconditioned):
             if group["kl"]:
                 raise ValueError("exponent: KL-Shampoo whitens by inverse square roots; leave it None")
         root_options(group).check_exponent(exponent_of(group))
+
+    def format_of(self, group: Group) -> dict[str, Any]:
+        """What the format of states depends on: also whether there are averages at all."""
+        averages = {"betas[0] > 0": group["betas"][0] > 0, "momentum > 0": group["momentum"] > 0}
+        return {**super().format_of(group), **averages}
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         group, compute = tensor.group, tensor.compute

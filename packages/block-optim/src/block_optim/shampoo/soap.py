@@ -11,6 +11,7 @@ and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from block_optim.core._torch_compat import (
     local_of,
 )
 from block_optim.core.options import check_range
-from block_optim.core.params import Group, Param
+from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
@@ -57,6 +58,8 @@ class SOAP(Preconditioned):
         packed: keep the lower triangles of factors only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; ``max_precond_dim``, the paper's
+            name of max_preconditioner_dim.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
@@ -66,6 +69,7 @@ class SOAP(Preconditioned):
     """
 
     format_options = (*Preconditioned.format_options, "first_step_update")
+    aliases = {"max_precond_dim": "max_preconditioner_dim"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class SOAP(Preconditioned):
         seed: int = 0,
         master_weights: bool = False,
         skip_nonfinite: bool = True,
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
@@ -98,13 +103,14 @@ class SOAP(Preconditioned):
             "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
+        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where an option or a parameter does not fit."""
-        super().check_group(group, params)
+    def check_options(self, group: Group) -> None:
+        """Raise ValueError where an option does not fit."""
+        super().check_options(group)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
         if group["shampoo_beta"] is not None:
             check_range("shampoo_beta", group["shampoo_beta"], 0.0, 1.0)
@@ -221,7 +227,9 @@ class SOAP(Preconditioned):
         take(weights, [w.local_update for w in works], group["lr"])
         if group["weight_decay"]:
             keep = 1 - group["lr"] * group["weight_decay"]
-            foreach_mul_(weights, keep.to(weights[0].device) if isinstance(keep, Tensor) else keep)
+            foreach_mul_(
+                weights, keep.to(weights[0].device).reshape(()) if isinstance(keep, Tensor) else keep
+            )
         return True
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from block_optim.core.holding import Holding, cutting_axes, holding_of, wrap_local
 from block_optim.core.params import Param
-from layout_planner import Block, Elements, Tile
+from layout_planner import Block, Elements, Tile, parse_block
 from ragged_shard import RaggedShard, StridedRaggedShard
 
 
@@ -64,12 +64,16 @@ class Grid:
         return f"every {self.block.rows} rows"
 
 
-def check_block(block: Block) -> Elements | Tile:
-    """``block`` if it is one that states can have.
+def check_block(block: Block | int | str) -> Elements | Tile:
+    """``block`` if it is one that states can have; also from its text, or a number of elements.
 
     Raises:
         ValueError: another kind of block.
     """
+    if isinstance(block, str):
+        block = parse_block(block)
+    elif isinstance(block, int) and not isinstance(block, bool) and block > 0:
+        block = Elements(block)
     if not isinstance(block, (Elements, Tile)):
         raise ValueError(f"block={block!r}: 8-bit states have Elements(n) or Tile(rows, columns) blocks")
     return block

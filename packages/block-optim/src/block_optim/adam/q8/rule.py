@@ -31,7 +31,6 @@ from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
-from layout_planner import parse_block
 from ragged_shard import RaggedShard
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements of a tile step
@@ -57,7 +56,7 @@ class QuantizedRule(Rule[Codes]):
         self._plan = None
 
     def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
-        block = check_block(parse_block(params[0].group["block"]))
+        block = check_block(params[0].group["block"])
         layouts = [scale_layout(p, block) for p in params]
         space = FlatSpace([p.local for p in params])
         codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
@@ -67,6 +66,7 @@ class QuantizedRule(Rule[Codes]):
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         scales = torch.zeros(end, device=device), torch.zeros(end, device=device)
+        slot = self._counts.size
         steps = self._counts.new(len(params), device if has_kernels(device) else "cpu")
         for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
             shape = grid.scale_shape
@@ -84,7 +84,7 @@ class QuantizedRule(Rule[Codes]):
                 "exp_avg_sq_scale": wrapped[1],
             }
             pair = codes[0][i], codes[1][i]
-            entry = Codes(param, steps[i], len(self._entries), grid, pair, scales, starts[i])
+            entry = Codes(param, steps[i], slot + i, grid, pair, scales, starts[i])
             self._entries[param.tensor] = entry
 
     def _plan_of(self, active: Active) -> "_Plan":

@@ -1,0 +1,320 @@
+"""What programs written for torch's optimizers do to an optimizer: every kind answers as torch's, or in words."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+from runs import Run, same, tensors
+from test_edits import KINDS, every_kind, run_of
+
+from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon
+from layout_planner import Elements
+
+schedulers = torch.optim.lr_scheduler
+
+
+def parameter(shape=(6, 4), seed=0):
+    return torch.nn.Parameter(tensors([shape], seed)[0])
+
+
+def make(case, params, **more):
+    kind, options = KINDS[case]
+    return kind(params, **{"lr": 0.1, **options, **more})
+
+
+# ---------------------------------------------------------------- torch.optim.Muon
+
+
+def test_muon_takes_torchs_arguments_in_torchs_order():
+    theirs = list(inspect.signature(torch.optim.Muon).parameters)
+    assert list(inspect.signature(Muon).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+def test_muon_with_torchs_positional_arguments_gives_torchs_numbers(adjust):
+    arguments = (0.02, 0.05, 0.9, False, (3.0, -4.0, 1.9), 1e-6, 4, adjust)
+    ours, theirs = [parameter((s, 12), s) for s in (5, 12, 30)], [parameter((s, 12), s) for s in (5, 12, 30)]
+    for params, optimizer in ((ours, Muon(ours, *arguments)), (theirs, torch.optim.Muon(theirs, *arguments))):
+        for step in range(3):
+            for p, grad in zip(params, tensors([p.shape for p in params], step), strict=True):
+                p.grad = grad
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+def test_a_state_dict_of_torchs_muon_is_taken_with_its_options():
+    ours, theirs = parameter((8, 12)), parameter((8, 12))
+    reference = torch.optim.Muon(
+        [theirs], lr=0.05, ns_coefficients=(3.0, -4.0, 1.9), ns_steps=3, momentum=0.8
+    )
+    theirs.grad = tensors([theirs.shape], 1)[0]
+    reference.step()
+    optimizer = Muon([ours])
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["ns_coefficients"] == (3.0, -4.0, 1.9)
+    ours.data.copy_(theirs)
+    for p, chosen in ((ours, optimizer), (theirs, reference)):
+        p.grad = tensors([p.shape], 2)[0]
+        chosen.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+# ---------------------------------------------------------------- torch's options and other names
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "option",
+    ["amsgrad", "foreach", "capturable", "differentiable", "fused", "maximize", "decoupled_weight_decay"],
+)
+def test_torchs_options_are_accepted_where_they_ask_for_nothing_and_otherwise_answered_in_words(case, option):
+    idle = {"foreach": None, "fused": None, "decoupled_weight_decay": True}.get(option, False)
+    works = {"AdamW": {"fused", "maximize"}, "AdamW fused": {"fused", "maximize"}, "AdamW8bit": {"maximize"}}
+    if case.startswith("AdamW") and case != "AdamW8bit" and option == "decoupled_weight_decay":
+        pytest.skip("torch.optim.AdamW has no such argument")
+    if not (case == "AdamW fused" and option == "fused"):
+        make(case, [("p0", parameter())], **{option: idle})
+    if option in works.get(case, ()):
+        return
+    with pytest.raises(ValueError, match=rf"{option}=.*; .*(leave it out|use|negate)"):
+        make(case, [("p0", parameter())], **{option: not idle})
+
+
+@every_kind
+def test_an_argument_that_nobody_knows_is_a_type_error(case):
+    kind = Mixed if case == "Mixed" else KINDS[case][0]
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*'lrr'"):
+        kind([("p0", parameter())], lrr=0.1)
+
+
+def options_of(optimizer, *names):
+    return [optimizer.param_groups[0][name] for name in names]
+
+
+def test_published_names_of_options_are_taken_and_one_option_is_said_once():
+    p = parameter()
+    assert options_of(Muon([p], coefficients="cans", mu=0.9), "ns_coefficients", "momentum") == ["cans", 0.9]
+    eight = AdamW8bit([p], min_8bit_size=7, block_size=8)
+    assert options_of(eight, "min_8bit_numel", "block") == [7, str(Elements(8))]
+    assert AdamW8bit.block_policy(block_size=8, min_8bit_size=1)("w", p) == Elements(8)
+    group = {"params": [parameter()], "coefficients": "aol"}
+    assert options_of(Mixed([{**group, "algorithm": "muon"}]), "ns_coefficients") == ["aol"]
+    with pytest.raises(ValueError, match="also given under another name"):
+        Muon([p], ns_coefficients="aol", coefficients="cans")
+    with pytest.raises(ValueError, match="one option: say it once"):
+        Muon([{**group, "ns_coefficients": "cans"}])
+
+
+# ---------------------------------------------------------------- loading torch's AdamW
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"fused": True}, r"param_groups\[0\] of the state dict: fused=True in one group"),
+        ({"amsgrad": True}, "amsgrad=True"),
+        ({"capturable": True}, "capturable=True"),
+        ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
+        ({"momentum": 0.9}, "momentum=0.9: AdamW has no option"),
+        ({"nobody": 1}, "nobody=1: AdamW has no option"),
+        ({"decoupled_weight_decay": False, "weight_decay": 0.1}, "decoupled_weight_decay=False"),
+    ],
+)
+def test_an_option_of_a_loaded_state_dict_that_does_not_apply_is_refused_by_name(saved, message):
+    p, q = parameter(), parameter()
+    reference, optimizer = torch.optim.AdamW([q]), AdamW([p], lr=0.3)
+    q.grad = torch.ones_like(q)
+    reference.step()
+    state = reference.state_dict()
+    state["param_groups"][0].update(saved)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+
+
+def test_what_applies_of_torchs_state_dict_is_taken_and_what_it_does_not_know_stays():
+    p, q = parameter(), parameter()
+    reference = torch.optim.AdamW([q], lr=0.02, betas=(0.5, 0.6), maximize=True)
+    schedulers.OneCycleLR(reference, 1.0, 10)  # notes of its own in the groups
+    optimizer = AdamW([p], seed=5)
+    optimizer.load_state_dict(reference.state_dict())
+    assert options_of(optimizer, "betas", "maximize", "seed", "fused") == [
+        reference.param_groups[0]["betas"],
+        True,
+        5,
+        False,
+    ]
+    assert options_of(optimizer, "max_lr") == [1.0]
+    assert "foreach" not in optimizer.param_groups[0]
+    fused = AdamW([parameter()], fused=True)
+    with pytest.raises(ValueError, match="fused=False in one group"):
+        fused.load_state_dict(optimizer.state_dict())
+
+
+@every_kind
+def test_its_own_state_dict_without_some_options_keeps_the_optimizers(case):
+    run, other = run_of(case).steps(0, 1), run_of(case)
+    saved = run.optimizer.state_dict()
+    del saved["param_groups"][-1]["weight_decay"]
+    other.optimizer.param_groups[-1]["weight_decay"] = 0.7
+    other.optimizer.load_state_dict(saved)
+    assert other.optimizer.param_groups[-1]["weight_decay"] == 0.7
+
+
+# ---------------------------------------------------------------- what torch's own tests do
+
+
+@every_kind
+def test_hooks_of_steps_and_state_dicts_are_called(case):
+    run, calls = run_of(case), []
+    o = run.optimizer
+    o.register_step_pre_hook(lambda *_: calls.append("before step"))
+    o.register_step_post_hook(lambda *_: calls.append("after step"))
+    o.register_state_dict_pre_hook(lambda *_: calls.append("before saving"))
+    o.register_state_dict_post_hook(lambda _, saved: {**saved, "mine": 1})
+    o.register_load_state_dict_pre_hook(lambda _, saved: calls.append("before loading"))
+    o.register_load_state_dict_post_hook(lambda _: calls.append("after loading"))
+    run.step(0)
+    saved = o.state_dict()
+    assert saved["mine"] == 1
+    o.load_state_dict(saved)
+    assert calls == ["before step", "after step", "before saving", "before loading", "after loading"]
+
+
+@every_kind
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_torchs_schedulers_drive_it(case, tensor_lr):
+    run, twin = run_of(case), run_of(case)
+    kind, options = KINDS[case]
+    if tensor_lr:
+        run.optimizer = kind(list(run.module.named_parameters()), lr=torch.tensor(0.1), **options)
+    scheduler = schedulers.SequentialLR(
+        run.optimizer,
+        [
+            schedulers.LinearLR(run.optimizer, 0.5, total_iters=2),
+            schedulers.CosineAnnealingLR(run.optimizer, 4),
+        ],
+        [2],
+    )
+    for step in range(4):
+        for group in twin.optimizer.param_groups:
+            group["lr"] = float(run.optimizer.param_groups[0]["lr"])
+        run.step(step)
+        twin.step(step)
+        scheduler.step()
+    for a, b in zip(run.params, twin.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    copy.deepcopy(run).step(9)
+
+
+@pytest.mark.parametrize("case", [case for case in KINDS if case != "Mixed"])
+def test_one_cycle_moves_momentum_or_the_first_beta_too(case):
+    run, plain = run_of(case), run_of(case)
+    scheduler = schedulers.OneCycleLR(run.optimizer, max_lr=0.1, total_steps=6)
+    for step in range(3):
+        run.step(step)
+        scheduler.step()
+        for group, own in zip(plain.optimizer.param_groups, run.optimizer.param_groups, strict=True):
+            group["lr"] = own["lr"]
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run_of(case).optimizer.load_state_dict(saved)
+    key = (
+        "momentum"
+        if "momentum" in run.optimizer.defaults and "betas" not in run.optimizer.defaults
+        else "betas"
+    )
+    assert run.optimizer.param_groups[0][key] != plain.optimizer.param_groups[0][key]
+
+
+def test_options_of_algorithms_in_mixed_groups_cannot_be_cycled_by_torchs_scheduler_which_says_so():
+    with pytest.raises(ValueError, match="momentum or beta1"):
+        schedulers.OneCycleLR(run_of("Mixed").optimizer, max_lr=0.1, total_steps=6)
+
+
+@every_kind
+def test_closures_zero_grad_and_steps_without_gradients(case):
+    run = run_of(case)
+    before = [p.detach().clone() for p in run.params]
+    run.optimizer.zero_grad()
+    assert run.optimizer.step(lambda: torch.tensor(2.5)) == 2.5
+    assert all(torch.equal(a, b) for a, b in zip(before, run.params, strict=True))
+
+    def closure():
+        assert torch.is_grad_enabled()
+        run.optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in run.params)
+        loss.backward()
+        return loss
+
+    losses = [run.optimizer.step(closure).item() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    run.optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad.abs().sum() == 0 for p in run.params)
+
+
+@every_kind
+def test_parameters_that_no_optimizer_of_torchs_takes_are_refused(case):
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make("AdamW" if case == "Mixed" else case, [])
+    with pytest.raises(ValueError, match="can't optimize a non-leaf"):
+        make(case, [("p0", parameter() * 2)])
+    p = parameter()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        make(case, [("p0", p)]).add_param_group({"params": [("again", p)], "algorithm": "muon"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make("AdamW", [p, p])
+    assert any("duplicate parameters" in str(w.message) for w in caught)
+
+
+@every_kind
+def test_sparse_gradients_are_refused_by_name(case):
+    optimizer, p = make(case, [("p0", parameter())]), None
+    p = optimizer.param_groups[0]["params"][0]
+    p.grad = torch.ones_like(p).to_sparse()
+    with pytest.raises(RuntimeError, match="p0: sparse gradients"):
+        optimizer.step()
+
+
+@every_kind
+def test_it_prints_and_keeps_its_public_attributes_when_copied(case):
+    optimizer = run_of(case).optimizer
+    assert type(optimizer).__name__ in repr(optimizer)
+    public = {key for key in vars(optimizer) if not key.startswith("_")}
+    assert public == {key for key in vars(copy.deepcopy(optimizer)) if not key.startswith("_")}
+    assert isinstance(optimizer, BlockOptimizer)
+
+
+@every_kind
+def test_grad_scaler_unscales_and_its_infinities_skip_the_step(case):
+    run, twin = run_of(case), run_of(case)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    scaler.scale(torch.ones(()))
+    for step in range(3):
+        run.give(step)
+        for p in run.params:
+            p.grad.mul_(scaler.get_scale())
+        if step == 1:
+            run.params[0].grad[0, 0] = float("inf")
+        else:
+            twin.step(step)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert run.optimizer.skipped_steps == 1
+    same(run.result(), twin.result())
+
+
+def test_a_run_of_named_groups_keeps_its_names():
+    run = Run(AdamW, shapes=((3, 4), (5,)), lr=0.1)
+    assert run.optimizer.param_groups[0]["param_names"] == ["p0", "p1"]
+    saved = run.optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == ["p0", "p1"]
+    run.optimizer.param_groups[0]["params"].pop(0)
+    run.optimizer.step()
+    assert run.optimizer.param_groups[0]["param_names"] == ["p1"]

@@ -1,0 +1,483 @@
+"""What users do to groups, states and frozen parameters: honoured as torch's optimizers do, or refused by name."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from runs import Run, full, same, tensors
+
+from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, local_of
+from layout_planner import Elements
+from ragged_shard.testing import record_collectives, run_ranks
+
+SHAPES = ((8, 6), (6, 8), (12, 4))
+
+
+def small(**options):
+    return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
+
+
+def mixed(named, lr=0.1, **options):
+    """Every algorithm has something: `Mixed` of three."""
+    kinds = [("muon", {}), ("soap", small()), ("adamw", {})]
+    groups = [
+        {"params": named[i::3], "algorithm": kind, **o} for i, (kind, o) in enumerate(kinds) if named[i::3]
+    ]
+    return Mixed(groups, lr=lr, **options)
+
+
+KINDS = {
+    "AdamW": (AdamW, {}),
+    "AdamW fused": (AdamW, {"fused": True}),
+    "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),
+    "Muon": (Muon, {}),
+    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.int8}),
+    "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9)),
+    "SOAP": (SOAP, small()),
+    "Mixed": (mixed, {}),
+}
+every_kind = pytest.mark.parametrize("case", KINDS)
+
+
+def run_of(case, layout="plain", **more):
+    kind, options = KINDS[case]
+    return Run(kind, layout, shapes=SHAPES, lr=0.1, **options, **more)
+
+
+def number_of_bytes(run):
+    return sum(run.optimizer.state_bytes().values())
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+@every_kind
+def test_a_frozen_parameter_has_no_state_until_it_is_first_trained(case):
+    kind, options = KINDS[case]
+    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
+    params[1].requires_grad_(False)
+    optimizer = kind([(f"p{i}", p) for i, p in enumerate(params)], lr=0.1, **options)
+    for p in (params[0], params[2]):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = sum(optimizer.state_bytes().values())
+    assert params[1] not in optimizer.state
+    assert set(optimizer.state_dict()["state"]) == {0, 2}
+    params[1].requires_grad_(True)
+    start = params[1].detach().clone()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert not torch.equal(start, params[1])
+    assert set(optimizer.state_dict()["state"]) == {0, 1, 2}
+    assert sum(optimizer.state_bytes().values()) > before
+
+
+@every_kind
+def test_unfreezing_gives_the_numbers_of_a_parameter_that_had_no_gradient_so_far(case):
+    frozen, idle = run_of(case), run_of(case)
+    frozen.params[1].requires_grad_(False)
+    twin = run_of(case)  # built while everything trains
+    twin.params[1].requires_grad_(False)
+    kind, options = KINDS[case]
+    late = kind([(n, p) for n, p in frozen.module.named_parameters()], lr=0.1, **options)
+    frozen.optimizer = late
+    for step in range(2):
+        for run in (frozen, idle):
+            run.step(step, without=(1,))
+    frozen.params[1].requires_grad_(True)
+    same(frozen.steps(2, 6).result(), idle.steps(2, 6).result())
+
+
+def unfrozen_on_ranks(case, layout):
+    kind, options = KINDS[case]
+    run = run_of(case, layout)
+    for p in run.params[1:]:
+        p.requires_grad_(False)
+    run.optimizer = kind(list(run.module.named_parameters()), lr=0.1, **options)
+    assert len(run.optimizer.state) == 1
+    for step in range(2):
+        run.step(step, without=(1, 2))
+    run.params[1].requires_grad_(True)
+    for step in range(2, 4):
+        run.step(step, without=(2,))
+    with record_collectives() as record:
+        run.give(4, without=(2,))
+        run.optimizer.step()
+    assert run.params[2] not in run.optimizer.state
+    found = {name: full(p.detach()) for name, p in run.module.named_parameters()}
+    return found, record.kinds
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "SOAP", "Mixed"])
+def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case, world_size):
+    expected, _ = unfrozen_on_ranks(case, "plain")
+    for found, kinds in run_ranks(world_size, unfrozen_on_ranks, case, "elements"):
+        same(found, expected)
+        assert case != "AdamW" or kinds == ["all_reduce"]
+
+
+def frozen_bytes(layout):
+    run = run_of("Muon", layout)
+    for p in run.params[1:]:
+        p.requires_grad_(False)
+    optimizer = Muon(list(run.module.named_parameters()))
+    sizes = optimizer._build().scratch_bytes, len(optimizer.assignment.domains[0].matrices)
+    alone = Muon([("p0", run.params[0])])
+    return sizes, (alone._build().scratch_bytes, len(alone.assignment.domains[0].matrices))
+
+
+def test_frozen_matrices_take_no_exchange_memory():
+    for with_frozen, alone in run_ranks(2, frozen_bytes, "elements"):
+        assert with_frozen == alone
+
+
+@every_kind
+def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_some(case):
+    kind, options = KINDS[case]
+    trained, fresh = run_of(case).steps(0, 2), run_of(case)
+    fresh.params[1].requires_grad_(False)
+    fresh.optimizer = kind(list(fresh.module.named_parameters()), lr=0.1, **options)
+    assert fresh.params[1] not in fresh.optimizer.state
+    fresh.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+    fresh.module.load_state_dict(trained.module.state_dict())
+    same(fresh.result(), trained.result())
+    fresh.params[1].requires_grad_(True)
+    same(fresh.steps(2, 4).result(), trained.steps(2, 4).result())
+
+
+def test_a_tensor_that_requires_no_gradient_but_is_given_one_is_updated_as_torch_does():
+    ours, theirs = torch.ones(4), torch.ones(4)
+    for p, optimizer in ((ours, AdamW([ours])), (theirs, torch.optim.AdamW([theirs], foreach=False))):
+        p.grad = torch.full((4,), 0.5)
+        optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------- states
+
+
+@every_kind
+@pytest.mark.parametrize("how", ["state.clear()", "del state[p]", "state[p] = {}", "state = {}"])
+def test_a_removed_state_begins_again(case, how):
+    run, fresh = run_of(case).steps(0, 2), run_of(case)
+    fresh.module.load_state_dict(run.module.state_dict())
+    for p in run.params:
+        if how == "del state[p]":
+            del run.optimizer.state[p]
+        elif how == "state[p] = {}":
+            run.optimizer.state[p] = {}
+    if how == "state.clear()":
+        run.optimizer.state.clear()
+    elif how == "state = {}":
+        run.optimizer.state = {}
+    same(run.steps(2, 5).result(), fresh.steps(2, 5).result())
+
+
+@every_kind
+def test_states_that_are_assigned_are_used(case):
+    run, donor = run_of(case).steps(0, 2), run_of(case).steps(0, 4)
+    run.module.load_state_dict(donor.module.state_dict())
+    donor.optimizer.state_dict()  # waits for what runs next to the step
+    for i, (mine, theirs) in enumerate(zip(run.params, donor.params, strict=True)):
+        state = copy.deepcopy(donor.optimizer.state[theirs])
+        if i:
+            run.optimizer.state[mine] = state
+        else:
+            for key in state:
+                run.optimizer.state[mine][key] = state[key]
+    same(run.steps(4, 7).result(), donor.steps(4, 7).result())
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
+def test_an_edit_in_place_or_by_assignment_has_the_same_effect_as_in_torch(kind):
+    def trained(p, optimizer):
+        for step in range(4):
+            p.grad = torch.linspace(-1, 1, 12) * (step + 1)
+            if step == 1:
+                optimizer.state[p]["exp_avg"].zero_()
+            if step == 2:
+                optimizer.state[p]["exp_avg"] = torch.full((12,), 0.25)
+                optimizer.state[p]["step"] = torch.tensor(7.0)
+            if step == 3:
+                optimizer.state[p]["note"] = "mine"
+            optimizer.step()
+        assert optimizer.state[p]["note"] == "mine"
+        return p.detach()
+
+    ours, theirs = (torch.nn.Parameter(torch.ones(12)) for _ in range(2))
+    expected = trained(theirs, torch.optim.AdamW([theirs], foreach=False))
+    assert torch.equal(trained(ours, kind([ours])), expected)
+
+
+def test_notes_of_the_user_in_a_state_cost_no_new_plan():
+    run = run_of("Muon").steps(0, 2)
+    engine = run.optimizer._build()
+    run.optimizer.state[run.params[0]]["note"] = torch.zeros(3)
+    run.steps(2, 4)
+    run.optimizer.state[run.params[0]]["note"] = torch.ones(3)
+    run.steps(4, 5)
+    assert run.optimizer._build() is engine
+
+
+def test_states_moved_to_other_memory_and_back_go_on():
+    run, twin = run_of("AdamW").steps(0, 2), run_of("AdamW").steps(0, 2)
+    for state in run.optimizer.state.values():  # as offloaders do
+        for key, value in state.items():
+            state[key] = value.clone()
+    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda state: state.pop("exp_avg"), "p0: its state has no 'exp_avg' any more"),
+        (lambda state: state.update(exp_avg=torch.zeros(3)), r"p0: state 'exp_avg' has shape \(3,\)"),
+        (
+            lambda state: setattr(state["exp_avg"], "data", torch.zeros(8, 6)),
+            "p0: state 'exp_avg' lies in other",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_changes(edit, message):
+    run = run_of("AdamW").steps(0, 1)
+    edit(run.optimizer.state[run.params[0]])
+    before = [p.detach().clone() for p in run.params]
+    run.give(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.params, strict=True))
+
+
+def edited_on_ranks(case):
+    run, twin = (run_of(case, "elements").steps(0, 2) for _ in range(2))
+    for mine, theirs in zip(run.params[:2], twin.params[:2], strict=True):
+        run.optimizer.state[mine].clear()
+        for value in twin.optimizer.state[theirs].values():
+            local_of(value).zero_()
+    if case == "AdamW":
+        same(run.steps(2, 4).result(), twin.steps(2, 4).result())
+    run.optimizer.state[run.params[2]].pop(next(iter(run.optimizer.state[run.params[2]])))
+    run.optimizer.state[run.params[2]]["other"] = torch.zeros(1)
+    try:
+        run.step(9)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "Mixed"])
+def test_an_edit_that_does_not_fit_is_refused_on_every_rank(case):
+    for message in run_ranks(3, edited_on_ranks, case):
+        assert message is not None
+        assert message.startswith("p2: its state has no ")
+
+
+# ---------------------------------------------------------------- parameters of groups
+
+
+@every_kind
+def test_a_parameter_taken_out_of_its_group_is_left_alone_and_continues_when_it_is_put_back(case):
+    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
+    group = next(g for g in run.optimizer.param_groups if any(p is run.params[1] for p in g["params"]))
+    index = next(i for i, p in enumerate(group["params"]) if p is run.params[1])
+    group["params"].pop(index)
+    before = run.params[1].detach().clone()
+    run.steps(2, 4)
+    assert torch.equal(before, run.params[1])
+    assert len(run.optimizer.state_dict()["state"]) == 2
+    for step in range(2, 4):
+        twin.step(step, without=(1,))
+    if case == "AdamW":
+        group["params"].insert(index, run.params[1])
+        same(run.steps(4, 6).result(), twin.steps(4, 6).result())
+    else:
+        for a, b in zip(run.params, twin.params, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_parameter_may_be_replaced_and_keep_its_state_as_when_points_are_pruned():
+    def trained(kind):
+        p = torch.nn.Parameter(torch.linspace(0, 1, 24).view(12, 2))
+        optimizer = kind([{"params": [p], "name": "points"}], lr=0.1)
+        for step in range(4):
+            if step == 2:
+                stored = optimizer.state[p]
+                stored["exp_avg"], stored["exp_avg_sq"] = stored["exp_avg"][::2], stored["exp_avg_sq"][::2]
+                del optimizer.state[p]
+                p = torch.nn.Parameter(p.detach()[::2].clone())
+                optimizer.param_groups[0]["params"][0] = p
+                optimizer.state[p] = stored
+            p.grad = torch.ones_like(p) * (step - 1.5)
+            optimizer.step()
+        return p.detach()
+
+    assert torch.equal(trained(AdamW), trained(lambda *a, **o: torch.optim.AdamW(*a, foreach=False, **o)))
+
+
+@every_kind
+def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
+    run = run_of(case).steps(0, 1)
+    groups = run.optimizer.param_groups
+    options = {k: v for k, v in groups[-1].items() if k not in ("params", "param_names", "lr")}
+    moved, name = groups[-1]["params"].pop(), groups[-1]["param_names"].pop()
+    groups.append({"params": [moved], "param_names": [name], "lr": 0.0, "weight_decay": 0.0, **options})
+    before = moved.detach().clone()
+    run.step(1)
+    assert torch.equal(before, moved)
+    groups[-1]["lr"] = 0.1
+    run.step(2)
+    assert not torch.equal(before, moved)
+    groups.pop()
+    before = moved.detach().clone()
+    run.step(3)
+    assert torch.equal(before, moved)
+
+
+# ---------------------------------------------------------------- options of groups
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", -0.1, "lr=-0.1"),
+        ("weight_decay", "much", "weight_decay='much'"),
+        ("eps", -1.0, "eps=-1.0"),
+        ("amsgrad", True, "amsgrad=True"),
+        ("foreach", True, "foreach=True"),
+        ("capturable", True, "capturable=True"),
+        ("wieght_decay", 0.1, "did you mean 'weight_decay'"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option, value, message):
+    run = run_of(case).steps(0, 1)
+    group = run.optimizer.param_groups[-1]
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    saved["param_groups"][-1][option] = value
+    with pytest.raises(ValueError, match=message):
+        run.optimizer.load_state_dict(saved)
+    late = {
+        **group,
+        "params": [torch.nn.Parameter(torch.zeros(4, 4))],
+        "param_names": ["late"],
+        option: value,
+    }
+    with pytest.raises(ValueError, match=message):
+        run.optimizer.add_param_group(late)
+    group[option] = value
+    for _ in range(2):
+        run.give(1)
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("AdamW", {"stochastic_rounding": True, "betas": (0.5, 0.6)}),
+        ("AdamW8bit", {"maximize": True, "betas": (0.5, 0.6)}),
+        ("Muon", {"ns_coefficients": "quintic", "momentum": 0.5, "nesterov": False}),
+        ("Muon", {"coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "adjust_lr_fn": "spectral_unclamped"}),
+        ("Shampoo", {"precondition_frequency": 3, "weight_decay": 0.3}),
+        ("SOAP", {"shampoo_beta": 0.5, "overlap": True}),
+    ],
+)
+def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
+    run, twin = run_of(case).steps(0, 1), run_of(case)
+    kind, usual = KINDS[case]
+    twin.optimizer = kind(list(twin.module.named_parameters()), lr=0.1, **{**usual, **options})
+    twin.module.load_state_dict(run.module.state_dict())
+    saved = run.optimizer.state_dict()["state"]
+    twin.optimizer.load_state_dict({**twin.optimizer.state_dict(), "state": saved})
+    run.optimizer.param_groups[0].update(options)
+    same(run.steps(1, 4).result(), twin.steps(1, 4).result())
+
+
+@pytest.mark.parametrize(
+    ("case", "option", "value"),
+    [
+        ("AdamW", "fused", True),
+        ("AdamW8bit", "block", Elements(16)),
+        ("AdamW8bit", "quantize", False),
+        ("AdamW8bit", "min_8bit_numel", 99),
+        ("Muon", "normuon", True),
+        ("Shampoo", "momentum", 0.0),
+        ("SOAP", "max_preconditioner_dim", 8),
+        ("Mixed", "algorithm", "shampoo"),
+    ],
+)
+def test_an_option_on_which_the_states_depend_cannot_be_edited(case, option, value):
+    run = run_of(case).steps(0, 1)
+    run.optimizer.param_groups[0][option] = value
+    run.give(1)
+    with pytest.raises(ValueError, match=option):
+        run.optimizer.step()
+
+
+def test_an_option_that_is_removed_is_missed_by_name():
+    run = run_of("AdamW").steps(0, 1)
+    del run.optimizer.param_groups[0]["betas"]
+    run.give(1)
+    with pytest.raises(ValueError, match="'betas': removed"):
+        run.optimizer.step()
+
+
+# ---------------------------------------------------------------- learning rates
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "lr", [np.float32(0.25), np.float64(0.25), np.int64(1), torch.tensor(0.25), torch.tensor([0.25])]
+)
+def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates_whose_changes_are_followed(case, lr):
+    kind, options = KINDS[case]
+    run, twin = run_of(case), run_of(case)
+    run.optimizer = kind(list(run.module.named_parameters()), lr=lr, **options)
+    twin.optimizer = kind(list(twin.module.named_parameters()), lr=float(lr), **options)
+    for step in range(3):
+        if step == 2 and isinstance(lr, torch.Tensor):
+            lr.fill_(0.5)
+            for group in twin.optimizer.param_groups:
+                group["lr"] = 0.5
+        run.step(step)
+        twin.step(step)
+    for a, b in zip(run.params, twin.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "lr", [-0.1, float("nan"), torch.tensor(-1.0), torch.zeros(2), "0.1", True, None, np.zeros(2)]
+)
+def test_what_is_no_learning_rate_is_refused_in_words(case, lr):
+    kind, options = KINDS[case]
+    with pytest.raises(ValueError, match="lr"):
+        kind([("p0", torch.nn.Parameter(torch.ones(4, 4)))], lr=lr, **options)
+
+
+@every_kind
+def test_it_is_pickled_and_copied_after_all_of_this(case):
+    run = run_of(case).steps(0, 2)
+    run.params[2].requires_grad_(False)
+    torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
+    run.optimizer.state[run.params[0]]["note"] = 3
+    for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+        assert copied.optimizer.state[copied.params[0]]["note"] == 3
+        del copied.optimizer.state[copied.params[0]]["note"]
+        twin = run_of(case).steps(0, 2)
+        for some in (copied, twin):
+            some.steps(2, 4)
+        same(copied.result(), twin.result())
+
+
+def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit():
+    p, q = (torch.nn.Parameter(t) for t in tensors(((8, 8), (8, 8)), 0))
+    groups = [{"params": [p], "quantize": False}, {"params": [q], "quantize": True}]
+    _, copied = copy.deepcopy(((p, q), AdamW8bit(groups, block=Elements(8))))
+    assert ["exp_avg_scale" in state for state in copied.state.values()] == [False, True]
