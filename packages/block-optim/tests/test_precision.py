@@ -241,13 +241,21 @@ def test_mixed_gives_every_algorithm_masters_or_rounding():
 def test_choices_that_do_not_apply_are_refused_in_the_same_words(name):
     with pytest.raises(ValueError, match=r"stochastic_rounding=True with master_weights=True: .* choose one"):
         run_of(name, stochastic_rounding=True, master_weights=True)
-    for choice in ("stochastic_rounding", "master_weights"):
-        with pytest.raises(ValueError, match=f"{choice}=True is for parameters narrower than fp32"):
-            run_of(name, dtype=torch.float32, **{choice: True})
     with pytest.raises(ValueError, match=r"p0: stochastic_rounding is for bf16 .* torch.float16"):
         run_of(name, dtype=torch.float16, stochastic_rounding=True)
     with pytest.raises(ValueError, match="saved with master_weights=True, this optimizer has"):
         run_of(name).optimizer.load_state_dict(run_of(name, master_weights=True).optimizer.state_dict())
+
+
+@every_kind
+@pytest.mark.parametrize("choice", ["stochastic_rounding", "master_weights"])
+def test_fp32_parameters_are_the_same_with_and_without(name, choice):
+    with_it, without = (run_of(name, dtype=torch.float32, **given) for given in ({choice: True}, {}))
+    for number in range(2):
+        for run in (with_it, without):
+            give_bf16(run, number)
+            run.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(with_it.params, without.params, strict=True))
 
 
 def test_fp32_parameters_next_to_narrow_ones_have_no_masters():

@@ -27,7 +27,8 @@ class AdamW(BlockOptimizer):
         amsgrad, foreach, capturable, differentiable: as in torch; must be False or None.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
-        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often.
+        stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
+            stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
         master_weights: keep fp32 copies of narrower parameters (state ``master_param``), and round them to nearest.
         skip_nonfinite: see `BlockOptimizer`.

@@ -40,7 +40,6 @@ from block_optim.core.policy import Policy, Wish, policy_of
 from block_optim.core.precision import (
     MASTER,
     check_precision,
-    check_used,
     make_masters,
     take_over,
     write_back,
@@ -95,7 +94,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._begin()
         super().__init__(params, defaults)
         if not isinstance(params, MoreGroupsFollow):
-            check_used(self.defaults, self._params.values())
             self.prepare()
 
     def _begin(self) -> None:

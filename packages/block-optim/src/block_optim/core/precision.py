@@ -7,12 +7,12 @@
     master_weights             a state, ``master_param``, 4 bytes    to nearest: nothing is lost, the copy keeps it
                                a weight; what `Param.local` is
 
-With masters a run has the states and masters of a run of fp32 weights that gets the same gradients. Elements that
-something else than a step has written (a loaded model, `qk_clip_`) are taken over into the masters by the next step.
-Nothing here communicates.
+fp32 weights need neither: a step is the same with and without. With masters a run has the states and masters of a run
+of fp32 weights that gets the same gradients. Elements that something else than a step has written (a loaded model,
+`qk_clip_`) are taken over into the masters by the next step. Nothing here communicates.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,17 +52,6 @@ def check_precision(group: Group, params: Sequence[Param]) -> None:
             raise ValueError(
                 f"{param.name}: stochastic_rounding needs what a rank holds to be one contiguous run of the tensor, it "
                 f"lies as {param.placements} with stride {param.local.stride()}; round to nearest in its group"
-            )
-
-
-def check_used(options: Mapping[str, Any], params: Iterable[Param]) -> None:
-    """Raise ValueError where an optimizer's choice concerns none of its parameters."""
-    dtypes = {param.dtype for param in params}
-    for choice in CHOICES:
-        if options.get(choice) and dtypes and not any(map(is_narrow, dtypes)):
-            raise ValueError(
-                f"{choice}=True is for parameters narrower than fp32, and this optimizer has only "
-                f"{', '.join(sorted(map(str, dtypes)))}; leave it out"
             )
 
 
