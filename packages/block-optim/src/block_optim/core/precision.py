@@ -14,7 +14,6 @@ of fp32 weights that gets the same gradients. Elements that something else than 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
