@@ -71,10 +71,9 @@ def batch(rank):
     return torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
 
 
-def train(name, runtime, reshard, steps=2):
+def train(name, runtime, reshard, mesh, steps=2):
     """Gradients of this rank's stages after some steps, and how many collectives the last step issued."""
     kind = fsdp_runtime if runtime == "ours" else torch_fsdp
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     number = 2 if name in SINGLE else 4
     mine = indices_of(name, pp.get_local_rank(), pp.size())
@@ -110,35 +109,31 @@ def reference(name, replicas):
     return {key: p.grad for key, p in model.named_parameters()}
 
 
-def check(name, reshard):
-    ours, gathers, reductions = train(name, "ours", reshard)
-    theirs, their_gathers, their_reductions = train(name, "fsdp2", reshard)
+def check(name):
+    """Collectives of ours and of FSDP2, where parameters stay after forward and where they are freed."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     wanted = reference(name, dist.get_world_size() // 2)
-    for key, gradient in ours.items():
-        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-7, msg=key)
-        if not (reshard and name in SPLITTING):
-            torch.testing.assert_close(gradient, theirs[key], rtol=1e-6, atol=1e-8, msg=key)
-    return gathers, their_gathers, reductions, their_reductions
+    counts = []
+    for reshard in (False, True):
+        ours, *our_counts = train(name, "ours", reshard, mesh)
+        theirs, *their_counts = train(name, "fsdp2", reshard, mesh)
+        for key, gradient in ours.items():
+            torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-7, msg=key)
+            if not (reshard and name in SPLITTING):
+                torch.testing.assert_close(gradient, theirs[key], rtol=1e-6, atol=1e-8, msg=key)
+        counts.append((our_counts, their_counts))
+    return counts
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
-    for gathers, their_gathers, reductions, their_reductions in run_ranks(4, check, name, False, timeout=120):
-        assert (gathers, reductions) == (their_gathers, their_reductions)
-        check_page(f"| {name} | False | {gathers} | {gathers} | {reductions} | {reductions} |")
-
-
-@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
-def test_so_it_does_where_parameters_are_freed_after_forward(name):
-    for gathers, their_gathers, reductions, their_reductions in run_ranks(4, check, name, True, timeout=120):
-        assert gathers == their_gathers
-        check_page(f"| {name} | True | {gathers} | {gathers} | {reductions} |")
-        if name in SPLITTING:
-            assert (
-                reductions == 4
-            )  # two layers in each of two stages; those that FSDP2 has lost it does not reduce
-        else:
-            assert reductions == their_reductions
+    for (ours, theirs), (freed, freed_by_fsdp2) in run_ranks(4, check, name, timeout=120):
+        assert ours == theirs
+        check_page(f"| {name} | False | {ours[0]} | {ours[0]} | {ours[1]} | {ours[1]} |")
+        assert freed[0] == freed_by_fsdp2[0]
+        check_page(f"| {name} | True | {freed[0]} | {freed[0]} | {freed[1]} |")
+        # Two layers in each of two stages; the gradients that FSDP2 has lost it does not reduce.
+        assert freed[1] == (4 if name in SPLITTING else freed_by_fsdp2[1])
 
 
 def check_page(row):
