@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from runs import Run, same, tensors
-from test_edits import KINDS, every_kind, run_of
+from test_edits import KINDS, SHAPES, every_kind, run_of
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo
 from layout_planner import Elements
@@ -282,6 +282,25 @@ def test_parameters_that_no_optimizer_of_torchs_takes_are_refused(case):
         warnings.simplefilter("always")
         make("AdamW", [p, p])
     assert any("duplicate parameters" in str(w.message) for w in caught)
+
+
+@every_kind
+def test_torchs_default_dtype_changes_nothing(case):
+    def trained(default):
+        params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
+        grads = [tensors(SHAPES, step) for step in (1, 2, 3)]
+        torch.set_default_dtype(default)
+        try:
+            optimizer = make(case, [(f"p{i}", p) for i, p in enumerate(params)])
+            for step in grads:
+                for param, grad in zip(params, step, strict=True):
+                    param.grad = grad
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return params, optimizer.state_dict()["state"]
+
+    torch.testing.assert_close(trained(torch.float64), trained(torch.float32), rtol=0, atol=0)
 
 
 @every_kind
