@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 from runs import Run, same, tensors
-from test_edits import KINDS, every_kind, run_of
+from test_edits import KINDS, SHAPES, every_kind, run_of
 
-from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon
+from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo
 from layout_planner import Elements
 
 schedulers = torch.optim.lr_scheduler
@@ -100,12 +100,23 @@ def test_published_names_of_options_are_taken_and_one_option_is_said_once():
     eight = AdamW8bit([p], min_8bit_size=7, block_size=8)
     assert options_of(eight, "min_8bit_numel", "block") == [7, str(Elements(8))]
     assert AdamW8bit.block_policy(block_size=8, min_8bit_size=1)("w", p) == Elements(8)
+    shampoo = Shampoo([p], grafting_epsilon=1e-3, momentum=0.9, use_nesterov=True)
+    assert options_of(shampoo, "eps", "nesterov") == [1e-3, True]
     group = {"params": [parameter()], "coefficients": "aol"}
     assert options_of(Mixed([{**group, "algorithm": "muon"}]), "ns_coefficients") == ["aol"]
     with pytest.raises(ValueError, match="also given under another name"):
         Muon([p], ns_coefficients="aol", coefficients="cans")
     with pytest.raises(ValueError, match="one option: say it once"):
         Muon([{**group, "ns_coefficients": "cans"}])
+
+
+@pytest.mark.parametrize("case", ["Shampoo", "SOAP"])
+def test_distributed_shampoos_epsilon_is_not_taken_for_another_one(case):
+    optimizer = make(case, [("p0", parameter())])
+    with pytest.raises(ValueError, match=r"epsilon=1e-12: .*root_epsilon is relative.*say which"):
+        make(case, [("p0", parameter())], epsilon=1e-12)
+    with pytest.raises(ValueError, match=r"epsilon=1e-12: .*root_epsilon is relative.*say which"):
+        optimizer.add_param_group({"params": [("p1", parameter())], "epsilon": 1e-12})
 
 
 # ---------------------------------------------------------------- loading torch's AdamW
@@ -271,6 +282,25 @@ def test_parameters_that_no_optimizer_of_torchs_takes_are_refused(case):
         warnings.simplefilter("always")
         make("AdamW", [p, p])
     assert any("duplicate parameters" in str(w.message) for w in caught)
+
+
+@every_kind
+def test_torchs_default_dtype_changes_nothing(case):
+    def trained(default):
+        params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
+        grads = [tensors(SHAPES, step) for step in (1, 2, 3)]
+        torch.set_default_dtype(default)
+        try:
+            optimizer = make(case, [(f"p{i}", p) for i, p in enumerate(params)])
+            for step in grads:
+                for param, grad in zip(params, step, strict=True):
+                    param.grad = grad
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return params, optimizer.state_dict()["state"]
+
+    torch.testing.assert_close(trained(torch.float64), trained(torch.float32), rtol=0, atol=0)
 
 
 @every_kind

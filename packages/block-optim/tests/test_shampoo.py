@@ -31,7 +31,7 @@ def close(found, wanted, tolerance=2e-4):
     assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
-@pytest.mark.parametrize("grafting", ["none", "sgd", "rmsprop", "adam"])
+@pytest.mark.parametrize("grafting", ["none", "sgd", "adagrad", "rmsprop", "adam"])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 1.0)])
 def test_matches_the_dense_reference_for_every_grafting_and_accumulation(grafting, betas):
     grads, param = gradients((10, 7)), parameter((10, 7))
@@ -151,6 +151,14 @@ def test_without_grafting_vectors_take_the_diagonal_preconditioners_step():
         expected -= 0.1 * g / (total.sqrt() + 1e-8)
     train([param], [grads], Shampoo([param], lr=0.1, betas=(0.0, 1.0), grafting="none"))
     torch.testing.assert_close(param.detach(), expected)
+
+
+def test_with_adagrad_grafting_vectors_take_torchs_adagrad_step():
+    param, twin = parameter((5,)), parameter((5,))
+    grads = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    train([param], [grads], Shampoo([param], lr=0.1, betas=(0.0, 0.99), eps=1e-10, grafting="adagrad"))
+    train([twin], [grads], torch.optim.Adagrad([twin], lr=0.1, eps=1e-10))
+    torch.testing.assert_close(param, twin)
 
 
 def test_a_huge_dimension_has_a_diagonal_factor():

@@ -47,8 +47,8 @@ class Scalars:
 
     def __init__(self, device: torch.device, kinds: int) -> None:
         self._device = device
-        self.counts = torch.zeros(kinds, device=device)
-        self.rates = torch.zeros(kinds, 8, device=device)
+        self.counts = torch.zeros(kinds, dtype=torch.float32, device=device)
+        self.rates = torch.zeros(kinds, 8, dtype=torch.float32, device=device)
         self._options: torch.Tensor | None = None
         self._seen: list[Hyper] | None = None
 
@@ -99,7 +99,7 @@ class Launch:
             program += row.programs
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._stretch_of = torch.tensor(stretch_of, dtype=torch.int32, device=device)
-        self._no_flag = torch.zeros((), device=device)
+        self._no_flag = torch.zeros((), dtype=torch.float32, device=device)
         self._addresses: list[int] = []
         self._programs = program
         self._tables = tables

@@ -28,7 +28,7 @@ class Counts:
 
     def new(self, number: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
         """Counts of more parameters, 0-d each."""
-        self.buffers.append(torch.zeros(number, device=device))
+        self.buffers.append(torch.zeros(number, dtype=torch.float32, device=device))
         return self.buffers[-1].unbind()
 
     def add(self, counters: list[torch.Tensor] | None, slots: list[int]) -> list[float]:

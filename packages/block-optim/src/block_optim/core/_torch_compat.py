@@ -52,7 +52,7 @@ def non_finite_check(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
 
     It multiplies by 1 in passing, which changes no finite number.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones((), device=flag.device))
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(flag))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -98,7 +98,7 @@ class GradientCheck:
     def __call__(self, grads: Sequence[torch.Tensor], version: int, device: torch.device) -> torch.Tensor:
         """A 0-d fp32 tensor on ``device``: 0 where all gradients are finite, else 1."""
         if self._flag is None or self._flag.device != device:
-            self._flag = torch.zeros((), device=device)
+            self._flag = torch.zeros((), dtype=torch.float32, device=device)
         flag = self._flag
         flag.zero_()
         if device.type != "cpu":
@@ -111,7 +111,7 @@ class GradientCheck:
             self._dense = [i for i, g in enumerate(grads) if is_dense(g)]
             self._runs = find_runs([grads[i] for i in self._dense])
             self._many = len(self._runs) > MANY_RUNS
-            self._sums = torch.zeros(len(self._runs))
+            self._sums = torch.zeros(len(self._runs), dtype=torch.float32)
             self._cells = list(self._sums.unbind())
             self._version = version
         dense = [grads[i] for i in self._dense] if self._loose else grads

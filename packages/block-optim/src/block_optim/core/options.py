@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-# Options of torch's optimizers that one here may not have: values that ask for nothing, and the answer to others.
+# Options of torch's optimizers and Distributed Shampoo that one here may not have: values that ask for nothing, and
+# the answer to others.
 _TORCH_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "amsgrad": (
         (False, None),
@@ -25,6 +26,11 @@ _TORCH_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoupled_weight_decay": (
         (True, None),
         "weight decay is never added to the gradient here; set weight_decay=0, or use torch.optim.Adam for that",
+    ),
+    "epsilon": (
+        (None,),
+        "Distributed Shampoo's epsilon is an absolute ridge of the factors; Shampoo's root_epsilon is relative to a "
+        "factor's norm, and eps is added to the root of second moments: say which is meant",
     ),
 }
 _TAG = re.compile(

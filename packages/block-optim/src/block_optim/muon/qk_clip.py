@@ -109,7 +109,7 @@ def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | 
     heads = param.shape[0] // rows
     by_row = torch.cat(
         [
-            torch.ones(heads, count, device=local.device)
+            torch.ones(heads, count, dtype=torch.float32, device=local.device)
             if factor is None
             else factor.to(local.device)[:, None].expand(heads, count)
             for factor, count in factors

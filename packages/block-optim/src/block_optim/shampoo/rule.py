@@ -38,6 +38,8 @@ def second_beta(group: Group) -> float:
     """Decay of elementwise second moments."""
     if group["grafting"] == "none":
         return float(group["betas"][1])
+    if group["grafting"] == "adagrad":
+        return 1.0
     if group["grafting_beta2"] is not None:
         return float(group["grafting_beta2"])
     return float(group["betas"][1]) if group["betas"][1] < 1 else 0.999

@@ -45,7 +45,7 @@ from block_optim.shampoo.rule import (
     whitened,
 )
 
-GRAFTING = ("none", "sgd", "rmsprop", "adam")
+GRAFTING = ("none", "sgd", "adagrad", "rmsprop", "adam")
 
 
 class Shampoo(Preconditioned):
@@ -67,7 +67,7 @@ class Shampoo(Preconditioned):
         stagger: spread the blocks' turns over the steps.
         overlap: compute roots during the next forward and backward: a thread, on CUDA a stream of its own. They
             are then used from the step after; the numbers are the same on every device.
-        grafting: "none", "sgd", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
+        grafting: "none", "sgd", "adagrad", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
         grafting_beta2: of the grafting method's second moment. None: ``betas[1]``, or 0.999 where that is 1.
         exponent: of both roots. None: 1/4, with ``kl`` 1/2 (which cannot be changed).
         kl: let each factor accumulate the gradient whitened by the other's inverse.
@@ -77,8 +77,8 @@ class Shampoo(Preconditioned):
         packed: keep the lower triangles of factors and roots only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; Distributed Shampoo's ``epsilon``
-            for eps, ``use_nesterov`` for nesterov.
+        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; Distributed Shampoo's
+            ``grafting_epsilon`` for eps, ``use_nesterov`` for nesterov.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
@@ -89,7 +89,7 @@ class Shampoo(Preconditioned):
     """
 
     format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
-    aliases = {"epsilon": "eps", "use_nesterov": "nesterov"}  # noqa: RUF012  # a ClassVar
+    aliases = {"grafting_epsilon": "eps", "use_nesterov": "nesterov"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Shampoo(Preconditioned):
         if group["betas"][0] > 0:
             tensor.add_owned(state, "exp_avg", compute)
         elementwise = tensor.grid is None and group["grafting"] == "none"
-        if elementwise or group["grafting"] in ("rmsprop", "adam"):
+        if elementwise or group["grafting"] not in ("none", "sgd"):
             tensor.add_owned(state, "exp_avg_sq", compute)
         if group["momentum"] > 0:
             state["momentum_buffer"] = tensor.param.zeros(compute)

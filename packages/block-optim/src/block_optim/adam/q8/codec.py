@@ -156,7 +156,7 @@ class Table:
         middles = (exact[:-1] + exact[1:]) / 2
         # The largest fp32 number that is still nearer to the smaller neighbour (a tie goes to the larger).
         nearest = middles.to(torch.float32)
-        below = torch.nextafter(nearest, torch.tensor(0.0))
+        below = torch.nextafter(nearest, torch.zeros_like(nearest))
         self.bounds = torch.where(nearest.double() >= middles, below, nearest)
         bits = self.bounds.view(torch.int32)
         self.low = int(bits[0]) >> KEY_SHIFT
@@ -185,12 +185,12 @@ class DynamicMap:
         assert positive.low == negative.low
         self.low, self.high = positive.low, positive.high
         self.cells = self.high - self.low + 1
-        self.first_values = torch.tensor(signed, device=device)
+        self.first_values = torch.tensor(signed, dtype=torch.float32, device=device)
         self.first_base = torch.cat([positive.base, negative.base]).to(device)
         self.first_limit = torch.cat([positive.limit, negative.limit]).to(device)
         table = Table(unsigned)
         self.second_low = table.low
-        self.second_values = torch.tensor(unsigned, device=device)
+        self.second_values = torch.tensor(unsigned, dtype=torch.float32, device=device)
         self.second_base, self.second_limit = table.base.to(device), table.limit.to(device)
 
     def kernel_arguments(self, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:

@@ -25,7 +25,7 @@ class TileScratch:
     """Buffers that all tile steps of a device take turns with."""
 
     def __init__(self, device: torch.device, numel: int) -> None:
-        self._flat = [torch.zeros(numel, device=device) for _ in range(BUFFERS + 2)]
+        self._flat = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(BUFFERS + 2)]
         self._made: dict[tuple[int, int, tuple[int, int]], list[Buffer]] = {}
 
     def buffers(self, stretch: Stretch) -> list[Buffer]:

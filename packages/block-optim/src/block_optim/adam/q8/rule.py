@@ -65,7 +65,8 @@ class QuantizedRule(Rule[Codes]):
         starts, end = [0] * len(params), 0
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
-        scales = torch.zeros(end, device=device), torch.zeros(end, device=device)
+        first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
+        scales = first, second
         slot = self._counts.size
         steps = self._counts.new(len(params), device if has_kernels(device) else "cpu")
         for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
