@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def error_of(call):
 
 
 def peers_of(timeout=30.0):
-    peers, trouble = connect(dist.group.WORLD)
+    world: Any = dist.group.WORLD
+    peers, trouble = connect(world)
     assert not trouble, trouble
     return PeerMemory(peers, timeout)
 
@@ -61,8 +63,8 @@ def build(name="unit", group=None, transport="peer_memory", rows=1024, **options
     """A buffer whose exchanges are large enough to go directly, and what the world says of it."""
     mesh = DeviceMesh.from_group(group, "cpu") if group else mesh_of()
     layout = plan([TensorSpec("w", (rows, 1024))], mesh.size())
-    options = {"dtype": torch.float32, "check_ranks": False} | options
-    return DBuffer(layout, mesh, name=name, transport=transport, **options)
+    given: Any = {"dtype": torch.float32, "check_ranks": False} | options
+    return DBuffer(layout, mesh, name=name, transport=transport, **given)
 
 
 # -- interrupts at every bytecode --------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises():
 
 def a_peer_is_stopped_for_a_while():
     peers = peers_of()
-    pids = [None, None]
+    pids: Any = [None, None]
     dist.all_gather_object(pids, os.getpid())
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
     if dist.get_rank() == 0:
@@ -293,7 +295,7 @@ def test_a_peer_that_is_stopped_for_a_while_costs_only_time():
 def one_is_killed(when):
     """Rank 2 is killed in a read of its own, or while rank 0 reads from it; raises what `wait` says."""
     peers = peers_of()
-    pids = [None] * 3
+    pids: Any = [None] * 3
     dist.all_gather_object(pids, os.getpid())
     usual, rank = peer_memory.read_memory, dist.get_rank()
 
@@ -334,8 +336,8 @@ def a_child_ends_normally():
         ours, childs = os.pipe()
         child = os.fork()
         if not child:
-            said = [error_of(work.wait), error_of(lambda: swap(peers, mine, [theirs]).wait())]
-            os.write(childs, "\n".join(said).encode())
+            both = [error_of(work.wait), error_of(lambda: swap(peers, mine, [theirs]).wait())]
+            os.write(childs, "\n".join(both).encode())
             del work, peers
             gc.collect()
             os._exit(0)
@@ -427,7 +429,7 @@ def test_where_a_group_is_destroyed_under_way_both_sides_raise(transport):
 
 def a_group_is_gone():
     """Torch takes None for the group of all ranks."""
-    moving = transport_of(dist.new_group(), "collectives")
+    moving: Any = transport_of(dist.new_group(), "collectives")
     sends = Sends(dist.new_group())
     dist.destroy_process_group(moving._group())
     dist.destroy_process_group(sends._group())
