@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
 """Run by test_kernels.py in a process of its own: Triton's interpreter must be chosen before Triton is imported.
 
 Compares whole optimizers, once by torch ops and once by kernels, to the bit.

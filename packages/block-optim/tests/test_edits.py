@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def mixed(named, lr=0.1, **options):
     return Mixed(groups, lr=lr, **options)
 
 
-KINDS = {
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (AdamW, {}),
     "AdamW fused": (AdamW, {"fused": True}),
     "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),

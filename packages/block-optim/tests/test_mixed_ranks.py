@@ -1,5 +1,7 @@
 """`Mixed` with Shampoo and SOAP on ranks: each parameter gets the bits that its algorithm alone would give it."""
 
+from typing import Any
+
 import pytest
 import torch
 from runs import Run, full, same
@@ -9,7 +11,7 @@ from ragged_shard.testing import record_collectives, run_ranks
 
 SHAPES = ((12, 6), (9, 5), (6, 8), (3, 8, 6), (7,), (10, 3))
 OPTIONS = {"max_preconditioner_dim": 4, "precondition_frequency": 2}
-CHOICES = {
+CHOICES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "shampoo": (Shampoo, OPTIONS, (0, 1, 4)),
     "soap": (SOAP, OPTIONS, (2, 3)),
     "adamw": (AdamW, {}, (5,)),

@@ -17,7 +17,7 @@ from ragged_shard.testing import run_ranks
 
 SHAPES = ((24, 16), (13, 8), (3, 8, 6))
 BF16 = torch.bfloat16
-SMALL = {"max_preconditioner_dim": 4, "precondition_frequency": 2}
+SMALL: dict[str, Any] = {"max_preconditioner_dim": 4, "precondition_frequency": 2}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (AdamW, {}),
     "AdamW fused": (AdamW, {"fused": True}),

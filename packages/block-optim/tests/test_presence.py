@@ -1,6 +1,7 @@
 """Gradients that come and go, on ranks that hold nothing of some parameters, or of any."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def mixed_too(named, lr):
     return Mixed([{"params": [p], "algorithm": k} for p, k in zip(named, kinds, strict=True)], lr=lr)
 
 
-KINDS = {
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (AdamW, {}),
     "AdamW, fused and with masters": (
         AdamW,
