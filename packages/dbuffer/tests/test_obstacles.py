@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import platform
+import re
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def under(obstacle, ranks):
         full.fill_(-1.0)
         moving.all_gather([(full, mine)], "x").wait()
         assert torch.equal(full, torch.arange(2.0).repeat_interleave(1 << 18))
-    raise Seen(moving.name, lines)
+    raise Seen(f"{moving.name} | {' & '.join(lines)}")
 
 
 @pytest.mark.parametrize(
@@ -123,13 +124,11 @@ def under(obstacle, ranks):
 def test_under_an_obstacle_all_ranks_send_and_one_line_names_it(obstacle, ranks, line):
     with pytest.raises(RankError) as caught:
         run_ranks(2, under, obstacle, ranks)
-    refused = [one for one in caught.value.causes.values() if isinstance(one, PermissionError)]
-    if refused:  # a container's root
+    # Its text: as another user a rank may not be able to read what sending the exception itself takes.
+    text = str(caught.value)
+    if refused := re.search("PermissionError: .*", text):  # a container's root
         pytest.skip(f"this root may not make the obstacle: {refused[0]}")
-    assert len(caught.value.causes) == 2, caught.value
-    for cause in caught.value.causes.values():
-        assert isinstance(cause, Seen), caught.value
-        name, (only,) = cause.args
-        assert name == "sends"
-        with pytest.raises(ValueError, match="^sends for large exchanges; no peer memory: " + line):
-            raise ValueError(only)
+    said = re.findall(r"Seen: (.*)", text)
+    assert len(said) == 2, text
+    for one in said:
+        assert re.match(r"sends \| sends for large exchanges; no peer memory: " + line, one), text
