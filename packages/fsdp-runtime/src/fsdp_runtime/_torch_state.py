@@ -4,6 +4,7 @@
                                     and ..._root_post_backward_final_callback(), after the last microbatch
     register_fsdp_forward_method    m._get_fsdp_state()._pre_forward(...), ._post_forward(...)
     share_comm_ctx                  sets _comm_ctx and _fsdp_param_groups[*].comm_ctx: means nothing here
+    any of these on torch 2.11      _fsdp_param_group instead of _fsdp_param_groups
     replicate()                     an entry in the registry of composable APIs
 
 The objects below answer with this package's units. They hold no state of their own.
@@ -54,6 +55,11 @@ class StateForTorch:
     @property
     def _fsdp_param_groups(self) -> list[ParamGroupForTorch]:
         return [ParamGroupForTorch(self._member.passes, self._unit)]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroupForTorch:
+        """The same on torch 2.11, where a unit has one group."""
+        return self._fsdp_param_groups[0]
 
     def _root_post_backward_final_callback(self) -> None:
         self._member.passes.finish_backward()

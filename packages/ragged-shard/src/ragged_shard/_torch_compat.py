@@ -107,6 +107,7 @@ else:
             cls,
             meta.shape,
             strides=meta.stride,
+            storage_offset=local.storage_offset(),  # checkpoint staging reads it here
             dtype=local.dtype,
             device=local.device,
             layout=local.layout,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -29,6 +30,10 @@ from .errors import TrainError, agreed, one_line
 
 _PART = ".part"
 RUN_FILE = "run.json"
+# Values are copied in start(), by storage: the other way of torch 2.11 does not know ragged tensors.
+_COPY = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
 _FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
@@ -76,7 +81,10 @@ class Checkpoints:
                     part.mkdir(parents=True)
                     _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
             future = async_save(
-                {"model": weights, "optimizer": state}, storage_writer=writer, process_group=self.group
+                {"model": weights, "optimizer": state},
+                storage_writer=writer,
+                process_group=self.group,
+                async_stager=DefaultStager(_COPY),
             )
         except Exception as error:  # reported as a failed write is: at a step's end, by all ranks
             future.set_exception(error)
