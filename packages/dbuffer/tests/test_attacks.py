@@ -21,9 +21,10 @@ import dbuffer
 from dbuffer import DBuffer, DebugRecycler, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory, transport_of
+from dbuffer.transport.digest import digest
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
-from dbuffer.transport.sends import Sends
+from dbuffer.transport.sends import Sends, _tag
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import RankError, run_ranks
 
@@ -237,6 +238,47 @@ def a_handler_raises_runtime_error(transport):
 @BOTH
 def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(transport):
     assert run_ranks(2, a_handler_raises_runtime_error, transport) == [True, True]
+
+
+def interrupt_at_failure(frame, event, _):
+    """Raise where torch's own wait raises: a signal that comes at the moment of the peer's failure."""
+    if frame.f_code.co_name not in ("wait", "_wait_for"):
+        return None
+    if event == "exception" and frame.f_code.co_name == "_wait_for":
+        sys.settrace(None)
+        raise Interrupted
+    return interrupt_at_failure
+
+
+def a_failure_is_interrupted():
+    """Rank 1 agrees to the exchange and takes rank 0's tensor, but never sends its own."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    mine, theirs = torch.ones(4), torch.zeros(4)
+    if dist.get_rank() == 1:
+        agreed = digest("1 x", [mine])
+        said = torch.tensor(list(agreed), dtype=torch.uint8)
+        dist.recv(theirs, group=group, group_src=0, tag=_tag(agreed, 0))
+        dist.recv(torch.zeros_like(said), group=group, group_src=0, tag=1)
+        dist.send(said, group=group, group_dst=0, tag=1)
+        dist.barrier()
+        return []
+    work = swap(Sends(group), mine, [theirs])
+    sys.settrace(interrupt_at_failure)
+    try:
+        with pytest.raises(Interrupted):
+            work.wait()
+    finally:
+        sys.settrace(None)
+    assert work.under_way
+    said = [error_of(work.wait), error_of(work.wait)]
+    assert not work.under_way
+    dist.barrier()
+    return said
+
+
+def test_a_failure_that_a_signal_hides_is_raised_by_the_next_wait():
+    first, second = run_ranks(2, a_failure_is_interrupted)[0]
+    assert first == second == "a send or receive failed while x was interrupted"
 
 
 # -- giving up ---------------------------------------------------------------------------------------------------------
