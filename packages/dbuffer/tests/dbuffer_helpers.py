@@ -2,15 +2,20 @@
 
 import functools
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import DBuffer
+from dbuffer.transport.handshake import connect
+from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
 from ragged_shard.testing import simulated_ranks
 
+SIZE = 1 << 16  # elements of a small exchange
 SPECS = (
     TensorSpec("weight", (13, 6), Rows(1)),
     TensorSpec("tiled", (16, 8), Tile(4, 8)),
@@ -90,3 +95,38 @@ def simulated_mesh(size, device):
     """SIMULATION: a mesh of `size` ranks on "cpu" or "cuda", this process rank 0."""
     with simulated_ranks(size):
         yield init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+
+
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+def error_of(call):
+    """What it says when it fails, as it must."""
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
+
+
+def peers_of(timeout=30.0):
+    """Connections to all other ranks, which must be able to read each other's memory."""
+    world: Any = dist.group.WORLD
+    peers, trouble = connect(world)
+    assert not trouble, trouble
+    return PeerMemory(peers, timeout)
+
+
+def swap(mover, gives, takes, label="x"):
+    """Start an exchange with all other ranks; `takes` is one tensor for each."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    return mover.exchange(
+        label, {r: [gives] for r in others}, {r: [t] for r, t in zip(others, takes, strict=True)}
+    )
+
+
+def build_large(name="unit", group=None, transport="peer_memory", rows=1024, **options):
+    """A buffer whose exchanges are large enough to go directly."""
+    mesh = DeviceMesh.from_group(group, "cpu") if group else mesh_of()
+    layout = plan([TensorSpec("w", (rows, 1024))], mesh.size())
+    given: Any = {"dtype": torch.float32, "check_ranks": False} | options
+    return DBuffer(layout, mesh, name=name, transport=transport, **given)

@@ -3,7 +3,7 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
-`torch._foreach_*`, a process group's backend and its timeout.
+`torch._foreach_*`, a process group's backend and its timeout. Deprecated: `Work.is_success`.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,6 +74,11 @@ def is_completed(work: Any) -> bool:
         if type(one).__name__ != "FakeWork" and not one.is_completed():
             return False
     return True
+
+
+def has_failed(work: Any) -> bool:
+    """Whether a completed work failed. Deprecated in torch, which prints a line at the first call, but the only way."""
+    return not work.is_success()
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from .. import _torch_compat as compat
 from .digest import DIGEST_BYTES, digest
 from .protocol import Work, living
 
@@ -63,11 +64,7 @@ class Sends:
 
 
 class _Sent:
-    """An exchange under way; fails before the tensors where the digests differ.
-
-    Attributes:
-        under_way: whether it may still complete.
-    """
+    """An exchange under way; fails before the tensors where the digests differ."""
 
     def __init__(
         self,
@@ -82,8 +79,12 @@ class _Sent:
         self._agreement, self._tensors = agreement, tensors
         self._expected, self._received = expected, received
         self._held = held  # gloo reads and writes it until all works have completed
-        self.under_way = True
         self._error: RuntimeError | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it may still complete."""
+        return self._error is None
 
     def wait(self) -> None:
         """See `Work`."""
@@ -97,21 +98,24 @@ class _Sent:
                     f"rank {peer} of the group takes part in another exchange than this rank's {self._label}, or in "
                     "one of other sizes; all ranks must make the same calls in the same order"
                 )
-                self.under_way = False
                 raise self._error
         for work in self._tensors:
             self._wait_for(work)
 
     def _wait_for(self, work: Work) -> None:
-        if work.is_completed():
-            return  # where a signal came after it had completed: gloo would wait for another message
+        if (
+            work.is_completed()
+        ):  # a signal interrupted an earlier wait just after: gloo would expect another message
+            if compat.has_failed(work):
+                self._error = RuntimeError(f"a send or receive failed while {self._label} was interrupted")
+                raise self._error
+            return
         try:
             work.wait()
         except RuntimeError as error:
             # torch raises from C++; a signal handler's exception has passed another Python frame.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 self._error = error
-                self.under_way = False
             raise
 
     def is_completed(self) -> bool:

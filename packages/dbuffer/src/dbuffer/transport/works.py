@@ -1,24 +1,8 @@
-"""Works made of other works."""
+"""A work with something to do when it has completed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from .protocol import Work, is_quiet, is_under_way
-
-
-class Works:
-    """Several works as one."""
-
-    def __init__(self, works: Iterable[Work]) -> None:
-        self._works = list(works)
-
-    def wait(self) -> None:
-        """Block until all have completed."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would not block."""
-        return all(work.is_completed() for work in self._works)
 
 
 class Then:

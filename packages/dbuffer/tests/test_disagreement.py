@@ -1,0 +1,126 @@
+"""Ranks that make different calls: all of them raise, and groups of the same ranks do not meet."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import build_large, error_of, peers_of, swap
+from torch.distributed.device_mesh import DeviceMesh
+
+import dbuffer
+from dbuffer import DBuffer
+from layout_planner import TensorSpec, plan
+from ragged_shard.testing import run_ranks
+
+BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+
+
+def disagree(what):
+    """Rank 1 calls for something else; each rank's own error."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    mesh, layout = DeviceMesh.from_group(group, "cpu"), plan([TensorSpec("w", (1024, 1024))], 2)
+    options = {"dtype": torch.float32, "check_ranks": False, "transport": what[1]}
+    first, second = (DBuffer(layout, mesh, name=name, **options) for name in ("first", "second"))
+    larger = DBuffer(plan([TensorSpec("w", (2048, 1024))], 2), mesh, name="first", **options)
+    for buffer in (first, second, larger):
+        buffer.materialize()
+    other = {
+        "reduces": first.reduce_scatter,
+        "averages": lambda: first.reduce_scatter(op="sum"),
+        "names another": second.all_gather,
+        "gathers more": larger.all_gather,
+        "gathers two": lambda: dbuffer.all_gather([first, second]),
+    }[what[0]]
+    usual = first.all_gather if what[0] != "averages" else first.reduce_scatter
+    begin = time.monotonic()
+    handle = (usual, other)[rank]()
+    message = error_of(handle.wait)
+    assert time.monotonic() - begin < 15
+    return message
+
+
+@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+@pytest.mark.parametrize("what", ["reduces", "averages", "names another", "gathers more", "gathers two"])
+def test_ranks_that_exchange_different_things_all_raise(what, transport):
+    for rank, message in enumerate(run_ranks(2, disagree, (what, transport))):
+        assert f"rank {1 - rank} of the group takes part in" in message
+        assert "all ranks must make the same calls in the same order" in message
+
+
+def two_groups(transport):
+    """Groups of the same ranks, used in another order on each rank."""
+    buffers = [build_large(name, dist.new_group(), transport) for name in "ab"]
+    for value, buffer in enumerate(buffers):
+        buffer.load_full({"w": torch.full((1024, 1024), float(value))})
+        buffer.all_gather().wait()  # connects
+        buffer.zero_("full")
+    order = buffers if dist.get_rank() == 0 else buffers[::-1]
+    handles = [buffer.all_gather() for buffer in order]
+    for handle in handles:
+        handle.wait()
+    return [buffer.full[0].unique().tolist() for buffer in buffers]
+
+
+@BOTH
+def test_two_groups_of_the_same_ranks_do_not_meet(transport):
+    assert run_ranks(2, two_groups, transport) == [[[0.0], [1.0]]] * 2
+
+
+def three_disagree(what, transport):
+    """Rank 2 leaves a call out, makes two in the other order, or has another dtype of the same size."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    a, b = (build_large(name, group, transport) for name in "ab")
+    odd = build_large("a", group, transport, dtype=torch.int32)
+    for value, buffer in enumerate((a, b)):
+        buffer.load_full({"w": torch.full((1024, 1024), float(value))})
+    mine = [a, b]
+    if dist.get_rank() == 2:
+        mine = {"count": [b], "order": [b, a], "dtype": [odd, b]}[what]
+    begin, raised = time.monotonic(), False
+    handles = []
+    for buffer in mine:
+        try:
+            handles.append((buffer, buffer.all_gather()))
+        except RuntimeError:
+            raised = True
+    for buffer, handle in handles:
+        try:
+            handle.wait()
+        except RuntimeError:
+            raised = True
+        else:
+            assert buffer.views["w"].unique().tolist() == [0.0 if buffer is a else 1.0]
+    assert time.monotonic() - begin < 12
+    dist.barrier()
+    return raised
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["count", "order", "dtype"])
+def test_where_one_of_three_ranks_disagrees_all_raise(what, transport):
+    assert run_ranks(3, three_disagree, what, transport) == [True] * 3
+
+
+class Slow:
+    """A bell that rings when the thread, which heard of the exchange from a peer, has failed it and ended."""
+
+    def __init__(self, bell):
+        self.bell = bell
+
+    def send(self, data):
+        time.sleep(1.0)
+        self.bell.send(data)
+
+
+def a_start_fails_before_it_rings():
+    peers = peers_of()
+    if dist.get_rank() == 0:
+        peers._answering.bell = Slow(peers._answering.bell)
+    return error_of(swap(peers, torch.zeros(4 + dist.get_rank()), [torch.zeros(4)]).wait)
+
+
+def test_an_exchange_that_fails_while_it_starts_keeps_its_reason():
+    assert "all ranks must make the same calls" in run_ranks(2, a_start_fails_before_it_rings)[0]

@@ -1,0 +1,224 @@
+"""Forked children, dropped buffers, destroyed groups and interpreters that exit while an exchange is under way."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import SIZE, build_large, error_of, peers_of, swap
+
+from dbuffer.transport import transport_of
+from dbuffer.transport.sends import Sends
+from ragged_shard.testing import run_ranks
+
+BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+
+
+def a_peer_hangs_up():
+    """Rank 1 drops its connections, which is what dying does to them; a child that it forked lives on."""
+    peers = peers_of()
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+        del peers
+        gc.collect()
+        dist.barrier()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return ["", ""]
+    said = []
+    first = swap(peers, torch.zeros(4), [torch.zeros(4)])
+    for work in (first, None):
+        begin = time.monotonic()
+        work = work or swap(peers, torch.zeros(4), [torch.zeros(4)])
+        said.append(error_of(work.wait))
+        assert time.monotonic() - begin < 10
+    dist.barrier()
+    return said
+
+
+def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
+    first, second = run_ranks(2, a_peer_hangs_up)[0]
+    assert first == "rank 1 of the group has ended or given up, during x"
+    assert second == "the connections of this rank to the others of the group are closed; x needs them"
+
+
+def a_child_ends_normally():
+    """A forked child uses what it inherited, then runs its finalizers, in the middle of an exchange of its parent."""
+    peers = peers_of()
+    mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
+    if dist.get_rank() == 0:
+        work = swap(peers, mine, [theirs])
+        ours, childs = os.pipe()
+        child = os.fork()
+        if not child:
+            both = [error_of(work.wait), error_of(lambda: swap(peers, mine, [theirs]).wait())]
+            os.write(childs, "\n".join(both).encode())
+            del work, peers
+            gc.collect()
+            os._exit(0)
+        os.close(childs)
+        begin = time.monotonic()
+        with os.fdopen(ours) as pipe:
+            said = pipe.read()
+        os.waitpid(child, 0)
+        assert time.monotonic() - begin < 10
+        dist.barrier()
+    else:
+        dist.barrier()
+        work, said = swap(peers, mine, [theirs]), ""
+    work.wait()
+    dist.barrier()
+    return theirs.unique().tolist(), said
+
+
+def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
+    (first, said), (second, _) = run_ranks(2, a_child_ends_normally, timeout=30)
+    assert first == [1.0]
+    assert second == [0.0]
+    assert said.splitlines() == [
+        "its connections belong to the process that forked this one",
+        "the connections of this rank to the others of the group are closed; x needs them",
+    ]
+
+
+def a_buffer_is_dropped(transport):
+    """Rank 0 drops buffer and handle under way, and its memory goes to whoever asks."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    buffer = build_large(group=group, transport=transport)
+    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    buffer.all_gather().wait()
+    buffer.zero_("full")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        buffer.all_gather()
+        del buffer
+        gc.collect()
+        others = [torch.full((n, 1024), -1.0) for n in (512, 512, 1024, 1024)]
+        dist.barrier()
+        dist.barrier()
+        return bool(all((other == -1).all() for other in others))
+    dist.barrier()
+    try:
+        buffer.all_gather().wait()
+        return bool((buffer.views["w"] == 3).all())
+    except RuntimeError:
+        return True
+    finally:
+        dist.barrier()
+
+
+@BOTH
+def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes(transport):
+    assert run_ranks(2, a_buffer_is_dropped, transport) == [True, True]
+
+
+def a_group_is_destroyed(transport):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(dist.get_rank()))
+    moving = transport_of(group, transport)
+    moving.all_gather([(full, mine)], "x").wait()
+    full.fill_(7.0)
+    dist.barrier()
+    begin, said = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        work = moving.all_gather([(full, mine)], "x")
+        dist.destroy_process_group(group)
+        del moving, group
+        gc.collect()
+        said = error_of(work.wait)
+        mine.fill_(-1.0)
+        dist.barrier()
+    else:
+        dist.barrier()
+        said = error_of(lambda: moving.all_gather([(full, mine)], "x").wait())
+    assert time.monotonic() - begin < 10
+    dist.barrier()
+    return said
+
+
+@BOTH
+def test_where_a_group_is_destroyed_under_way_both_sides_raise(transport):
+    for said in run_ranks(2, a_group_is_destroyed, transport):
+        assert said
+
+
+def a_group_is_gone():
+    """Torch takes None for the group of all ranks."""
+    moving: Any = transport_of(dist.new_group(), "collectives")
+    sends = Sends(dist.new_group())
+    dist.destroy_process_group(moving._group())
+    dist.destroy_process_group(sends._group())
+    gc.collect()
+    full, mine = torch.zeros(4), torch.zeros(2)
+    return [
+        error_of(lambda: moving.all_gather([(full, mine)], "x")),
+        error_of(lambda: swap(sends, mine, [mine])),
+    ]
+
+
+def test_a_transport_whose_group_is_gone_does_not_use_another():
+    assert run_ranks(2, a_group_is_gone) == [["the process group of this transport is gone"] * 2] * 2
+
+
+ENDING = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from dbuffer.transport import transport_of
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2,
+                        timeout=timedelta(seconds=20))
+full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(rank + 1))
+moving = transport_of(dist.group.WORLD, "peer_memory")
+moving.all_gather([(full, mine)], "x").wait()
+full.zero_()
+if rank == 0:
+    work = moving.all_gather([(full, mine)], "x")
+    sys.exit()
+time.sleep(1.0)
+try:
+    moving.all_gather([(full, mine)], "x").wait()
+    print(full.unique().tolist())
+except RuntimeError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_an_interpreter_that_exits_under_way_ends_and_its_peer_raises(tmp_path):
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", ENDING]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=180)[0].strip() for rank in ranks]
+    assert ranks[0].returncode == 0, said
+    assert said[1].startswith(
+        (
+            "rank 0 of the group has ended or given up, during all_gather of x",
+            "rank 0 of the group, during all_gather of x: [Errno 3]",  # its memory ends before its sockets do
+            "the connections of this rank to the others of the group are closed; all_gather of x needs them",
+        )
+    )

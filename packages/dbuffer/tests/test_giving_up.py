@@ -1,0 +1,207 @@
+"""Ranks that are late, stopped, stuck or killed: the others raise, and nobody touches what has changed hands."""
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import SIZE, error_of, peers_of, swap
+
+from dbuffer.transport import peer_memory
+from ragged_shard.testing import RankError, run_ranks
+
+
+def a_peer_is_late():
+    """Rank 1 starts after rank 0 has given up: what it gives is not read any more."""
+    peers, theirs, said = peers_of(timeout=1.0), torch.zeros(4), ""
+    if dist.get_rank() == 0:
+        said = error_of(swap(peers, torch.ones(4), [theirs]).wait)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        error_of(swap(peers, torch.ones(4), [theirs]).wait)
+    dist.barrier()
+    return said, theirs.sum().item()
+
+
+def test_a_peer_that_starts_too_late_is_named_and_not_read():
+    (said, read), _ = run_ranks(2, a_peer_is_late)
+    assert said == "rank(s) [1] of the group did not take part in x within 1 s"
+    assert read == 0
+
+
+def the_deadline_is_of_the_start():
+    peers = peers_of(timeout=2.0)
+    if dist.get_rank() == 0:
+        work = swap(peers, torch.zeros(4), [torch.zeros(4)])
+        time.sleep(2.5)
+        begin = time.monotonic()
+        error_of(work.wait)
+        assert time.monotonic() - begin < 0.5
+    dist.barrier()
+
+
+def test_patience_counts_from_the_start_of_the_exchange():
+    run_ranks(2, the_deadline_is_of_the_start)
+
+
+def slow_reads(pause, progress=None):
+    """From now on a read stops half-way for so many seconds."""
+    usual = peer_memory.read_memory
+
+    def slow(process, address, into, nbytes):
+        half = nbytes // 2
+        usual(process, address, into, half)
+        time.sleep(pause)
+        usual(process, address + half, into + half, nbytes - half)
+        if progress is not None:
+            progress.append("read")
+
+    peer_memory.read_memory = slow
+    return usual
+
+
+def one_gives_up_while_it_is_read():
+    """Rank 0 gives up and uses its memory for something else while rank 1 is still reading it."""
+    peers = peers_of(timeout=1.0 if dist.get_rank() == 0 else 30.0)
+    mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
+    usual = slow_reads(3.0 if dist.get_rank() == 1 else 0.0)
+    work = swap(peers, mine, [theirs])
+    said = error_of(work.wait)
+    mine.fill_(-1.0)
+    assert work.quiet
+    dist.barrier()
+    peer_memory.read_memory = usual
+    return said
+
+
+def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
+    first, second = run_ranks(2, one_gives_up_while_it_is_read)
+    assert first == "rank(s) [1] of the group did not take part in x within 1 s"
+    assert second == "rank 0 of the group has ended or given up, during x"
+
+
+def the_deadline_passes_in_a_read():
+    """Rank 0's time is up while its own thread writes its memory: it may not have the memory back before."""
+    progress: list = []
+    peers = peers_of(timeout=1.0 if dist.get_rank() == 0 else 30.0)
+    usual = slow_reads(2.0 if dist.get_rank() == 0 else 0.0, progress)
+    work = swap(peers, torch.ones(SIZE), [torch.zeros(SIZE)])
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+    assert progress == ["read"]
+    dist.barrier()
+    peer_memory.read_memory = usual
+
+
+def test_wait_does_not_return_while_the_thread_still_writes():
+    run_ranks(2, the_deadline_passes_in_a_read)
+
+
+def the_thread_is_stuck():
+    """Rank 0's thread is in a long read when its patience ends; rank 1 reads what rank 0 gave after that."""
+    peers = peers_of(timeout=0.3 if dist.get_rank() == 0 else 30.0)
+    usual, grace = peer_memory.read_memory, peer_memory.GRACE
+    peer_memory.GRACE = 0.3
+
+    def slow(*arguments):
+        time.sleep(2.0 if dist.get_rank() == 0 else 1.2)
+        usual(*arguments)
+
+    peer_memory.read_memory = slow
+    mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
+    dist.barrier()
+    work = swap(peers, mine, [theirs])
+    said = error_of(work.wait)
+    quiet = work.quiet
+    mine.fill_(-1.0)
+    dist.barrier()
+    peer_memory.read_memory, peer_memory.GRACE = usual, grace
+    return said, quiet
+
+
+def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises():
+    (first, first_quiet), (second, _) = run_ranks(2, the_thread_is_stuck)
+    assert first.startswith("the thread that exchanges memory has not answered for 0.3 s after the timeout")
+    assert not first_quiet
+    assert second == "rank 0 of the group has ended or given up, during x"
+
+
+def one_is_frozen():
+    """Rank 1 is stopped by a signal in the middle; rank 0 gives up, changes its memory and lets it go on."""
+    peers = peers_of(timeout=2.0)
+    mine, theirs = torch.full((SIZE,), float(dist.get_rank() + 1)), torch.zeros(SIZE)
+    pids: list = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        said = error_of(swap(peers, mine, [theirs]).wait)
+        mine.fill_(-1.0)
+        os.kill(pids[1], signal.SIGCONT)
+    else:
+        time.sleep(0.5)
+        said = error_of(swap(peers, mine, [theirs]).wait)
+    dist.barrier()
+    return said
+
+
+def test_a_frozen_peer_fails_both():
+    first, second = run_ranks(2, one_is_frozen)
+    assert first == "rank(s) [1] of the group did not take part in x within 2 s"
+    assert "given up" in second or "closed" in second
+
+
+def a_peer_is_stopped_for_a_while():
+    peers = peers_of()
+    pids: Any = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
+    if dist.get_rank() == 0:
+        time.sleep(0.1)
+        os.kill(pids[1], signal.SIGSTOP)
+        work = swap(peers, mine, [theirs])
+        time.sleep(0.3)
+        os.kill(pids[1], signal.SIGCONT)
+    else:
+        work = swap(peers, mine, [theirs])
+    work.wait()
+    return theirs.unique().tolist()
+
+
+def test_a_peer_that_is_stopped_for_a_while_costs_only_time():
+    assert run_ranks(2, a_peer_is_stopped_for_a_while) == [[1.0], [0.0]]
+
+
+def one_is_killed(when):
+    """Rank 2 is killed in a read of its own, or while rank 0 reads from it; raises what `wait` says."""
+    peers = peers_of()
+    pids: Any = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    usual, rank = peer_memory.read_memory, dist.get_rank()
+
+    def deadly(process, *arguments):
+        if rank == 2 and when == "it reads":
+            os.kill(os.getpid(), signal.SIGKILL)
+        usual(process, *arguments)
+        if rank == 0 and when == "it is read" and process == pids[2]:
+            os.kill(process, signal.SIGKILL)
+            time.sleep(0.2)
+
+    peer_memory.read_memory = deadly
+    swap(peers, torch.ones(SIZE), [torch.zeros(SIZE), torch.zeros(SIZE)]).wait()
+    if rank == 2:
+        time.sleep(10)  # it may have all it needs before it is killed
+
+
+@pytest.mark.parametrize("when", ["it reads", "it is read"])
+def test_where_a_rank_is_killed_the_others_raise_at_once(when):
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, one_is_killed, when, timeout=20)
+    assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
+    assert 0 in caught.value.causes
+    for cause in caught.value.causes.values():
+        assert "of the group" in str(cause)  # rank 2, or the one that has seen it first and given up
+        assert "ended or given up, during x" in str(cause) or "during x: [Errno" in str(cause)

@@ -1,0 +1,273 @@
+"""A signal that comes in anywhere: the next wait goes on, brings the right value, or raises."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, mesh_of, peers_of, swap
+
+import dbuffer
+from dbuffer import DBuffer
+from dbuffer.transport import peer_memory
+from dbuffer.transport.digest import digest
+from dbuffer.transport.sends import Sends, _tag
+from layout_planner import TensorSpec, plan
+from ragged_shard.testing import run_ranks
+
+BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+
+
+PACKAGE = os.path.dirname(dbuffer.__file__)
+
+
+@contextlib.contextmanager
+def interrupted_at(number):
+    """Raise at so many bytecodes of this package from here on, in this thread; yields what was counted."""
+    counted = [0]
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            counted[0] += 1
+            if counted[0] == number:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield counted
+    finally:
+        sys.settrace(None)
+
+
+def sweep(attack):
+    """`attack(number)` with an interrupt at each bytecode in turn, until it comes to none."""
+    for number in range(1, 5000):
+        if attack(number):
+            return number
+    raise AssertionError("there was always another bytecode")
+
+
+def waits_are_interrupted():
+    buffer = build_large(alias=False, rows=4)
+
+    def attack(number):
+        buffer.shard[0].fill_(1.0)
+        buffer.materialize()
+        buffer.full[0].fill_(2.0)
+        handle = buffer.reduce_scatter(op="sum", accumulate=True)
+        try:
+            with interrupted_at(number):
+                handle.wait()
+        except Interrupted:
+            with contextlib.suppress(RuntimeError):
+                handle.wait()
+                assert bool((buffer.shard[0] == 3).all()), f"at {number}"  # added once
+            assert not buffer.busy
+            with contextlib.suppress(RuntimeError):
+                handle.wait()
+            return False
+        return True
+
+    assert sweep(attack) > 50
+
+
+def test_a_wait_interrupted_at_any_bytecode_writes_its_result_once_or_raises():
+    run_ranks(1, waits_are_interrupted)
+
+
+def starts_are_interrupted():
+    buffer = build_large(alias=False, rows=4)
+    buffer.shard[0].fill_(1.0)
+
+    def attack(number):
+        buffer.materialize()
+        buffer.full[0].fill_(2.0)
+        try:
+            with interrupted_at(number):
+                buffer.all_gather()
+        except Interrupted:
+            if buffer.busy:
+                with contextlib.suppress(RuntimeError):
+                    buffer.wait()
+                    assert bool((buffer.full[0] == 1).all()), f"at {number}"
+            assert not buffer.busy, f"at {number}"
+            return False
+        buffer.wait()
+        return True
+
+    assert sweep(attack) > 50
+
+
+def test_a_start_interrupted_at_any_bytecode_never_passes_for_a_gather():
+    run_ranks(1, starts_are_interrupted)
+
+
+class Ringing:
+    """A bell at which a signal comes in just after it has rung."""
+
+    def __init__(self, bell):
+        self.bell = bell
+
+    def send(self, data):
+        self.bell.send(data)
+        time.sleep(0.2)  # the thread begins meanwhile
+        raise Interrupted
+
+
+def a_start_is_interrupted_when_it_has_begun():
+    """Rank 0 will never wait for what it started, and uses its memory for something else."""
+    peers = peers_of()
+    mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
+    if dist.get_rank() == 0:
+        bell, peers._answering.bell = peers._answering.bell, Ringing(peers._answering.bell)
+        with pytest.raises(Interrupted):
+            swap(peers, mine, [theirs])
+        peers._answering.bell = bell
+        mine.fill_(-1.0)
+        dist.barrier()
+    else:
+        dist.barrier()
+    return error_of(swap(peers, mine, [theirs]).wait)
+
+
+def test_a_start_interrupted_after_it_has_begun_is_seen_by_the_peers():
+    for said in run_ranks(2, a_start_is_interrupted_when_it_has_begun):
+        assert "has ended or given up" in said or "are closed" in said
+
+
+def a_start_is_interrupted_before_it_begins():
+    peers = peers_of()
+    mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
+    usual = peer_memory.digest
+
+    def raising(*_):
+        raise Interrupted
+
+    if dist.get_rank() == 0:
+        peer_memory.digest = raising
+        with pytest.raises(Interrupted):
+            swap(peers, mine, [theirs])
+        peer_memory.digest = usual
+    swap(peers, mine, [theirs]).wait()
+    return theirs[0].item()
+
+
+def test_a_start_interrupted_before_it_begins_can_be_made_again():
+    assert run_ranks(2, a_start_is_interrupted_before_it_begins) == [1.0, 0.0]
+
+
+def interrupt_after(seconds):
+    def handler(number, frame):
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def a_wait_is_interrupted():
+    """Rank 0's wait is interrupted by a signal before rank 1 has started."""
+    layout = plan([TensorSpec("w", (1024, 1024))], 2)
+    buffer = DBuffer(layout, mesh_of(), dtype=torch.float32, transport="peer_memory", name="unit")
+    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    buffer.all_gather().wait()  # connects
+    buffer.zero_("full")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        buffer.all_gather().wait()
+    else:
+        handle = buffer.all_gather()
+        interrupt_after(0.2)
+        with pytest.raises(Interrupted):
+            handle.wait()
+        assert buffer.busy
+        assert not handle.waited
+        with pytest.raises(RuntimeError, match="release while a collective is under way"):
+            buffer.release()
+        handle.wait()
+    assert not buffer.busy
+    return bool((buffer.views["w"] == 3).all())
+
+
+def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on():
+    assert run_ranks(2, a_wait_is_interrupted) == [True, True]
+
+
+def a_handler_raises_runtime_error(transport):
+    """As torch's DataLoader does where a worker dies. Rank 1 takes part later, and must get rank 0's shard."""
+    buffer = build_large(transport=transport)
+    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    buffer.all_gather().wait()  # connects
+    buffer.zero_("full")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.6)
+        buffer.all_gather().wait()
+    else:
+
+        def handler(*_):
+            raise RuntimeError("DataLoader worker is killed")
+
+        handle = buffer.all_gather()
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert error_of(handle.wait) == "DataLoader worker is killed"
+        assert buffer.busy
+        handle.wait()
+    return bool((buffer.views["w"] == 3).all())
+
+
+@BOTH
+def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(transport):
+    assert run_ranks(2, a_handler_raises_runtime_error, transport) == [True, True]
+
+
+def interrupt_at_failure(frame, event, _):
+    """Raise where torch's own wait raises: a signal that comes at the moment of the peer's failure."""
+    if frame.f_code.co_name not in ("wait", "_wait_for"):
+        return None
+    if event == "exception" and frame.f_code.co_name == "_wait_for":
+        sys.settrace(None)
+        raise Interrupted
+    return interrupt_at_failure
+
+
+def a_failure_is_interrupted():
+    """Rank 1 agrees to the exchange and takes rank 0's tensor, but never sends its own."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    mine, theirs = torch.ones(4), torch.zeros(4)
+    if dist.get_rank() == 1:
+        agreed = digest("1 x", [mine])
+        digests = torch.tensor(list(agreed), dtype=torch.uint8)
+        dist.recv(theirs, group=group, group_src=0, tag=_tag(agreed, 0))
+        dist.recv(torch.zeros_like(digests), group=group, group_src=0, tag=1)
+        dist.send(digests, group=group, group_dst=0, tag=1)
+        dist.barrier()
+        return []
+    work = swap(Sends(group), mine, [theirs])
+    sys.settrace(interrupt_at_failure)
+    try:
+        with pytest.raises(Interrupted):
+            work.wait()
+    finally:
+        sys.settrace(None)
+    assert work.under_way
+    said = [error_of(work.wait), error_of(work.wait)]
+    assert not work.under_way
+    dist.barrier()
+    return said
+
+
+def test_a_failure_that_a_signal_hides_is_raised_by_the_next_wait():
+    first, second = run_ranks(2, a_failure_is_interrupted)[0]
+    assert first == second == "a send or receive failed while x was interrupted"
