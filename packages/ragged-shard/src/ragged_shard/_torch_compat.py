@@ -63,7 +63,7 @@ class EqualToDTensor(type(torch.Tensor)):  # type: ignore[misc]
 # What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
 IMPORTED_LATE = ("torch._dynamo",)
 
-if TYPE_CHECKING or SUBCLASSES_DTENSOR:
+if TYPE_CHECKING or SUBCLASSES_DTENSOR:  # noqa: SIM108  # mypy reads the branch
     BASE_CLASS = DTensor
 else:
     BASE_CLASS = TensorWrapper
