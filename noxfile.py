@@ -38,6 +38,8 @@ COVERAGE = ["coverage>=7.10"]
 RELEASE = ["build", "hatchling>=1.26", "packaging>=24", "twine>=6.1"]
 # What `versions` runs; each becomes the session's own constraint.
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
+# All that there is on the GPU machines that `bench/gpu.sh` is for.
+BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]
 BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
 
 
@@ -181,6 +183,23 @@ def gpu_tests(session: nox.Session) -> None:
     sources = os.pathsep.join(str(_folder(name) / "src") for name in PACKAGES)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *(session.posargs or ["tests", "packages"])]
     session.run(*command, env={"PYTHONPATH": sources})
+
+
+@nox.session
+def gpu_guard(session: nox.Session) -> None:
+    """Check without a GPU what will run on one, with torch, triton, numpy and pytest alone.
+
+    Collects the tests marked gpu (skipped without a CUDA device), runs those marked gpu_guard, and `gpu.sh --dry-run`.
+    """
+    _prepare(session)
+    session.install(*BARE)
+    session.env["PYTHONPATH"] = os.pathsep.join(str(_folder(name) / "src") for name in PACKAGES)
+    session.env["OMP_NUM_THREADS"] = "1"
+    tests = session.posargs or ["packages", "tests"]
+    session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *tests)
+    out = Path(session.create_tmp()).resolve() / "gpu"
+    dry = ["bench/gpu.sh", str(out), "--dry-run", "--skip-tests"]
+    session.run("sh", *dry, env={"PYTHON": str(Path(session.bin) / "python")}, external=True)
 
 
 @nox.session

@@ -72,8 +72,6 @@ def run_tests(out: Path, limit: float, dry: bool) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"failed": "pytest is not installed: the GPU tests were not run"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "packages"]
-    if importlib.util.find_spec("pytest_timeout") is None:  # the setting of that plug-in is then not known
-        command += ["-o", "addopts=--import-mode=importlib --strict-markers -ra", "-o", "filterwarnings="]
     log = out / "tests.log"
     with log.open("w") as file:
         try:

@@ -3,13 +3,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
 from block_optim.core.holding import Holding
 from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
 from block_optim.muon.matrices import Matrix, holders, matrices_of
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 

@@ -279,5 +279,17 @@ def test_seeds_give_other_bits_and_are_integers():
         trained("x")
 
 
-def test_a_rounder_is_made_for_few_elements():
-    Rounder(1, torch.device("cpu"))(torch.ones(5), torch.zeros(5, dtype=BF16), 0, "w", 1, 0)
+def test_a_rounder_of_few_elements_at_a_time_rounds_as_one_of_many():
+    found = [torch.zeros(5, dtype=BF16) for _ in range(2)]
+    for room, out in zip((1, 99), found, strict=True):
+        Rounder(room, torch.device("cpu"))(torch.linspace(1.001, 1.007, 5), out, 0, "w", 1, 7)
+    assert torch.equal(*found)
+    assert 1 < found[0].unique().numel() <= 2  # neighbours of bf16: 1 and 1.0078125
+
+
+@every_kind
+@pytest.mark.parametrize("option", ["stochastic_rounding", "master_weights"])
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_a_choice_that_is_not_a_bool_is_refused_by_name(name, option, value):
+    with pytest.raises(ValueError, match=rf"^{option}={value!r}: expected True or False$"):
+        run_of(name, **{option: value})

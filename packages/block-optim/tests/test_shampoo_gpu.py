@@ -7,10 +7,10 @@ from shampoo_helpers import gradients, parameter, train
 from block_optim import SOAP, Shampoo
 from block_optim.shampoo.roots import RootOptions, inverse_roots
 
-pytestmark = pytest.mark.gpu
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SHAPE = (200, 96)
 

@@ -3,12 +3,13 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
 from layout_planner.models import load_model
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 BLOCKS = st.one_of(
     st.integers(1, 9).map(Rows),

@@ -5,10 +5,11 @@ import math
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layout_planner import Layout, Rows, Segment, TensorSpec, plan
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 
 @pytest.mark.parametrize(

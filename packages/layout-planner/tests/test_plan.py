@@ -7,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from layout_planner import (
     BlockGrid,
@@ -24,6 +22,14 @@ from layout_planner import (
 )
 
 from .slow_checker import blocks_of, check
+
+hypothesis = pytest.importorskip("hypothesis")
+HealthCheck, given, settings, st = (
+    hypothesis.HealthCheck,
+    hypothesis.given,
+    hypothesis.settings,
+    hypothesis.strategies,
+)
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 97, 127, 257]
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from(PRIMES))

@@ -6,7 +6,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.format_utils
 import torch.nn as nn
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -370,6 +369,7 @@ def test_torchs_hugging_face_writer_refuses_several_boxes_of_a_tensor_instead_of
 )
 @pytest.mark.parametrize("consolidate", [False, True])
 def test_our_hugging_face_writer_keeps_every_box(options, consolidate, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
     options = {**options, "save_distributed": True, "enable_consolidation": consolidate}
     run_ranks(2, save_hf, HuggingFaceStorageWriter, tmp_path, options)
     run_ranks(2, load_hf, tmp_path)

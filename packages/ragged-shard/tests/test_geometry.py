@@ -5,12 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard import _geometry as geo
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 
 def validate(placements, mesh_shape, shape):

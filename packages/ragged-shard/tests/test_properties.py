@@ -3,14 +3,21 @@
 import itertools
 import math
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import run_ranks
+
+hypothesis = pytest.importorskip("hypothesis")
+HealthCheck, given, settings, st = (
+    hypothesis.HealthCheck,
+    hypothesis.given,
+    hypothesis.settings,
+    hypothesis.strategies,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool)
 RANKS = settings(

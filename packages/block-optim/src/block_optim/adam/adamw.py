@@ -119,5 +119,4 @@ def check_adamw_options(group: Group) -> None:
     check_range("betas[1]", beta2, 0, 1)
     check_range("eps", group["eps"], 0)
     check_range("weight_decay", group["weight_decay"], 0)
-    for name in ("maximize", "stochastic_rounding"):
-        check_flag(name, group[name])
+    check_flag("maximize", group["maximize"])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from block_optim.core._torch_compat import local_of
+from block_optim.core.options import check_flag
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import CHUNK, Rounder
 from block_optim.core.runs import FlatSpace
@@ -33,6 +34,8 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 def check_precision(group: Group, params: Sequence[Param]) -> None:
     """Raise ValueError where a group's choices do not fit each other or a parameter, which is named."""
+    for choice in CHOICES:
+        check_flag(choice, group[choice])
     if all(group[choice] for choice in CHOICES):
         raise ValueError(
             "stochastic_rounding=True with master_weights=True: masters keep what rounding would lose; choose one"
