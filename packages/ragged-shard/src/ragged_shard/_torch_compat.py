@@ -149,3 +149,11 @@ def group_by_name(name: str) -> dist.ProcessGroup:
         if names == name:
             return group
     raise KeyError(name)
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether work queued on a stream is recorded into a graph."""
+    asked = getattr(stream, "is_capturing", None)  # 2.11 has it for CUDA's own streams only
+    if asked is not None:
+        return bool(asked())
+    return bool(stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
