@@ -38,12 +38,17 @@ class Worker:
             self._stream = self._layer.new_stream()
         ready = self._layer.record()
         launched = self._threads.submit(_on_stream, job, self._layer, self._stream, ready)
-        self._finish = lambda: commit(self._after(launched))
+        self._finish = lambda: self._commit(launched, job, commit)
 
-    def _after(self, launched: "Future[tuple[T, Any]]") -> T:
+    def _commit(
+        self, launched: "Future[tuple[T, Any]]", job: Callable[[], T], commit: Callable[[T], None]
+    ) -> None:
+        """Use the result on the current stream. What the job read is held until here: the side stream may read late."""
         value, done = launched.result()
         self._layer.wait(done)
-        return value
+        del job
+        commit(value)
+        self._layer.wait(self._layer.record(), self._stream)  # whose pool the result goes back to
 
     def finish(self) -> None:
         """Wait for the job, if there is one, and commit it; the current stream waits for its kernels.

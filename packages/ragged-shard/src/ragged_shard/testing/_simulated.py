@@ -75,13 +75,18 @@ class SimulatedWork(dist.Work):
     Args:
         results: what it writes.
         layer, event: its device and its end there; None: it has completed.
+        uses: what it holds until it was waited for, as NCCL's do: the memory that it uses.
     """
 
     def __init__(
-        self, results: Sequence[torch.Tensor], layer: DeviceLayer | None = None, event: Any = None
+        self,
+        results: Sequence[torch.Tensor],
+        layer: DeviceLayer | None = None,
+        event: Any = None,
+        uses: object = None,
     ) -> None:
         super().__init__()
-        self._layer, self._event = layer, event
+        self._layer, self._event, self._uses = layer, event, uses
         # Made on the collective's stream, so that whoever waits for the future waits for that stream.
         on_device = layer is not None and layer.device.type != "cpu"
         devices: Any = [results[0].device] if on_device else None
@@ -92,6 +97,7 @@ class SimulatedWork(dist.Work):
         """Make the current stream wait for the collective."""
         if self._layer is not None:
             self._layer.wait(self._event)
+            self._uses = None
         return True
 
     def is_completed(self) -> bool:
@@ -150,7 +156,7 @@ class SimulatedGroup(_ProcessGroup):
             if cycles := int(simulation.network.seconds(received) * cycles_per_second):
                 torch.cuda._sleep(cycles)
             move()
-            return SimulatedWork(results, layer, layer.record())
+            return SimulatedWork(results, layer, layer.record(), uses=move)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         """Repeat each input in its output."""
