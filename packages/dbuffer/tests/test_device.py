@@ -25,8 +25,8 @@ def test_collectives_take_streams_and_events_on_cpu():
     run_ranks(2, on_a_stream)
 
 
-def test_a_device_that_is_neither_cpu_nor_cuda_raises():
-    with pytest.raises(ValueError, match="device meta: buffers live on cpu or cuda"):
+def test_a_device_that_is_neither_cpu_nor_the_accelerator_raises():
+    with pytest.raises(ValueError, match="device meta: expected cpu or the accelerator of this machine"):
         device_layer("meta")
 
 

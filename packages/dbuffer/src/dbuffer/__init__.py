@@ -4,9 +4,10 @@ After the DBuffer of veScale-FSDP (arXiv 2602.22437). Start with `DBuffer`. What
 its rooms are `memory`, `wire`, `transport`, the collectives on them, and the buffer on top.
 """
 
+from ragged_shard import DeviceLayer, device_layer
+
 from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
 from ._collectives import Gather, ReduceScatter
-from ._device import DeviceLayer, device_layer
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler

@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor
+from ragged_shard import DeviceLayer, RaggedDTensor, device_layer
 
 from . import _torch_compat as compat
 from ._collectives import AllReduce, Gather, ReduceScatter
-from ._device import DeviceLayer, device_layer
 from ._handle import Handle
 from ._memory import BufferMemory
 from ._mesh import MeshView, view_mesh

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from layout_planner import Layout
+from ragged_shard import DeviceLayer
 
-from ._device import DeviceLayer
 from ._mesh import MeshView
 from .memory.geometry import alignment_problem, first_difference
 from .transport import TransportChoice, collectives_of

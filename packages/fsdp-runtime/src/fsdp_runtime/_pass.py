@@ -71,11 +71,13 @@ class Pass:
         if self.in_backward or self._root is not None:
             self.reset()  # the pass before was cut off by an exception
         with label("root_pre_forward"):
-            copied = [unit.prepare() for unit in self.units]
             event, self._post_optim_event = self._post_optim_event, None
+            if event is not None and any(unit.has_moved() for unit in self.units):
+                self.streams.layer.wait(event)  # the shards are written here too
+                event = None
+            for unit in self.units:
+                unit.prepare()
             self._gathers_follow(event)
-            if event is not None and any(copied):
-                self._gathers_follow()  # what was copied just now is not behind the event
             self._root = root
             self._order = self._forward.setdefault(root, Schedule())
             self._order.begin()

@@ -124,7 +124,9 @@ class Reduction:
                 self._event = layer.record()
         layer.wait(self._event)
         if self.groups[0].plan.offload is not None:
-            self._event.synchronize()  # the optimizer on the CPU reads what a copy from the device wrote
+            layer.wait_on_host(
+                self._event
+            )  # the optimizer on the CPU reads what a copy from the device wrote
         for group, memory, used in zip(self.groups, self._memories, self._used, strict=True):
             if not group.gradients.partial:
                 group.gradients.publish(memory, used, all_unused=self._unused)

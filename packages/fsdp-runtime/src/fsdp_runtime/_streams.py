@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dbuffer import device_layer, shared_recycler
+from dbuffer import DeviceLayer, device_layer, shared_recycler
 
 
 class Streams:
@@ -17,20 +17,21 @@ class Streams:
         gather, reduce: where all-gathers and reductions are launched; None on CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.layer = device_layer(device)
-        self.recycler = shared_recycler(self.layer.device, lean=True)
-        self.gather: Any = self.layer.new_stream(priority=-1)
-        self.reduce: Any = self.layer.new_stream(priority=-1)
+    def __init__(self, layer: DeviceLayer) -> None:
+        self.layer = layer
+        self.recycler = shared_recycler(layer.device, lean=True)
+        self.gather: Any = layer.new_stream(priority=-1)
+        self.reduce: Any = layer.new_stream(priority=-1)
 
 
 # One for each device, as long as a unit uses it: models in one process gather one after the other anyway.
-_known: "weakref.WeakValueDictionary[torch.device, Streams]" = weakref.WeakValueDictionary()
+_known: "weakref.WeakValueDictionary[DeviceLayer, Streams]" = weakref.WeakValueDictionary()
 
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of a device."""
-    found = _known.get(device)
+    layer = device_layer(device)
+    found = _known.get(layer)
     if found is None:
-        found = _known[device] = Streams(device)
+        found = _known[layer] = Streams(layer)
     return found

@@ -159,27 +159,25 @@ class Unit:
             group.register_sharded()
             self.groups.append(group)
 
-    def prepare(self) -> bool:
-        """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
+    def has_moved(self) -> bool:
+        """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
+        return any(group.has_moved() for group in self.groups)
 
-        Returns:
-            whether something was copied into the shards, on the current stream.
+    def prepare(self) -> None:
+        """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
 
         Raises:
             RuntimeError: parameters without memory, by name.
         """
-        moved = False
         for group in self.groups:
             if group.has_moved():
                 self.adopt()
-                moved = True
                 break
         for group in self.groups:
             if group.buffer is None:
                 self._refuse_meta()
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
-        return moved
 
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""

@@ -7,6 +7,7 @@ import torch as _torch
 
 from ragged_shard import _tensor
 from ragged_shard._checkpoint import HuggingFaceStorageWriter
+from ragged_shard._device import DeviceLayer, device_layer, use_device_layer
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
@@ -20,11 +21,13 @@ from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 
 __version__ = "0.1.0"
 __all__ = [
+    "DeviceLayer",
     "HuggingFaceStorageWriter",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",
     "StridedRaggedShard",
+    "device_layer",
     "distribute_like",
     "distribute_tensor",
     "full_optimizer_state_dict",
@@ -32,6 +35,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "redistribute",
+    "use_device_layer",
 ]
 
 # So that torch.load reads these back with its default, weights_only=True.

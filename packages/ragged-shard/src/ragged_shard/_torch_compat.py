@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Spec = DTensorSpec
 Op = torch._ops.OpOverload
@@ -153,3 +154,21 @@ def group_by_name(name: str) -> dist.ProcessGroup:
         if names == name:
             return group
     raise KeyError(name)
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether work queued on a stream is recorded into a graph."""
+    asked = getattr(stream, "is_capturing", None)  # 2.11 has it for CUDA's own streams only
+    if asked is not None:
+        return bool(asked())
+    return bool(stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def mode_is_active(mode: Any) -> bool:
+    """Whether a dispatch mode is on this thread's stack."""
+    return any(one is mode for one in _get_current_dispatch_mode_stack())
+
+
+def is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors answers ops itself, with ops on tensors that it holds."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -11,11 +11,14 @@ The buffers stay for the exchange's life.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from block_optim.core.scratch import Scratch
+from ragged_shard import DeviceLayer, device_layer
 
 Wait = Callable[[], object]
 
@@ -25,39 +28,37 @@ def nothing() -> None:
 
 
 class Lane:
-    """Where transfers run. On CPU and by default: where they are called, asynchronously."""
-
-    def start(self, transfer: Callable[[], dist.Work | None]) -> Wait:
-        """Start a transfer once what is queued now is done; the result waits for it."""
-        work = transfer()
-        return nothing if work is None else work.wait
-
-
-class CudaLane(Lane):
-    """A stream of its own, so that a transfer neither waits for nor delays what is queued after it.
+    """Where transfers run: on accelerators a stream of its own, which neither waits for nor delays later work.
 
     Buffers that travel are allocated once and never freed while a transfer runs, so none is recorded on the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self._device = device
+
+    @cached_property
+    def _layer(self) -> DeviceLayer:
+        return device_layer(self._device)
+
+    @cached_property
+    def _stream(self) -> Any:
+        return self._layer.new_stream()
 
     def start(self, transfer: Callable[[], dist.Work | None]) -> Wait:
-        """Start a transfer after what the current stream holds; waiting makes the current stream wait, not the host."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        """Start a transfer after what the current stream holds.
+
+        Returns:
+            makes the current stream wait for the transfer, on CPU the caller.
+        """
+        if not self._layer.asynchronous:
+            work = transfer()
+            return nothing if work is None else work.wait
+        with self._layer.on(self._stream):
             work = transfer()
             if work is not None:
                 work.wait()
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
-
-
-def lane_for(device: torch.device) -> Lane:
-    """The lane of a device."""
-    return CudaLane(device) if device.type == "cuda" else Lane()
+            event = self._layer.record()
+        return partial(self._layer.wait, event)
 
 
 class Exchange:

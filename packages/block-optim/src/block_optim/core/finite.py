@@ -10,6 +10,7 @@ Ranks along a Replicate axis hold the same gradients, so those axes are not aske
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from block_optim.core._torch_compat import DISTRIBUTED, local_of, non_finite_che
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
 from block_optim.core.runs import Run, find_runs, is_dense
+from ragged_shard import DeviceLayer, device_layer
 
 MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each run
 
@@ -57,22 +59,24 @@ class DeferredFlags:
     """Skip flags that stay on a device: counted when the device has got there, without waiting for it."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._pending: list[tuple[DeviceLayer, Any, torch.Tensor]] = []  # layer, event, flag
 
     def add(self, flag: torch.Tensor) -> None:
         """Note the flag of a step that has been launched."""
         host = torch.empty((), dtype=flag.dtype, pin_memory=True)
         host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((event, host))
+        layer = device_layer(flag.device)
+        self._pending.append((layer, layer.record(), host))
 
     def skipped(self, wait: bool = False) -> int:
         """How many of the steps noted so far were skipped and have not been reported yet."""
         count = 0
-        while self._pending and (wait or self._pending[0][0].query()):
-            event, host = self._pending.pop(0)
-            event.synchronize()
+        while self._pending:
+            layer, event, host = self._pending[0]
+            if not wait and not layer.has_completed(event):
+                break
+            layer.wait_on_host(event)
+            del self._pending[0]
             count += int(float(host) != 0)
         return count
 

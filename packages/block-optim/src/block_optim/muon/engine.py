@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from block_optim.core.active import Active
 from block_optim.core.assign import digest
-from block_optim.core.exchange import Lane, Presence, lane_for
+from block_optim.core.exchange import Lane, Presence
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group, Param
 from block_optim.core.scratch import Scratch
@@ -80,7 +80,7 @@ class MuonEngine:
             self._locals.append(LocalParam(i, param, holding.cuts, states[param.tensor]))
             key = (device, None if holding.group is None else holding.group.group_name)
             if key not in domains:
-                domains[key] = _Domain(device, holding, lane_for(device))
+                domains[key] = _Domain(device, holding, Lane(device))
             recipe = recipe_of(param.group)
             for k, m in enumerate(matrices):
                 if holding.cuts[0] <= m.span[0] and m.span[1] <= holding.cuts[-1]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from block_optim.core.assign import Job, assign, loads
-from block_optim.core.exchange import Exchange, Presence, lane_for, travels
+from block_optim.core.exchange import Exchange, Lane, Presence, travels
 from block_optim.core.holding import Holding, Range
 from block_optim.core.scratch import Scratch
 from block_optim.shampoo.grid import Grid
@@ -114,7 +114,7 @@ class StripExchange:
         holding = next(iter(tensors.values())).holding
         assert holding.group is not None
         self._tensors, self._rank = dict(tensors), holding.rank
-        self._lane, self._presence = lane_for(device), Presence(holding.group, len(tensors), device)
+        self._lane, self._presence = Lane(device), Presence(holding.group, len(tensors), device)
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
         owners = [tensors[number].owners[index] for number, index in self._strips]
         lengths = [tensors[number].held[index] for number, index in self._strips]

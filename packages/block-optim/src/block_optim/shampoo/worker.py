@@ -1,4 +1,4 @@
-"""Work next to the training step: a thread of its own, on CUDA with a stream of its own.
+"""Work next to the training step: a thread of its own, on an accelerator with a stream of its own.
 
     step t:    ... update | submit(job)         job: snapshots in, results out; reads nothing else
                                \\------- runs during the next forward and backward -------\\
@@ -7,9 +7,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+
+from ragged_shard import DeviceLayer, device_layer
 
 T = TypeVar("T")
 
@@ -18,9 +20,9 @@ class Worker:
     """Runs one job at a time. The thread exists from the first job on, and goes with this object."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._layer = device_layer(device)
         self._threads: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
         self._finish: Callable[[], None] | None = None
 
     def submit(self, job: Callable[[], T], commit: Callable[[T], None]) -> None:
@@ -32,20 +34,21 @@ class Worker:
             self._threads = ThreadPoolExecutor(
                 1, "block_optim", initializer=torch.set_num_threads, initargs=(count,)
             )
-        if self._device.type == "cpu":
-            running = self._threads.submit(_quietly, job)
-            self._finish = lambda: commit(running.result())
-            return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        ready = torch.cuda.current_stream(self._device).record_event()
-        launched = self._threads.submit(_on_stream, job, self._stream, ready)
-        self._finish = lambda: commit(self._after(launched))
+            self._stream = self._layer.new_stream()
+        ready = self._layer.record()
+        launched = self._threads.submit(_on_stream, job, self._layer, self._stream, ready)
+        self._finish = lambda: self._commit(launched, job, commit)
 
-    def _after(self, launched: "Future[tuple[T, torch.cuda.Event]]") -> T:
+    def _commit(
+        self, launched: "Future[tuple[T, Any]]", job: Callable[[], T], commit: Callable[[T], None]
+    ) -> None:
+        """Use the result on the current stream. What the job read is held until here: the side stream may read late."""
         value, done = launched.result()
-        torch.cuda.current_stream(self._device).wait_event(done)
-        return value
+        self._layer.wait(done)
+        del job
+        commit(value)
+        self._layer.wait(self._layer.record(), self._stream)  # whose pool the result goes back to
 
     def finish(self) -> None:
         """Wait for the job, if there is one, and commit it; the current stream waits for its kernels.
@@ -57,15 +60,8 @@ class Worker:
             finish()
 
 
-def _quietly(job: Callable[[], T]) -> T:
-    with torch.no_grad():
-        return job()
-
-
-def _on_stream(
-    job: Callable[[], T], stream: torch.cuda.Stream, ready: torch.cuda.Event
-) -> tuple[T, torch.cuda.Event]:
-    with torch.no_grad(), torch.cuda.stream(stream):
-        stream.wait_event(ready)
+def _on_stream(job: Callable[[], T], layer: DeviceLayer, stream: Any, ready: Any) -> tuple[T, Any]:
+    """Run the job after `ready`: its result, and an event at its end."""
+    with torch.no_grad(), layer.on(stream, (ready,)):
         value = job()
-        return value, stream.record_event()
+        return value, layer.record()

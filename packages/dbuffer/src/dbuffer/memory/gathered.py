@@ -6,8 +6,9 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from ragged_shard import DeviceLayer
+
 from .. import _torch_compat as compat
-from .._device import DeviceLayer
 from .geometry import Geometry
 from .recycler import Recycler
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from ragged_shard import DeviceLayer, device_layer
+
 from .. import _torch_compat as compat
-from .._device import device_layer
 from .geometry import ALIGNMENT
 
 DEBUG_VARIABLE = "DBUFFER_DEBUG_MEMORY"
@@ -129,7 +130,7 @@ class Recycler:
             return
         if self._lean:
             self.trim()
-        storage.resize_(nbytes)
+        self._layer.resize(storage, nbytes)
         check_aligned(storage.data_ptr())
         self._homes[storage] = self._layer.current_stream() if self._layer.asynchronous else None
         self._allocations += 1
@@ -141,7 +142,7 @@ class Recycler:
         last_use = self._layer.record() if self._layer.asynchronous else None
         if not compat.CAN_SWAP:
             self._layer.wait(last_use, home)
-            storage.resize_(0)
+            self._layer.resize(storage, 0)
             return
         holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
         compat.swap_memory(storage, holder)
@@ -172,7 +173,7 @@ class Recycler:
     def _give_back(self, block: _Block) -> None:
         if block.last_use is not None:
             self._layer.wait(block.last_use, block.home)
-        block.storage.resize_(0)
+        self._layer.resize(block.storage, 0)
         self._spare.append(block.storage)
 
     def _pop_parked(self, nbytes: int) -> _Block | None:
@@ -237,14 +238,14 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 # One for each device and kind, as long as somebody uses it: buffers of all models are recycled together.
-_shared: "weakref.WeakValueDictionary[tuple[torch.device, bool], Recycler]" = weakref.WeakValueDictionary()
+_shared: "weakref.WeakValueDictionary[tuple[DeviceLayer, bool], Recycler]" = weakref.WeakValueDictionary()
 
 
 def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycler:
     """This process's recycler for a device: the one that buffers use unless they are given another."""
-    key = (device_layer(device).device, lean)
+    key = (device_layer(device), lean)
     found = _shared.get(key)
     if found is None:
         kind = DebugRecycler if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else Recycler
-        found = _shared[key] = kind(key[0], lean=lean)
+        found = _shared[key] = kind(key[0].device, lean=lean)
     return found

@@ -13,20 +13,28 @@
     with simulated_ranks(1024):        # SIMULATION: this process is one of 1024 ranks, the others do not exist
         mesh = init_device_mesh("cpu", (1024,))
 
+    with SimulatedDevice(), simulated_ranks(4):    # SIMULATION: the CPU is a device with streams; a race raises
+        mesh = init_device_mesh("cpu", (4,))
+
 How `run_ranks` works (`_pool`, `_fork_server`, `_worker`, `_pickling`): the first call of a process starts one
 helper, which imports torch once and forks ranks from it in milliseconds; the ranks of a world size stay alive, with
 their process group, for the next call.
 """
 
+from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
+from ragged_shard.testing._device import CaptureError, SimulatedDevice
 from ragged_shard.testing._pool import RankError, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 
 __all__ = [
+    "CaptureError",
     "Collective",
     "Network",
+    "RaceError",
     "RankError",
     "Record",
+    "SimulatedDevice",
     "Simulation",
     "record_collectives",
     "run_ranks",

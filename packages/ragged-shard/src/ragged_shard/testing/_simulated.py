@@ -4,9 +4,9 @@
     own stream       [== gather 2 ==][== gather 3 ==]        a delay of latency + bytes / bandwidth, then a real copy
 
 Every other rank is taken to hold what this one holds: a gather repeats this rank's input, a sum is `world_size` times
-its own. So the right number of bytes is written to the right memory, on a CUDA stream of the group's own as with NCCL,
+its own. So the right number of bytes is written to the right memory, on a stream of the group's own as with NCCL,
 and memory, streams and overlap are those of the code under test. Values, and so losses, mean nothing. On a CPU there
-are no streams and no delay.
+are no streams, and delays are simulated on CUDA only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ragged_shard._device import DeviceLayer, device_layer
 
 Collectives = Literal["copy", "skip", "refuse"]
 _BACKEND = "simulated"
@@ -57,36 +59,50 @@ class Simulation:
     collectives: Collectives
     network: Network
     received: float = 0.0
-    _streams: dict[torch.device, tuple[torch.cuda.Stream, float]] = field(default_factory=dict, repr=False)
+    _streams: dict[DeviceLayer, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
-    def stream(self, device: torch.device) -> tuple[torch.cuda.Stream, float]:
+    def stream(self, layer: DeviceLayer) -> tuple[Any, float]:
         """The stream that collectives run on, and how many cycles of `torch.cuda._sleep` a second has there."""
-        if device not in self._streams:
-            with torch.cuda.device(device):
-                self._streams[device] = (torch.cuda.Stream(), _cycles_per_second())
-        return self._streams[device]
+        if layer not in self._streams:
+            cycles = _cycles_per_second(layer.device) if layer.device.type == "cuda" else 0.0
+            self._streams[layer] = (layer.new_stream(), cycles)
+        return self._streams[layer]
 
 
 class SimulatedWork(dist.Work):
-    """A collective of a simulated group; complete when its CUDA event is, or at once."""
+    """A collective of a simulated group; complete when its event is, or at once.
 
-    def __init__(self, results: Sequence[torch.Tensor], event: torch.cuda.Event | None = None) -> None:
+    Args:
+        results: what it writes.
+        layer, event: its device and its end there; None: it has completed.
+        uses: what it holds until it was waited for, as NCCL's do: the memory that it uses.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[torch.Tensor],
+        layer: DeviceLayer | None = None,
+        event: Any = None,
+        uses: object = None,
+    ) -> None:
         super().__init__()
-        self._event = event
+        self._layer, self._event, self._uses = layer, event, uses
         # Made on the collective's stream, so that whoever waits for the future waits for that stream.
-        devices: Any = None if event is None else [results[0].device]
+        on_device = layer is not None and layer.device.type != "cpu"
+        devices: Any = [results[0].device] if on_device else None
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         self._future.set_result(list(results))
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait for the collective."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._layer is not None:
+            self._layer.wait(self._event)
+            self._uses = None
         return True
 
     def is_completed(self) -> bool:
         """Whether the copies are done."""
-        return self._event is None or self._event.query()
+        return self._layer is None or self._layer.has_completed(self._event)
 
     def get_future(self) -> Any:
         """A future of the results."""
@@ -131,18 +147,16 @@ class SimulatedGroup(_ProcessGroup):
         simulation.received += received
         if simulation.collectives == "skip":
             return SimulatedWork(results)
-        if not results or results[0].device.type != "cuda":
+        layer = device_layer(results[0].device) if results and not results[0].is_meta else None
+        if layer is None or not layer.asynchronous:
             move()
             return SimulatedWork(results)
-        stream, cycles_per_second = simulation.stream(results[0].device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream, cycles_per_second = simulation.stream(layer)
+        with layer.on(stream):
             if cycles := int(simulation.network.seconds(received) * cycles_per_second):
                 torch.cuda._sleep(cycles)
             move()
-            event = torch.cuda.Event()
-            event.record()
-            return SimulatedWork(results, event)
+            return SimulatedWork(results, layer, layer.record(), uses=move)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         """Repeat each input in its output."""
@@ -290,8 +304,13 @@ def simulated_ranks(
         _active = None
 
 
-def _cycles_per_second() -> float:
-    """What `torch.cuda._sleep` takes for one second on the current device, measured."""
+def _cycles_per_second(device: torch.device) -> float:
+    """What `torch.cuda._sleep` takes for one second on a CUDA device, measured."""
+    with torch.cuda.device(device):
+        return _measured_cycles_per_second()
+
+
+def _measured_cycles_per_second() -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 50_000_000
     torch.cuda._sleep(1000)

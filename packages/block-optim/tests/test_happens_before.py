@@ -1,0 +1,35 @@
+"""Optimizers on a simulated device, where an access to memory without an order between streams raises."""
+
+import pytest
+from runs import MATRICES, Run
+
+from block_optim import SOAP, Muon, Shampoo
+from ragged_shard.testing import RaceError, SimulatedDevice, simulated_ranks
+
+LARGE = ((24, 40), (40, 24), (16, 16))
+
+
+def run(kind, layout, steps=5, rank=1, **options):
+    with SimulatedDevice() as device, simulated_ranks(4, rank=rank):
+        Run(kind, layout, (4,), **options).steps(0, steps)
+        return device.accesses
+
+
+@pytest.mark.parametrize("normuon", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "shard", "whole"])
+def test_muons_transfers_and_newton_schulz_have_an_order(layout, normuon):
+    assert run(Muon, layout, shapes=MATRICES, lr=0.01, bucket_bytes=1 << 10, normuon=normuon, steps=3) > 200
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", ["planned", "elements"])
+def test_refreshes_next_to_the_step_have_an_order(kind, overlap, layout):
+    options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "overlap": overlap}
+    assert run(kind, layout, shapes=LARGE, lr=0.01, **options) > 500
+
+
+def test_a_refresh_that_does_not_wait_for_the_step_races(monkeypatch):
+    monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event, stream=None: None)
+    with pytest.raises(RaceError, match="has no order after"):
+        run(Shampoo, "planned", shapes=LARGE, lr=0.01, precondition_frequency=1, overlap=True)

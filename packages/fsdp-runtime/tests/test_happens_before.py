@@ -1,0 +1,253 @@
+"""The whole runtime on a simulated device, where an access to memory without an order between streams raises."""
+
+import random
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import block_optim
+from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy, _plan
+from ragged_shard.testing import RaceError, SimulatedDevice, simulated_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+COMPLETES = {"at once": lambda: True, "late": lambda: False, "at random": None}
+
+
+class Net(Body):
+    """No unit returns a view, and the middle can be recomputed, left out or broken."""
+
+    def __init__(self, recompute=False, **options):
+        super().__init__(**options)
+        self.recompute = recompute
+        self.fails = False
+
+    def forward(self, tokens, order=None):
+        x = self.embed(tokens)
+        for index in order or range(len(self.blocks)):
+            block = self.blocks[index]
+            x = x + torch.tanh(checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+            if self.fails:
+                raise KeyError("on purpose")
+        return self.head(self.norm(x))
+
+
+@contextmanager
+def device(completes="at once", device="cpu", ranks=4, rank=1):
+    chance = random.Random(0)
+    answers = COMPLETES[completes] or (lambda: chance.random() < 0.5)
+    with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
+        yield found
+
+
+def mesh_of(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def train(model, steps=3, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        loss_of(model, tokens(step), **options).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+class TestNoRace:
+    """Each raises RaceError where an order is missing."""
+
+    @pytest.mark.parametrize("completes", COMPLETES)
+    @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+    def test_in_steps_of_a_dense_model(self, precision, completes):
+        with device(completes) as found:
+            train(shard(seeded(Net), mesh=mesh_of(4), mp_policy=precision))
+            assert found.accesses > 500
+
+    @pytest.mark.parametrize("depth", [0, 1, 2, 3])
+    def test_at_every_prefetch_depth(self, depth):
+        with device():
+            model = shard(seeded(Net, blocks=5), mesh=mesh_of(4), mp_policy=BF16)
+            model.set_prefetch_depth(depth)
+            train(model)
+            train(model, order=[3, 0, 4, 1, 2], steps=1)
+
+    @pytest.mark.parametrize("completes", ["late", "at random"])
+    def test_in_a_unit_around_large_children_that_are_freed_early(self, completes, monkeypatch):
+        monkeypatch.setattr(_plan, "MIN_CHILD", 1)
+        with device(completes):
+            model = shard(seeded(Net), mesh=mesh_of(4))
+            model.set_reduce_scatter_max_input_buffers(2)
+            train(model)
+
+    def test_on_one_rank(self):
+        with device(ranks=1, rank=0):
+            train(shard(seeded(Net), mesh=mesh_of(1), mp_policy=BF16))
+            train(shard(seeded(Net), mesh=mesh_of(1)))
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_while_gradients_are_accumulated(self, late):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            model.set_copy_gradients_late(late)
+            for step in range(4):
+                model.set_requires_gradient_sync(step % 2 == 1)
+                loss_of(model, tokens(step)).backward()
+            model.set_is_last_backward(False)
+            loss_of(model, tokens(4)).backward()
+            model.set_is_last_backward(True)
+            loss_of(model, tokens(5)).backward()
+            train(model, steps=1)
+
+    def test_where_neighbors_keep_slices_between_forward_and_backward(self):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16, reshard_after_forward=2)
+            train(model)
+            model(tokens())  # no backward follows
+            train(model, steps=1)
+
+    @pytest.mark.parametrize("completes", COMPLETES)
+    def test_with_replicas(self, completes):
+        with device(completes):
+            model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
+            train(model, steps=2)
+            for step in range(4):
+                model.set_requires_all_reduce(step % 2 == 1)
+                loss_of(model, tokens(step)).backward()
+            model.set_gradient_divide_factor(3.0)
+            model.set_force_sum_reduction_for_comms(True)
+            train(model, steps=1)
+
+    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
+    def test_with_a_hook_on_reduced_gradients(self, shape):
+        with device() as found:
+            model = shard(seeded(Net), mesh=mesh_of(*shape))
+            stream = found.new_stream() if len(shape) == 1 else None
+            model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
+            train(model)
+
+    @pytest.mark.parametrize("pinned", [True, False])
+    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
+    def test_with_shards_in_cpu_memory(self, shape, pinned):
+        with device("at random", device="cpu:0"):
+            policy = CPUOffloadPolicy(pin_memory=pinned)
+            model = shard(seeded(Net), mesh=mesh_of(*shape), mp_policy=BF16, offload_policy=policy)
+            train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
+
+    def test_with_parameters_that_stay_after_forward_or_backward(self):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)
+            train(model, steps=2)
+            model.set_reshard_after_backward(False)
+            train(model, steps=2)
+            model.set_requires_all_reduce(True)
+            model.unshard(async_op=True).wait()
+            model.reshard()
+            train(model, steps=1)
+
+    def test_when_blocks_are_recomputed_in_backward(self):
+        with device():
+            train(shard(seeded(Net, recompute=True), mesh=mesh_of(4), mp_policy=BF16))
+
+    def test_with_frozen_and_unused_parameters(self):
+        with device():
+            model = seeded(Net, blocks=4)
+            model.blocks[1].weight.requires_grad_(False)
+            shard(model, mesh=mesh_of(4))
+            train(model, steps=2)
+            model.set_reduce_scatter_unused_params(True)
+            train(model, steps=2, order=[0, 1])
+            model.blocks[2].bias.requires_grad_(False)
+            train(model, steps=2)
+
+    def test_after_an_exception_in_forward_or_in_backward(self):
+        with device("late"):
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            train(model, steps=1)
+            model.fails = True
+            for _ in range(2):
+                with pytest.raises(KeyError):
+                    model(tokens())
+            model.fails = False
+            train(model, steps=1)
+
+            def stop():
+                raise KeyError("in backward")
+
+            model.blocks[1].register_forward_hook(lambda m, args, out: Watch.apply(out, stop))
+            with pytest.raises(KeyError):
+                loss_of(model, tokens()).backward()
+            model.blocks[1]._forward_hooks.popitem()
+            model.reset_iter_state()
+            train(model, steps=1)
+
+    def test_when_backward_runs_in_another_thread(self):
+        with device() as found:
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            failures = []
+
+            def backward(loss):
+                try:
+                    with found.on(None):
+                        loss.backward()
+                except BaseException as error:
+                    failures.append(error)
+
+            for step in range(3):
+                thread = threading.Thread(target=backward, args=(loss_of(model, tokens(step)),))
+                thread.start()
+                thread.join()
+                assert not failures
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def test_when_gathers_follow_the_optimizers_event(self):
+        with device() as found:
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            train(model, steps=1)
+            side = found.new_stream()
+            for assign in (False, True):
+                loss_of(model, tokens()).backward()
+                assigned = nn.Parameter(model.blocks[0].weight.detach() * 2)
+                with found.on(side):
+                    torch.optim.SGD(model.parameters(), lr=0.01).step()
+                    model.set_post_optim_event(found.record())
+                if assign:
+                    model.blocks[0].weight = assigned
+                loss = loss_of(model, tokens())
+                found.wait(found.record(side))
+                model.zero_grad()
+                loss.backward()
+
+    @pytest.mark.parametrize("max_norm", [0.1, 1e9])
+    def test_when_gradients_are_clipped(self, max_norm):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
+            for step in range(2):
+                loss_of(model, tokens(step)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "Muon", "Shampoo", "SOAP"])
+    def test_with_the_optimizers_of_block_optim(self, kind):
+        with device():
+            model = shard(seeded(Net, width=16), mesh=mesh_of(4))
+            if kind == "Muon":
+                params = [p for p in model.parameters() if p.ndim == 2]
+                optimizer = block_optim.Muon(params, lr=0.01, bucket_bytes=1 << 9)
+            else:
+                optimizer = getattr(block_optim, kind)(model.parameters(), lr=0.01)
+            train(model, optimizer=optimizer)
+
+
+def test_a_device_on_which_nothing_waits_races(monkeypatch):
+    with device():
+        model = shard(seeded(Net), mesh=mesh_of(4))
+        monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event, stream=None: None)
+        with pytest.raises(RaceError, match="has no order after"):
+            train(model)

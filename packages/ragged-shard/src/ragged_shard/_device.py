@@ -1,0 +1,176 @@
+"""Streams, events and memory of a device behind one small interface, the same for every accelerator and for CPU.
+
+On CPU work happens where it is called: there are no streams, events are None, and every method does nothing.
+Nothing here calls `record_stream`: code that frees memory records an event after its last use.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ragged_shard import _torch_compat as compat
+
+
+class DeviceLayer:
+    """Streams and events of one device; this class is the one for CPU, where there are none.
+
+    Attributes:
+        device: with its index, where the kind of device has one.
+        asynchronous: whether work is queued on streams, so that events mean something.
+    """
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def capturing(self) -> bool:
+        """Whether work is recorded into a graph now, so that the CPU may neither wait for the device nor ask it."""
+        return False
+
+    def new_stream(self, priority: int = 0) -> Any:
+        """A new stream, or None on CPU. A lower priority number runs earlier."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The stream that work is queued on now, or None on CPU."""
+        return None
+
+    def on(self, stream: Any, after: Iterable[Any] | None = None) -> AbstractContextManager[Any]:
+        """Queue work on `stream` (None: the current one), after `after` has completed.
+
+        Args:
+            stream: from `new_stream` or `current_stream`.
+            after: events to wait for. None: all that the current stream holds by now, which is always safe.
+                Empty: nothing.
+        """
+        return nullcontext()
+
+    def record(self, stream: Any = None) -> Any:
+        """An event at the end of what `stream` (None: the current one) holds by now; None on CPU."""
+        return None
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Let later work of `stream` (None: the current one) start after `event`. Does not block the CPU."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Block the CPU until `event` has completed; None has."""
+
+    def has_completed(self, event: Any) -> bool:
+        """Whether `event` has completed; None has. Does not block."""
+        return True
+
+    def synchronize(self) -> None:
+        """Block the CPU until the device has done all its work."""
+
+    #: resize(storage, nbytes) gives a storage memory of the current stream's pool; 0 bytes give it back there.
+    resize: Callable[[torch.UntypedStorage, int], object] = staticmethod(torch.UntypedStorage.resize_)
+
+
+class StreamLayer(DeviceLayer):
+    """Streams and events of an accelerator, through torch's device-generic classes."""
+
+    asynchronous = True
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream records into a graph."""
+        return compat.is_capturing(self.current_stream())
+
+    def new_stream(self, priority: int = 0) -> Any:
+        """A new stream of this device."""
+        return torch.Stream(self.device, priority=priority)
+
+    def current_stream(self) -> Any:
+        """The stream that work of this device is queued on now."""
+        return torch.accelerator.current_stream(self.device)
+
+    def _use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue work on a stream while inside."""
+        context: AbstractContextManager[Any] = stream
+        return context
+
+    def _new_event(self) -> Any:
+        return torch.Event(self.device)
+
+    @contextmanager
+    def on(self, stream: Any, after: Iterable[Any] | None = None) -> Iterator[None]:
+        """Queue work on `stream`, after `after` has completed; see `DeviceLayer.on`."""
+        here = self.current_stream()
+        stream = here if stream is None else stream
+        if after is None and stream != here:
+            self.wait(self.record(here), stream)
+        for event in after or ():
+            self.wait(event, stream)
+        with self._use(stream):
+            yield
+
+    def record(self, stream: Any = None) -> Any:
+        """An event at the end of what the stream holds by now."""
+        event = self._new_event()
+        event.record(self.current_stream() if stream is None else stream)
+        return event
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Let later work of the stream start after `event`; None has completed already."""
+        if event is not None:
+            (self.current_stream() if stream is None else stream).wait_event(event)
+
+    def wait_on_host(self, event: Any) -> None:
+        """Block the CPU until `event` has completed."""
+        if event is not None:
+            event.synchronize()
+
+    def has_completed(self, event: Any) -> bool:
+        """Whether `event` has completed."""
+        return event is None or bool(event.query())
+
+    def synchronize(self) -> None:
+        """Block the CPU until the device has done all its work."""
+        torch.accelerator.synchronize(self.device)
+
+
+_layers: dict[torch.device, DeviceLayer] = {}
+
+
+def device_layer(device: torch.device | str) -> DeviceLayer:
+    """The layer for a device, its index filled in.
+
+    Raises:
+        ValueError: neither cpu nor this machine's accelerator.
+    """
+    device = torch.device(device)
+    found = _layers.get(device)
+    if found is not None:
+        return found
+    if device.type == "cpu":
+        return _layers.setdefault(device, DeviceLayer(torch.device("cpu")))
+    accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        here = "there is none" if accelerator is None else f"it is {accelerator.type}"
+        raise ValueError(f"device {device}: expected cpu or the accelerator of this machine; {here}")
+    index: int | None = device.index
+    if index is None:  # the current one, which may change
+        return device_layer(torch.device(device.type, torch.accelerator.current_device_index()))
+    return _layers.setdefault(device, StreamLayer(device))
+
+
+@contextmanager
+def use_device_layer(layer: DeviceLayer) -> Iterator[None]:
+    """Inside, `device_layer` gives this layer for its kind of device: a simulated device, say.
+
+    What was built outside keeps the layer that it has.
+    """
+    replaced = {torch.device(layer.device.type), layer.device}
+    before = {device: _layers.get(device) for device in replaced}
+    _layers.update(dict.fromkeys(replaced, layer))
+    try:
+        yield
+    finally:
+        for device, known in before.items():
+            del _layers[device]
+            if known is not None:
+                _layers[device] = known

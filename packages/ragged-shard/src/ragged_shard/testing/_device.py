@@ -1,0 +1,408 @@
+"""A simulated accelerator: ops run at once on CPU, and every access to memory must have an order.
+
+    compute   [ write w ]----event----.            stream clocks are vectors: what of each stream has happened before
+    side                          wait '[ read w ]
+
+Each stream has a vector clock. Queueing an op takes over what the host has waited for and ticks the stream's own time;
+an event is a copy of a clock; waiting for it joins that copy. Each block of memory remembers who accessed which bytes
+at what time. An access that conflicts with one that its stream's clock does not contain is a race, and raises. So are
+
+    a first use without an order after the allocation, on the stream from whose pool the memory came
+    giving memory back, or dropping the last tensor on it, before that stream is ordered after all uses
+
+the rules of caching allocators without `record_stream`. All memory belongs to the device, but for what was allocated
+with `pin_memory=True` and what was computed from that alone: the host reads and writes those, and must have waited.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ragged_shard import _torch_compat as compat
+from ragged_shard._device import StreamLayer, use_device_layer
+from ragged_shard.testing._accesses import (
+    SYNCS,
+    Access,
+    Block,
+    Clock,
+    Pools,
+    RaceError,
+    arguments,
+    bytes_of,
+    is_non_blocking,
+    join,
+    makes_room,
+    tensors_in,
+    where,
+)
+
+_HOST = 0
+
+
+class CaptureError(RuntimeError):
+    """Something that a graph cannot record."""
+
+
+@dataclass(eq=False)
+class SimulatedStream:
+    """A queue of ops: its number, and what of every stream has happened before its next op."""
+
+    number: int
+    name: str
+    clock: Clock = field(default_factory=dict)
+    capture: int = 0  # the capture that it takes part in
+
+    def wait_event(self, event: "SimulatedEvent") -> None:
+        """Let later ops start after the event."""
+        event.check_capture(self)
+        join(self.clock, event.clock)
+
+
+@dataclass(eq=False)
+class SimulatedEvent:
+    """A point of a stream."""
+
+    device: "SimulatedDevice"
+    clock: Clock = field(default_factory=dict)
+    capture: int = 0
+
+    def record(self, stream: SimulatedStream) -> None:
+        """Be at the end of what the stream holds by now."""
+        self.clock = {**stream.clock}
+        join(self.clock, self.device.host)
+        self.capture = stream.capture
+
+    def check_capture(self, stream: SimulatedStream) -> None:
+        """Raise where an event and a stream are not in the same capture; a stream joins that of the event."""
+        if self.capture and not stream.capture:
+            stream.capture = self.capture
+        elif self.capture != stream.capture:
+            raise CaptureError(f"{stream.name} waits during a capture for an event from outside it")
+
+    def query(self) -> bool:
+        """Whether it has completed: as the device's `completes` says."""
+        self.device.refuse_in_capture("asks whether an event has completed")
+        return self.device.completes()
+
+    def synchronize(self) -> None:
+        """Block the host until it has completed."""
+        self.device.refuse_in_capture("waits for an event")
+        join(self.device.host, self.clock)
+
+
+class SimulatedDevice(StreamLayer):
+    """A device layer that checks. A context: inside, it is the layer of the CPU, and ops of this thread are checked.
+
+    Other threads are checked while they are inside `on`. Ops run at once and give the values that CPU gives.
+
+    Args:
+        device: "cpu"; with an index ("cpu:0") shards on "cpu" are offloaded from it.
+        completes: what events answer when they are asked whether they have completed.
+
+    Attributes:
+        host: what the host has waited for.
+        pools: what a caching allocator would hold.
+        accesses: how many were checked.
+        addresses: while capturing, of all memory from outside that ops use, in their order.
+
+    Raises:
+        RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
+            where no error can be raised (a tensor dies) is raised at the next op, and at the end.
+        CaptureError: inside `capture`, for what a graph cannot record.
+    """
+
+    def __init__(self, device: str = "cpu", completes: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(torch.device(device))
+        self.completes = completes
+        self.host: Clock = {}
+        self.pools = Pools()
+        self.accesses = 0
+        self.addresses: list[int] = []
+        self._numbers = itertools.count(1)
+        self._streams: list[SimulatedStream] = []
+        self._outside: set[int] = set()  # addresses of memory from before the capture
+        self._captures = itertools.count(1)
+        self._default = self.new_stream()
+        self._default.name = "the default stream"
+        self._here = threading.local()
+        self._blocks: dict[int, Block] = {}
+        self._finalizers: list[Any] = []
+        self._late: list[RaceError] = []
+        self._mode = _Stamp(self)
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def _inside(self) -> Iterator["SimulatedDevice"]:
+        try:
+            with use_device_layer(self), self._mode:
+                yield self
+            self.raise_late()
+        finally:
+            for finalizer in self._finalizers:
+                finalizer.detach()
+            self._blocks.clear()
+
+    def __enter__(self) -> "SimulatedDevice":
+        self._context = self._inside()
+        return self._context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*exception)
+
+    def raise_late(self) -> None:
+        """Raise the first race that was found where no error could be raised."""
+        if self._late:
+            raise self._late.pop(0)
+
+    # -- the layer --------------------------------------------------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream takes part in a capture."""
+        return bool(self.current_stream().capture)
+
+    def new_stream(self, priority: int = 0) -> SimulatedStream:
+        """A new stream."""
+        number = next(self._numbers)
+        stream = SimulatedStream(number, f"stream {number}")
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> SimulatedStream:
+        """This thread's."""
+        return getattr(self._here, "stream", self._default)
+
+    @contextmanager
+    def _switch(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._here.stream = stream
+        try:
+            if compat.mode_is_active(self._mode):
+                yield
+            else:
+                with self._mode:
+                    yield
+        finally:
+            self._here.stream = before
+
+    def _use(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._switch(stream)
+
+    def _new_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done all its work. Refused in a capture."""
+        self.refuse_in_capture("synchronizes")
+        for block in self._blocks.values():
+            for access in block.accesses:
+                join(self.host, {access.stream: access.time})
+
+    def wait_for_current(self) -> None:
+        """What reading a number of the device does: the host waits for the current stream."""
+        self.refuse_in_capture("waits for the current stream")
+        join(self.host, self.current_stream().clock)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give a storage memory of the current stream's pool, or with 0 bytes give its memory back to its pool."""
+        with self._lock:
+            if storage.nbytes():
+                self._give_back(storage.data_ptr(), where())
+            storage.resize_(nbytes)
+            if nbytes:
+                self._allocate(storage, False, False)
+
+    # -- capture ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capture(self) -> Iterator[list[int]]:
+        """Record the current stream's work, as a graph would; what cannot be recorded raises CaptureError.
+
+        Yields:
+            the addresses of all memory from outside that ops use, in their order.
+        """
+        self.synchronize()
+        stream = self.current_stream()
+        stream.capture = next(self._captures)
+        self._outside, self.addresses = set(self._blocks), []
+        try:
+            yield self.addresses
+            self.raise_late()
+            for other in self._streams:
+                joined = stream.clock.get(other.number, 0) >= other.clock.get(other.number, 0)
+                if other.capture and not joined:
+                    raise CaptureError(f"{other.name} took part in a capture and was not joined at its end")
+        finally:
+            for other in self._streams:
+                other.capture = 0
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise where work is being captured."""
+        if self.capturing:
+            raise CaptureError(f"the host {what} during a capture, at {where()}")
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _allocate(self, storage: torch.UntypedStorage, on_host: bool, pinned: bool) -> Block:
+        home = self.current_stream()
+        block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned)
+        self._blocks[block.address] = block
+        if not on_host:
+            time = self._tick(home)
+            block.accesses.append(
+                Access(home.number, home.name, time, True, 0, block.nbytes, f"the allocation at {where()}")
+            )
+            self.pools.add(home.name, block.nbytes)
+        return block
+
+    def born(self, storage: torch.UntypedStorage, on_host: bool, pinned: bool) -> None:
+        """A tensor was made on new memory, which ends with its storage."""
+        if storage.nbytes():
+            block = self._allocate(storage, on_host, pinned)
+            self._finalizers.append(weakref.finalize(storage, self._died, block))
+            if len(self._finalizers) > 4096:
+                self._finalizers = [one for one in self._finalizers if one.alive]
+
+    def _died(self, block: Block) -> None:
+        if self._blocks.get(block.address) is block:
+            try:
+                self._give_back(block.address, "the end of its last tensor")
+            except RaceError as error:
+                self._late.append(error)
+
+    def _give_back(self, address: int, where: str) -> None:
+        block = self._blocks.pop(address, None)
+        if block is None or block.on_host:
+            return
+        self.pools.add(block.home.name, -block.nbytes)
+        known = {**block.home.clock}
+        join(known, self.host)
+        for access in block.accesses:
+            if known.get(access.stream, 0) < access.time:
+                raise RaceError(
+                    f"{block.nbytes} bytes of {block.home.name} are given back at {where} before the last {access} "
+                    "is known there to have completed"
+                )
+
+    def block_of(self, storage: torch.UntypedStorage) -> Block | None:
+        """The memory that a storage holds; None: it holds none."""
+        if not storage.nbytes():
+            return None
+        found = self._blocks.get(storage.data_ptr())
+        if found is None or found.nbytes != storage.nbytes():  # from before, or from an op that was not seen
+            found = Block(storage.data_ptr(), storage.nbytes(), self._default, False, False)
+            self._blocks[found.address] = found
+        return found
+
+    # -- accesses ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, stream: SimulatedStream) -> int:
+        join(stream.clock, self.host)
+        time = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        return time
+
+    def run(
+        self, op: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], waits: bool
+    ) -> None:
+        """Check one op's accesses.
+
+        Args:
+            waits: whether the host waits for it where it uses memory of both.
+        """
+        with self._lock:
+            given = [(t, False) for t in reads] + [(t, True) for t in writes]
+            found = [(t, w, block) for t, w in given if (block := self.block_of(t.untyped_storage()))]
+            if not found:
+                return
+            on_host = [block.on_host for _, _, block in found]
+            mixed = any(on_host) and not all(on_host)
+            waits = waits or any(block.on_host and not block.pinned for _, _, block in found)
+            stream = self.current_stream()
+            if mixed and waits:
+                self.refuse_in_capture(f"waits for {op}, a copy that is pageable or blocking,")
+            if all(on_host):
+                self.refuse_in_capture(f"runs {op}")
+                stream = SimulatedStream(_HOST, "the host", self.host)
+            what = f"{op} at {where()}"
+            time = self._tick(stream)
+            for tensor, writing, block in found:
+                if stream.capture and block.address in self._outside:
+                    self.addresses.append(tensor.data_ptr())
+                low, high = bytes_of(tensor)
+                if high > low:
+                    self._access(
+                        block,
+                        Access(stream.number, stream.name, time, writing, low, high, what),
+                        stream.clock,
+                    )
+            if mixed and waits:
+                join(self.host, stream.clock)
+
+    def _access(self, block: Block, now: Access, clock: Clock) -> None:
+        self.accesses += 1
+        kept = []
+        for before in block.accesses:
+            overlap = before.low < now.high and now.low < before.high
+            ordered = clock.get(before.stream, 0) >= before.time
+            if overlap and not ordered and (before.writes or now.writes):
+                raise RaceError(f"{now} has no order after the {before}")
+            covered = now.low <= before.low and before.high <= now.high
+            if not (covered and ordered and (now.writes or not before.writes)):
+                kept.append(before)
+        kept.append(now)
+        block.accesses = kept
+
+
+class _Stamp(TorchDispatchMode):
+    """Shows every op's accesses to a device."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        without_memory = any(issubclass(one, FakeTensor) for one in types)
+        if without_memory or func.namespace in ("_c10d_functional", "c10d"):
+            return func(*args, **kwargs)  # a collective's group shows what it does, on its stream
+        if any(compat.is_wrapper(one) for one in types):
+            return NotImplemented  # their own ops on local tensors come here
+        device, schema = self._device, func._schema
+        device.raise_late()
+        if func._schema.name in SYNCS:
+            device.wait_for_current()
+        pinned = bool(kwargs.get("pin_memory"))
+        if pinned:
+            kwargs = {**kwargs, "pin_memory": False}
+        reads, writes = arguments(schema, args, kwargs)
+        is_view = bool(schema.returns) and all(
+            r.alias_info and not r.alias_info.is_write for r in schema.returns
+        )
+        if not is_view and func.namespace == "aten" and not makes_room(func):
+            device.run(str(func), reads, writes, not is_non_blocking(schema, args, kwargs))
+        result = func(*args, **kwargs)
+        if not is_view:
+            self._see_results(func, result, reads + writes, pinned)
+        return result
+
+    def _see_results(self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool) -> None:
+        device = self._device
+        known = {t.untyped_storage().data_ptr() for t in given}
+        blocks = [device.block_of(t.untyped_storage()) for t in given]
+        on_host = pinned or (any(blocks) and all(block.on_host for block in blocks if block))
+        made = []
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage().data_ptr() not in known:
+                known.add(tensor.untyped_storage().data_ptr())
+                device.born(tensor.untyped_storage(), on_host, pinned)
+                made.append(tensor)
+        if made and not makes_room(func):
+            device.run(f"{func}'s result", (), made, False)

@@ -1,0 +1,236 @@
+"""Take out each wait, event and record in turn, and see whether the tests on the simulated device notice.
+
+    python tools/order_mutants.py [--jobs 2] [--only TEXT] [--table PATH]
+
+A mutant is a copy of the sources with one call changed:
+
+    x.wait(...), arrive(), x.wait_on_host(...)    left out
+    x.record()                                    None, which every wait takes for completed
+    x.on(stream, after)                           waits for nothing
+    partial(x.wait, event)                        does nothing
+
+Prints a table, and exits with 1 where fewer than 90 % are caught or one that is not has no explanation below.
+"""
+
+import argparse
+import ast
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
+# Where streams and events are used. Works of dbuffer's own transports are for CPU ranks, where there are none.
+SOURCES = (
+    "dbuffer/src/dbuffer/_collectives.py",
+    "dbuffer/src/dbuffer/_handle.py",
+    "dbuffer/src/dbuffer/memory",
+    "fsdp-runtime/src/fsdp_runtime",
+    "block-optim/src/block_optim/core",
+    "block-optim/src/block_optim/muon",
+    "block-optim/src/block_optim/shampoo",
+)
+LEFT_OUT = ("train", "integrations")
+TESTS = (
+    "packages/fsdp-runtime/tests/test_happens_before.py",
+    "packages/block-optim/tests/test_happens_before.py",
+)
+WAITS = ("wait", "wait_on_host", "synchronize")
+CALLED_WAITS = ("wait", "arrive", "returned", "answer")  # results of functions that start something
+LIMIT = 150  # seconds for the tests of a mutant
+SHARE = 0.9
+
+# (function, code) of the mutants that are not caught, and why that is right.
+EXPLAINED: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        path: of the file, in the packages.
+        line: of the call.
+        function: that it is in.
+        code: what is changed.
+        number: of the call among those that can be changed in this file.
+    """
+
+    path: str
+    line: int
+    function: str
+    code: str
+    number: int
+
+
+class _Change(ast.NodeTransformer):
+    """Finds the calls of a file that can be changed, and changes the one of a number."""
+
+    def __init__(self, path: str, number: int | None = None) -> None:
+        self.path, self.number = path, number
+        self.found: list[Mutant] = []
+        self._functions: list[str] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802  # ast's name
+        """Remember where we are."""
+        self._functions.append(node.name)
+        found = self.generic_visit(node)
+        self._functions.pop()
+        return found
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:  # noqa: N802
+        """The same for classes."""
+        self._functions.append(node.name)
+        found = self.generic_visit(node)
+        self._functions.pop()
+        return found
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+        """Change a call, where it is the one."""
+        changed = _changed(node)
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        if changed is None:
+            return node
+        number = len(self.found)
+        function = ".".join(self._functions)
+        self.found.append(Mutant(self.path, node.lineno, function, ast.unparse(node), number))
+        return changed if number == self.number else node
+
+
+def _changed(node: ast.Call) -> ast.expr | None:
+    """What a call becomes; None where it stays."""
+    nothing = ast.Constant(None)
+    if isinstance(node.func, ast.Name):
+        if node.func.id in CALLED_WAITS and not node.args:
+            return nothing
+        if node.func.id == "partial" and isinstance(node.args[0], ast.Attribute) and node.args[0].attr in WAITS:
+            return ast.parse("lambda: None", mode="eval").body
+        return None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    if node.func.attr in WAITS or node.func.attr == "record":
+        return nothing
+    after = node.args[1:2]
+    if node.func.attr == "on" and not (after and isinstance(after[0], ast.Tuple) and not after[0].elts):
+        return ast.Call(node.func, [*node.args[:1], ast.Tuple([], ast.Load())], [])
+    return None
+
+
+def mutants() -> list[Mutant]:
+    """All of them."""
+    found: list[Mutant] = []
+    for source in SOURCES:
+        top = ROOT / "packages" / source
+        for path in sorted(top.rglob("*.py")) if top.is_dir() else [top]:
+            if not any(part in LEFT_OUT for part in path.relative_to(ROOT).parts):
+                change = _Change(str(path.relative_to(ROOT / "packages")))
+                change.visit(ast.parse(path.read_text()))
+                found += change.found
+    return found
+
+
+@contextlib.contextmanager
+def _copied() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        for package in PACKAGES:
+            shutil.copytree(ROOT / "packages" / package / "src", Path(folder) / package / "src")
+        yield Path(folder)
+
+
+def _caught(mutant: Mutant | None) -> bool:
+    """Whether the tests fail with a mutant; None: with the sources as they are."""
+    with _copied() as folder:
+        if mutant is not None:
+            change = _Change(mutant.path, mutant.number)
+            tree = change.visit(ast.parse((ROOT / "packages" / mutant.path).read_text()))
+            (folder / mutant.path).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+        child = os.fork()
+        if child == 0:
+            _run_tests(folder)
+        end = time.monotonic() + LIMIT
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return status != 0
+            time.sleep(0.05)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        return True
+
+
+def _run_tests(folder: Path) -> None:
+    """In a child: run the tests on the copy, and leave."""
+    import pytest
+
+    sys.path[:0] = [str(folder / package / "src") for package in PACKAGES]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", f"--rootdir={ROOT}"]
+    os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in TESTS)])))
+
+
+def _import_torch() -> None:
+    """Once, before ranks of tests are forked: our packages come from each mutant's copy."""
+    import torch
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+    import torch.utils.checkpoint
+
+    torch.set_num_threads(1)
+
+
+def table(results: list[tuple[Mutant, bool]]) -> list[str]:
+    """The lines of the table, in Markdown."""
+    caught = sum(found for _, found in results)
+    lines = [
+        f"{caught} of {len(results)} mutants are caught ({caught / len(results):.0%}).",
+        "",
+        "| file | function | taken out | caught |",
+        "| --- | --- | --- | --- |",
+    ]
+    for mutant, found in results:
+        why = EXPLAINED.get((mutant.function, mutant.code), "no, and not explained")
+        name = mutant.path.split("/src/")[1]
+        lines.append(f"| {name} | `{mutant.function}` | `{mutant.code}` | {'yes' if found else why} |")
+    return lines
+
+
+def main() -> int:
+    """Run the tests on every mutant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="mutants whose path, function or code has this text")
+    parser.add_argument("--table", type=Path, help="the page whose table is replaced, from its line `## Mutants` on")
+    given = parser.parse_args()
+    chosen = [m for m in mutants() if given.only in f"{m.path} {m.function} {m.code}"]
+    _import_torch()
+    if _caught(None):
+        print("the tests fail without any mutant; run them first", file=sys.stderr)
+        return 1
+    results: list[tuple[Mutant, bool]] = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for mutant, found in zip(chosen, pool.map(_caught, chosen), strict=True):
+            results.append((mutant, found))
+            print(f"{'caught    ' if found else 'NOT CAUGHT'} {mutant.path}:{mutant.line} {mutant.code}", flush=True)
+    lines = table(results)
+    print(lines[0])
+    if given.table is not None:
+        before = given.table.read_text().partition("## Mutants\n")[0]
+        given.table.write_text("\n".join([before + "## Mutants", "", *lines, ""]))
+    unexplained = [m for m, found in results if not found and (m.function, m.code) not in EXPLAINED]
+    return int(bool(unexplained) or sum(found for _, found in results) < SHARE * len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
