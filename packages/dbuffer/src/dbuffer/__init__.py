@@ -7,15 +7,17 @@ its rooms are `memory`, `wire`, `transport`, the collectives on them, and the bu
 from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
 from ._collectives import Gather, ReduceScatter
 from ._device import DeviceLayer, device_layer
+from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
 from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
-from .wire import CastOnWire, Encoder, WireForm
+from .wire import CastOnWire, CastReduction, Encoder, Reducer, ReductionForm, WireForm
 
 __version__ = "0.2.0"
 __all__ = [
     "CastOnWire",
+    "CastReduction",
     "DBuffer",
     "DebugRecycler",
     "DeviceLayer",
@@ -27,6 +29,8 @@ __all__ = [
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
+    "Reducer",
+    "ReductionForm",
     "TensorSlice",
     "Transport",
     "TransportChoice",
@@ -35,6 +39,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "device_layer",
+    "exchange_scratch_bytes",
     "geometry_of",
     "prepare_gather",
     "prepare_reduction",

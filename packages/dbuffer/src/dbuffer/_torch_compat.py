@@ -53,6 +53,11 @@ def reduce_scatter(
     return works
 
 
+def all_to_all(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Start giving each rank its equal slice; the work to wait on."""
+    return dist.all_to_all_single(receive, send, group=group, async_op=True)
+
+
 def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Any:
     """Start reducing every tensor in place in one call; the work to wait on."""
     if len(tensors) == 1:

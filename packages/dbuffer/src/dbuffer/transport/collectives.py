@@ -32,6 +32,11 @@ class Collectives:
         work: Work = compat.reduce_scatter(pairs, _OPS[op], living(self._group))
         return work
 
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+        """One all-to-all."""
+        work: Work = compat.all_to_all(receive, send, living(self._group))
+        return work
+
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """One all-reduce."""
         work: Work = compat.all_reduce(tensors, _OPS[op], living(self._group))
