@@ -12,10 +12,28 @@ from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
 from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
-from .wire import CastOnWire, CastReduction, Encoder, Reducer, ReductionForm, WireForm
+from .wire import (
+    BlockFormat,
+    BlockFP8,
+    BlockInt8,
+    BlockNF4,
+    CastOnWire,
+    CastReduction,
+    Encoder,
+    Noise,
+    Reducer,
+    ReductionForm,
+    RowRun,
+    TileGrid,
+    WireForm,
+)
 
 __version__ = "0.2.0"
 __all__ = [
+    "BlockFP8",
+    "BlockFormat",
+    "BlockInt8",
+    "BlockNF4",
     "CastOnWire",
     "CastReduction",
     "DBuffer",
@@ -26,12 +44,15 @@ __all__ = [
     "Geometry",
     "Handle",
     "HandleState",
+    "Noise",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
     "Reducer",
     "ReductionForm",
+    "RowRun",
     "TensorSlice",
+    "TileGrid",
     "Transport",
     "TransportChoice",
     "WireForm",

@@ -1,6 +1,26 @@
-"""In which encoding a gather or a reduction travels."""
+"""In which encoding gathers and reductions travel: as they are, cast, or as codes of blocks with scales."""
 
+from .block_fp8 import BlockFP8
+from .blocks import BlockFormat
 from .form import CastOnWire, Encoder, WireForm
+from .int8 import BlockInt8
+from .nf4 import BlockNF4
+from .noise import Noise
 from .reduction import CastReduction, Reducer, ReductionForm
+from .tiles import RowRun, TileGrid
 
-__all__ = ["CastOnWire", "CastReduction", "Encoder", "Reducer", "ReductionForm", "WireForm"]
+__all__ = [
+    "BlockFP8",
+    "BlockFormat",
+    "BlockInt8",
+    "BlockNF4",
+    "CastOnWire",
+    "CastReduction",
+    "Encoder",
+    "Noise",
+    "Reducer",
+    "ReductionForm",
+    "RowRun",
+    "TileGrid",
+    "WireForm",
+]

@@ -1,0 +1,82 @@
+"""Random bits that belong to an element, a step and a rank: a counter-based hash, no generator and no state.
+
+    bits = mix(mix(low + first) ^ second)        low, high: halves of the element's 64-bit index
+    first, second                                keys from seed, step and rank, the second also from `high`
+
+The mixer is two rounds of xor-shift and multiplication on 32 bits, so torch and Triton agree. torch's own random
+numbers are neither used nor changed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+GOLDEN = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What random bits depend on, next to the element's index.
+
+    Args:
+        seed, step, rank: any integers; ranks that round contributions to one sum should differ.
+    """
+
+    seed: int
+    step: int
+    rank: int
+
+    def keys(self) -> tuple[int, int]:
+        """Two keys of 32 bits."""
+        first = mix(self.seed ^ mix(self.step * GOLDEN + 1) ^ mix((self.seed >> 32) + 3))
+        second = mix(first + self.rank * GOLDEN + 2)
+        return mix(first ^ second * GOLDEN), second
+
+
+def mix(x: int) -> int:
+    """The mixer on a Python integer."""
+    x &= _MASK
+    x ^= x >> 16
+    x = x * MULTIPLIERS[0] & _MASK
+    x ^= x >> 15
+    x = x * MULTIPLIERS[1] & _MASK
+    return x ^ x >> 16
+
+
+def signed(x: int) -> int:
+    """An unsigned 32-bit number as torch's int32 holds it."""
+    x &= _MASK
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def random_bits(noise: Noise, index: torch.Tensor) -> torch.Tensor:
+    """Random bits, int32, for elements' indices, int64; not empty."""
+    first, second = noise.keys()
+    low, high = index.to(torch.int32), index >> 32  # the lower half wraps
+    spare = torch.empty_like(low)
+    low.add_(signed(first))
+    _mix(low, spare)
+    halves = range(int(high.min()), int(high.max()) + 1)
+    if len(halves) == 1:
+        low.bitwise_xor_(_second_key(second, halves[0]))
+    else:
+        for half in halves:
+            spare.masked_fill_(high == half, _second_key(second, half))
+        low.bitwise_xor_(spare)
+    _mix(low, spare)
+    return low
+
+
+def _second_key(second: int, high: int) -> int:
+    return signed(second ^ mix(high * GOLDEN))
+
+
+def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
+    """`mix` on int32 tensors, whose products wrap and whose right shifts need their sign bits masked."""
+    for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1]), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_((1 << 32 - shift) - 1))
+        if multiplier is not None:
+            x.mul_(signed(multiplier))

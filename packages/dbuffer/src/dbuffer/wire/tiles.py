@@ -1,0 +1,187 @@
+"""Which elements of a tensor share a scale, and where they lie: arithmetic only, no memory.
+
+    columns          0        128       256  300
+    rows 0..127      | tile 0  | tile 1  | 2 |        a band: 128 rows, one row of tiles
+         128..255    | tile 3  | tile 4  | 5 |
+         256..279    | tile 6  | tile 7  | 8 |        tiles at the edges are short
+
+A matrix is the last two dimensions of a tensor; its leading ones are flattened, and tiles start over in each stacked
+matrix, as `layout_planner.Tile` cuts it. A 1-D tensor is one row. Scales are row-major over the tiles.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The tiles of one tensor.
+
+    Args:
+        shape: the tensor's.
+        tile: rows and columns of a tile, each at least 1.
+    """
+
+    shape: tuple[int, ...]
+    tile: tuple[int, int]
+
+    @cached_property
+    def columns(self) -> int:
+        """Elements of a row: the last dimension."""
+        return self.shape[-1] if self.shape else 1
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of all stacked matrices together."""
+        return math.prod(self.shape[:-1])
+
+    @cached_property
+    def period(self) -> int:
+        """Rows after which tiles start over: those of one matrix, or all rows where its bands are never short."""
+        matrix = self.shape[-2] if len(self.shape) > 1 else 1
+        return self.rows if matrix == 0 or matrix % self.tile[0] == 0 else matrix
+
+    @cached_property
+    def across(self) -> int:
+        """Tiles of a band."""
+        return -(-self.columns // self.tile[1])
+
+    @cached_property
+    def bands_per_period(self) -> int:
+        """Bands until tiles start over."""
+        return -(-self.period // self.tile[0])
+
+    @cached_property
+    def num_bands(self) -> int:
+        """Bands of the tensor."""
+        return self.rows // self.period * self.bands_per_period if self.period else 0
+
+    @property
+    def num_scales(self) -> int:
+        """Tiles of the tensor."""
+        return self.num_bands * self.across
+
+    def band_of(self, row: int) -> int:
+        """The band that a row is in; for `rows`, the number of bands."""
+        if row == self.rows:
+            return self.num_bands
+        matrix, inside = divmod(row, self.period)
+        return matrix * self.bands_per_period + inside // self.tile[0]
+
+    def is_whole(self, start: int, stop: int) -> bool:
+        """Whether the rows [start, stop) cut no tile."""
+        return start == stop or (self._is_cut(start) and self._is_cut(stop))
+
+    def _is_cut(self, row: int) -> bool:
+        return row == self.rows or row % self.period % self.tile[0] == 0
+
+    def scales_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The scales [first, last) of the rows [start, stop), those of cut tiles included."""
+        if start == stop:
+            first = self.band_of(start) * self.across
+            return first, first
+        return self.band_of(start) * self.across, (self.band_of(stop - 1) + 1) * self.across
+
+    def cut_bands(self, start: int, stop: int) -> tuple[int, ...]:
+        """The bands, two at most, of which the rows [start, stop) hold only some rows."""
+        if start == stop:
+            return ()
+        first, last = self.band_of(start), self.band_of(stop - 1)
+        return tuple(
+            dict.fromkeys(band for row, band in ((start, first), (stop, last)) if not self._is_cut(row))
+        )
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """Consecutive rows of one tensor, and where they lie in the flat buffers that a call is given.
+
+    Args:
+        grid: the tensor's tiles.
+        start, stop: its rows [start, stop), counted over all stacked matrices; may be empty.
+        values: of the buffer of values, the element where the run's first one lies.
+        codes: of the buffer of codes, the byte where they begin.
+        scales: of the buffer of scales (and of amax), the element where those of `grid.scales_of(start, stop)` begin.
+        element: the run's first element as stochastic rounding counts it, such as its index in the whole tensor
+            or buffer.
+    """
+
+    grid: TileGrid
+    start: int
+    stop: int
+    values: int = 0
+    codes: int = 0
+    scales: int = 0
+    element: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return (self.stop - self.start) * self.grid.columns
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of the run, those of cut tiles included."""
+        first, last = self.grid.scales_of(self.start, self.stop)
+        return last - first
+
+
+class Region(NamedTuple):
+    """Tiles, or pieces of cut ones, of one height and width in a run.
+
+    Attributes:
+        shape: (periods, bands, height, tiles, width).
+        row: the first row, counted from the run's first.
+        column: the first column.
+        scale: the first scale, counted from the run's first.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    row: int
+    column: int
+    scale: int
+
+
+def regions(grid: TileGrid, start: int, stop: int) -> Iterator[Region]:
+    """Every element of the rows [start, stop) once, in few regions however many tiles there are."""
+    if start == stop or not grid.columns:
+        return
+    width = grid.tile[1]
+    full, rest = divmod(grid.columns, width)
+    first_band = grid.band_of(start)
+    for row, periods, bands, height in _row_pieces(grid, start, stop):
+        scale = (grid.band_of(row) - first_band) * grid.across
+        if full:
+            yield Region((periods, bands, height, full, width), row - start, 0, scale)
+        if rest:
+            yield Region((periods, bands, height, 1, rest), row - start, full * width, scale + full)
+
+
+def _row_pieces(grid: TileGrid, row: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first row, periods, bands in each, rows of each band)."""
+    tile, period = grid.tile[0], grid.period
+    full, rest = divmod(period, tile)
+    while row < stop:
+        inside = row % period
+        whole = (stop - row) // period if inside == 0 else 0
+        if whole:
+            if full:
+                yield row, whole, full, tile
+            if rest:
+                yield row + full * tile, whole, 1, rest
+            row += whole * period
+            continue
+        end = min(stop, row - inside + period)
+        if inside % tile:
+            height = min(tile - inside % tile, end - row)
+            yield row, 1, 1, height
+            row += height
+        if bands := (end - row) // tile:
+            yield row, 1, bands, tile
+            row += bands * tile
+        if row < end:
+            yield row, 1, 1, end - row
+            row = end
