@@ -4,6 +4,7 @@ After the DBuffer of veScale-FSDP (arXiv 2602.22437). Start with `DBuffer`. What
 its rooms are `memory`, `wire`, `transport`, the collectives on them, and the buffer on top.
 """
 
+from ._amax import needs_amax, share_amax
 from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
 from ._collectives import Gather, ReduceScatter
 from ._device import DeviceLayer, device_layer
@@ -17,6 +18,7 @@ from .wire import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
+    BlocksOnWire,
     CastOnWire,
     CastReduction,
     Encoder,
@@ -34,6 +36,7 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlocksOnWire",
     "CastOnWire",
     "CastReduction",
     "DBuffer",
@@ -62,9 +65,11 @@ __all__ = [
     "device_layer",
     "exchange_scratch_bytes",
     "geometry_of",
+    "needs_amax",
     "prepare_gather",
     "prepare_reduction",
     "reduce_scatter",
     "reduction_scratch_bytes",
+    "share_amax",
     "shared_recycler",
 ]

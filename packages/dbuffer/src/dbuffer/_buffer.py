@@ -322,6 +322,13 @@ class DBuffer:
             memory.neighbor = memory.gathered.slices_of(group, self.layer)
         self.release()
 
+    def forget_encoding(self) -> None:
+        """Encode the shard again at the next gather, also where its version counter has not moved.
+
+        For writes that torch does not see, such as a kernel's of one's own. Only forms that quantize keep anything.
+        """
+        self.memory.encoder.forget()
+
     def forget_neighbors(self) -> None:
         """Drop what `shrink` kept: the next gather takes the shards again."""
         self.memory.check_idle("forget_neighbors")

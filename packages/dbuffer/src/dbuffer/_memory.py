@@ -21,7 +21,7 @@ class BufferMemory:
         aliased: whether both are the same memory.
         recycler: where the gathered memory comes from.
         neighbor: what `shrink` kept, or None.
-        scratch: what a collective under way uses in addition.
+        scratch: what a reduction under way uses in addition.
         in_flight: the handle of a collective that has not been waited for, or None.
     """
 
@@ -44,7 +44,7 @@ class BufferMemory:
         """Keep this memory out of use for good: a failed collective may still write there."""
         self.gathered.condemn()
         hold_forever(self.shard.flats)
-        for one in self.scratch:
+        for one in (*self.scratch, *self.encoder.scratch):
             one.condemn()
         if self.neighbor is not None:
             hold_forever(self.neighbor.flats)

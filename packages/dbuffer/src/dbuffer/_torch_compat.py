@@ -3,7 +3,7 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
-`torch._foreach_*`, a process group's backend and its timeout.
+`torch._foreach_*`, `Tensor._version`, a process group's backend and its timeout.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,6 +85,11 @@ def timeout_seconds(group: dist.ProcessGroup) -> float:
     """How long the CPU collectives of a group wait for a rank."""
     backend: Any = group._get_backend(torch.device("cpu"))
     return float(backend.options._timeout.total_seconds())
+
+
+def versions(tensors: Tensors) -> list[int]:
+    """How often each was written to."""
+    return [tensor._version for tensor in tensors]
 
 
 def users(storage: torch.UntypedStorage) -> int:

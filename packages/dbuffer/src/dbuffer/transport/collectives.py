@@ -1,6 +1,7 @@
 """torch.distributed's own collectives, one coalesced call whatever the number of tensors."""
 
 import weakref
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from .protocol import Op, Pairs, Work, living
 
-_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Collectives:
@@ -37,7 +38,7 @@ class Collectives:
         work: Work = compat.all_to_all(receive, send, living(self._group))
         return work
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op | Literal["max"], label: str) -> Work:
         """One all-reduce."""
         work: Work = compat.all_reduce(tensors, _OPS[op], living(self._group))
         return work

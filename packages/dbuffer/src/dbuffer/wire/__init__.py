@@ -6,16 +6,21 @@ from .form import CastOnWire, Encoder, WireForm
 from .int8 import BlockInt8
 from .nf4 import BlockNF4
 from .noise import Noise
+from .planes import CodePlanes
+from .quantized import BlockEncoder, BlocksOnWire
 from .reduction import CastReduction, Reducer, ReductionForm
 from .tiles import RowRun, TileGrid
 
 __all__ = [
+    "BlockEncoder",
     "BlockFP8",
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlocksOnWire",
     "CastOnWire",
     "CastReduction",
+    "CodePlanes",
     "Encoder",
     "Noise",
     "Reducer",
