@@ -159,8 +159,10 @@ def bad(cut):
     dbuffer.share_amax([buffer])
     buffer.all_gather().wait()
     short, wide = buffer.views["short"], buffer.views["wide"]
-    assert short[16:32, 16:32].isnan().all() and int(short.isnan().sum()) == 256
-    assert wide[:, 96:].isnan().all() and int(wide.isnan().sum()) == 64
+    assert short[16:32, 16:32].isnan().all()
+    assert int(short.isnan().sum()) == 256
+    assert wide[:, 96:].isnan().all()
+    assert int(wide.isnan().sum()) == 64
 
 
 @pytest.mark.parametrize("cut", ["whole", "shared"])
