@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from . import blocks
+from . import blocks, codec
 from .blocks import Runs
+from .codec import Scratch
 from .noise import Noise
 from .tiles import TileGrid
 
 TOP = 448.0  # e4m3's largest number
-_LARGE = 2.0**119  # of scales: beyond it, `_decode`'s factor would overflow
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BlockFP8:
     def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write the largest magnitude of each tile, as `BlockFormat.amax`."""
         blocks.check(self, runs, values=values, amax=out)
-        blocks.write_amax(runs, values, out)
+        codec.write_amax(runs, values, out)
 
     def quantize(
         self,
@@ -82,41 +82,40 @@ class BlockFP8:
         given = {} if amax is None else {"amax": amax}
         blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
         blocks.check_quantize(self, runs, amax, noise)
-        if amax is None:
-            blocks.write_amax(runs, values, scales)
-            amax = scales
-        bytes_ = codes.view(torch.float8_e4m3fn)
-        for run in runs:
-            for chunk in blocks.chunks(run):
-                found = blocks.scales_in(amax, run.scales, run.grid, chunk)
-                up, down = blocks.reciprocal(found, TOP, self.scale == "pow2")
-                scaled = blocks.tiles_in(values, run.values, run.grid, chunk) * up
-                blocks.tiles_in(bytes_, run.codes, run.grid, chunk).copy_(scaled.clamp_(-TOP, TOP))
-                blocks.clear_bad(blocks.tiles_in(codes, run.codes, run.grid, chunk), up)
-                blocks.scales_in(scales, run.scales, run.grid, chunk).copy_(down)
+        codec.quantize(_E4M3(self.scale == "pow2"), runs, values, codes, scales, amax, noise)
 
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, as `BlockFormat.dequantize`."""
         blocks.check(self, runs, codes=codes, scales=scales, values=out)
-        for run in runs:
-            for chunk in blocks.chunks(run):
-                scale = blocks.scales_in(scales, run.scales, run.grid, chunk)
-                decoded = _decode(blocks.tiles_in(codes, run.codes, run.grid, chunk), scale)
-                blocks.tiles_in(out, run.values, run.grid, chunk).copy_(decoded)
+        codec.dequantize(_E4M3(self.scale == "pow2"), runs, codes, scales, out)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write sums over ranks, as `BlockFormat.sum`."""
-        blocks.sum_ranks(self, runs, codes, scales, out, _decode)
+        blocks.check_ranks(self, runs, codes=codes, scales=scales, out=out)
+        codec.sum_ranks(_E4M3(self.scale == "pow2"), runs, codes, scales, out)
 
 
-def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 values of e4m3 codes times scales.
+@dataclass(frozen=True)
+class _E4M3:
+    pow2: bool
+    top = TOP
 
-    A code's bits, moved up by 7, are an fp16 number of 1/256 of its value; torch reads fp16 many times faster than
-    e4m3. Only NaN, which fp16 has elsewhere, is not.
-    """
-    magnitudes = codes & 0x7F
-    if (magnitudes.numel() and int(magnitudes.max()) == 0x7F) or float(scales.abs().max()) > _LARGE:
-        return codes.view(torch.float8_e4m3fn).float().mul_(scales)
-    bits = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4001)
-    return bits.view(torch.float16).float().mul_(scales * 256)
+    def store(
+        self, x: torch.Tensor, codes: torch.Tensor, scratch: Scratch, element: int, noise: Noise | None
+    ) -> None:
+        """Clamped first: beyond 448 torch gives NaN before 2.12 and 448 from then on."""
+        codes.view(torch.float8_e4m3fn).copy_(x.clamp_(-TOP, TOP))
+
+    def load(self, codes: torch.Tensor, x: torch.Tensor, scratch: Scratch) -> None:
+        """A code's bits, moved up by 7, are an fp16 number of 1/256 of its value, unless it is NaN.
+
+        torch reads fp16 many times faster than e4m3.
+        """
+        numel = codes.numel()
+        magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch.take(numel, torch.uint8))
+        if int(magnitudes.max()) == 0x7F:
+            x.copy_(codes.view(torch.float8_e4m3fn))
+            return
+        bits = scratch.take(numel, torch.int16).copy_(codes.view(torch.int8))
+        bits.mul_(128).bitwise_and_(-0x4001)
+        x.copy_(bits.view(torch.float16)).mul_(256.0)

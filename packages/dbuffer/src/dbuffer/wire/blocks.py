@@ -1,4 +1,4 @@
-"""Values as one-byte codes and one scale a tile: what formats share, and the torch ops that serve on every device.
+"""Values as codes and one scale a tile: what every format promises, and checks its arguments for.
 
     values  fp32, bf16, fp16   --quantize-->   codes uint8, scales fp32   --dequantize-->   value = code * scale
 
@@ -11,15 +11,14 @@ the largest fp32 number where that overflows; for a power of two all bits but th
 NaN or an infinity gets the scale NaN and codes 0, so every value that is read back from it is NaN.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from .noise import Noise
-from .tiles import Region, RowRun, TileGrid, regions
+from .tiles import RowRun, TileGrid
 
-CHUNK = 1 << 17  # elements worked on together on CPU: what caches hold
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 Runs = Sequence[RowRun]
 
@@ -158,112 +157,20 @@ def check_quantize(fmt: BlockFormat, runs: Runs, amax: torch.Tensor | None, nois
             )
 
 
-def check_ranks(**buffers: torch.Tensor) -> None:
-    """Raise ValueError unless there are (ranks, n) codes and scales without gaps, of as many ranks, at least one."""
-    shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    firsts = {shape[:1] for shape in shapes.values()}
-    wrong = any(len(shape) != 2 or not shape[0] for shape in shapes.values())
-    if wrong or len(firsts) > 1 or not all(buffer.is_contiguous() for buffer in buffers.values()):
-        raise ValueError(f"expected (ranks, n) without gaps for the same ranks, at least one; got {shapes}")
-
-
-def chunks(run: RowRun) -> Iterator[Region]:
-    """The run's regions in pieces of whole tiles, of about `CHUNK` elements."""
-    grid = run.grid
-    for region in regions(grid, run.start, run.stop):
-        periods, bands, height, tiles, width = region.shape
-        tile, band = height * width, height * width * tiles
-        _, row, column, scale = region
-        period_scales = grid.bands_per_period * grid.across
-        if band * bands <= CHUNK:
-            step = CHUNK // (band * bands)
-            for p in range(0, periods, step):
-                shape = (min(step, periods - p), bands, height, tiles, width)
-                yield Region(shape, row + p * grid.period, column, scale + p * period_scales)
-            continue
-        step = max(1, CHUNK // tile)
-        down, right = max(1, step // tiles), min(step, tiles)
-        for p in range(periods):
-            for b in range(0, bands, down):
-                for t in range(0, tiles, right):
-                    shape = (1, min(down, bands - b), height, min(right, tiles - t), width)
-                    first = scale + p * period_scales + b * grid.across + t
-                    yield Region(shape, row + p * grid.period + b * height, column + t * width, first)
-
-
-def tiles_in(flat: torch.Tensor, start: int, grid: TileGrid, region: Region) -> torch.Tensor:
-    """A region's elements in a flat buffer where the run's first row starts: (periods, bands, height, tiles, width)."""
-    columns = grid.columns
-    strides = (grid.period * columns, grid.tile[0] * columns, columns, grid.tile[1], 1)
-    first = flat.storage_offset() + start + region.row * columns + region.column
-    return flat.as_strided(region.shape, strides, first)
-
-
-def scales_in(flat: torch.Tensor, start: int, grid: TileGrid, region: Region) -> torch.Tensor:
-    """A region's scales, in a shape that broadcasts to `tiles_in`'s."""
-    periods, bands, _, tiles, _ = region.shape
-    strides = (grid.bands_per_period * grid.across, grid.across, 1, 1, 1)
-    first = flat.storage_offset() + start + region.scale
-    return flat.as_strided((periods, bands, 1, tiles, 1), strides, first)
-
-
-def elements_in(run: RowRun, region: Region, device: torch.device) -> torch.Tensor:
-    """The index of each element of a region as stochastic rounding counts it, int64, in `tiles_in`'s shape."""
-    grid, columns = run.grid, run.grid.columns
-    strides = (grid.period * columns, grid.tile[0] * columns, columns, grid.tile[1], 1)
-    index = torch.full((), run.element + region.row * columns + region.column, device=device)
-    for axis, (size, stride) in enumerate(zip(region.shape, strides, strict=True)):
-        steps = torch.arange(0, size * stride, stride, device=device)
-        index = index + steps.view(-1, *[1] * (4 - axis))
-    return index
-
-
-def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.amax` in torch ops."""
-    for run in runs:
-        for chunk in chunks(run):
-            found = tiles_in(values, run.values, run.grid, chunk).abs().amax(dim=(2, 4), keepdim=True)
-            found = torch.where(found.isnan(), torch.nan, found)  # one NaN, whatever its bits were
-            scales_in(out, run.scales, run.grid, chunk).copy_(found)
-
-
-def reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what values are multiplied by, NaN where the amax is not finite; what codes are multiplied by)."""
-    up = torch.full_like(amax, top).div_(amax)  # `top / amax` would round twice
-    up.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
-    if pow2:
-        up.view(torch.int32).bitwise_and_(-0x800000)
-    up.masked_fill_(~amax.isfinite(), torch.nan)
-    return up, torch.reciprocal(up)
-
-
-def clear_bad(codes: torch.Tensor, up: torch.Tensor) -> None:
-    """Set the codes of tiles whose factor is NaN to zero."""
-    bad = up.isnan()
-    if bad.any():
-        codes.masked_fill_(bad, 0)
-
-
-def sum_ranks(
-    fmt: BlockFormat,
-    runs: Runs,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    out: torch.Tensor,
-    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+def check_ranks(
+    fmt: BlockFormat, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """`BlockFormat.sum` in torch ops; `decode` makes new fp32 values of codes and scales."""
-    check_ranks(codes=codes, scales=scales)
-    check(fmt, runs, codes=codes[0], scales=scales[0], values=out)
+    """Check the buffers of a sum: (ranks, n) codes and scales of as many ranks, at least one, and fp32 sums."""
+    shapes = (tuple(codes.shape), tuple(scales.shape))
+    contiguous = codes.is_contiguous() and scales.is_contiguous()
+    if (
+        any(len(shape) != 2 for shape in shapes)
+        or not codes.shape[0] == scales.shape[0] > 0
+        or not contiguous
+    ):
+        raise ValueError(
+            f"codes, scales: expected (ranks, n) without gaps, as many ranks, at least one; got {shapes}"
+        )
     if out.dtype != torch.float32:
-        raise ValueError(f"out: expected torch.float32, got {out.dtype}")
-    for run in runs:
-        for chunk in chunks(run):
-            total: torch.Tensor | None = None
-            for code, scale in zip(codes, scales, strict=True):
-                found = decode(
-                    tiles_in(code, run.codes, run.grid, chunk), scales_in(scale, run.scales, run.grid, chunk)
-                )
-                total = found if total is None else total.add_(found)
-            assert total is not None
-            tiles_in(out, run.values, run.grid, chunk).copy_(total)
+        raise ValueError(f"out: sums are {torch.float32}, got {out.dtype}")
+    check(fmt, runs, codes=codes[0], scales=scales[0], values=out)

@@ -10,10 +10,11 @@ from typing import Literal
 
 import torch
 
-from . import blocks
+from . import blocks, codec
 from .blocks import Runs
+from .codec import Scratch
 from .noise import Noise, random_bits
-from .tiles import Region, RowRun, TileGrid
+from .tiles import TileGrid
 
 TOP = 127.0
 
@@ -69,7 +70,7 @@ class BlockInt8:
     def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write the largest magnitude of each block, as `BlockFormat.amax`."""
         blocks.check(self, runs, values=values, amax=out)
-        blocks.write_amax(runs, values, out)
+        codec.write_amax(runs, values, out)
 
     def quantize(
         self,
@@ -85,44 +86,39 @@ class BlockInt8:
         given = {} if amax is None else {"amax": amax}
         blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
         blocks.check_quantize(self, runs, amax, noise)
-        if amax is None:
-            blocks.write_amax(runs, values, scales)
-            amax = scales
-        bytes_ = codes.view(torch.int8)
-        for run in runs:
-            for chunk in blocks.chunks(run):
-                found = blocks.scales_in(amax, run.scales, run.grid, chunk)
-                up, down = blocks.reciprocal(found, TOP, pow2=False)
-                scaled = blocks.tiles_in(values, run.values, run.grid, chunk) * up
-                if noise is None:
-                    scaled.round_()
-                else:
-                    scaled.add_(_uniform(noise, run, chunk, scaled.device)).floor_()
-                blocks.clear_bad(scaled, up)  # casting NaN to an integer would give anything
-                blocks.tiles_in(bytes_, run.codes, run.grid, chunk).copy_(scaled.clamp_(-TOP, TOP))
-                blocks.scales_in(scales, run.scales, run.grid, chunk).copy_(down)
+        codec.quantize(_Int8(), runs, values, codes, scales, amax, noise)
 
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, as `BlockFormat.dequantize`."""
         blocks.check(self, runs, codes=codes, scales=scales, values=out)
-        for run in runs:
-            for chunk in blocks.chunks(run):
-                scale = blocks.scales_in(scales, run.scales, run.grid, chunk)
-                decoded = _decode(blocks.tiles_in(codes, run.codes, run.grid, chunk), scale)
-                blocks.tiles_in(out, run.values, run.grid, chunk).copy_(decoded)
+        codec.dequantize(_Int8(), runs, codes, scales, out)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write sums over ranks, as `BlockFormat.sum`."""
-        blocks.sum_ranks(self, runs, codes, scales, out, _decode)
+        blocks.check_ranks(self, runs, codes=codes, scales=scales, out=out)
+        codec.sum_ranks(_Int8(), runs, codes, scales, out)
 
 
-def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 values of integer codes times scales."""
-    return codes.view(torch.int8).float().mul_(scales)
+@dataclass(frozen=True)
+class _Int8:
+    top = TOP
+    pow2 = False
 
+    def store(
+        self, x: torch.Tensor, codes: torch.Tensor, scratch: Scratch, element: int, noise: Noise | None
+    ) -> None:
+        """To nearest, or x + u rounded down, u an odd multiple of 2^-17 in (0, 1).
 
-def _uniform(noise: Noise, run: RowRun, chunk: Region, device: torch.device) -> torch.Tensor:
-    """Odd multiples of 2^-17 in (0, 1): their mean is 1/2, and an integer up to 127 plus one is exact in fp32."""
-    bits = random_bits(noise, blocks.elements_in(run, chunk, device))
-    bits.bitwise_right_shift_(15).bitwise_and_(0x1FFFE).bitwise_or_(1)
-    return bits.float().mul_(2.0**-17)
+        The mean of u is 1/2, and an integer up to 127 plus u is exact in fp32, so integers stay.
+        """
+        if noise is None:
+            x.round_()
+        else:
+            bits = random_bits(noise, element, scratch.take(2 * x.numel(), torch.int32))
+            bits.bitwise_right_shift_(15).bitwise_and_(0x1FFFE).bitwise_or_(1)
+            x.add_(bits, alpha=2.0**-17).floor_()
+        codes.view(torch.int8).copy_(x.clamp_(-TOP, TOP))
+
+    def load(self, codes: torch.Tensor, x: torch.Tensor, scratch: Scratch) -> None:
+        """The integers."""
+        x.copy_(codes.view(torch.int8))

@@ -12,16 +12,18 @@ second scale serves 256 blocks over several rows, taken from their mean; here gr
 between rows leaves codes as they are.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from . import blocks
+from . import blocks, codec
 from .blocks import Runs
+from .codec import Scratch
 from .noise import Noise
-from .tiles import RowRun, TileGrid
+from .tiles import Bands, RowRun, TileGrid
 
 GROUP = 256  # blocks that share an fp32 scale
 LEVELS = (
@@ -30,7 +32,6 @@ LEVELS = (
     0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 MIDDLES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
-ZERO = 7  # the code of level 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class BlockNF4:
     def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write the largest magnitude of each group, as `BlockFormat.amax`."""
         blocks.check(self, runs, values=values, amax=out)
-        blocks.write_amax(runs, values, out)
+        codec.write_amax(runs, values, out)
 
     def quantize(
         self,
@@ -96,82 +97,88 @@ class BlockNF4:
         blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
         blocks.check_quantize(self, runs, amax, noise)
         if amax is None:
-            blocks.write_amax(runs, values, scales)
+            codec.write_amax(runs, values, scales)
             amax = scales
+        scratch = Scratch(values.device)
         for run in runs:
-            for first, count in self._row_chunks(run):
-                found = self._rows(values, run.values, run.grid.columns, first, count)
-                group = self._rows(amax, run.scales, run.grid.across, first, count)
-                group = torch.where(group.isfinite(), group, torch.nan)
-                out = self._rows(codes, run.codes, self.code_bytes(run.grid.columns), first, count)
-                self._encode(found, group, out)
-                self._rows(scales, run.scales, run.grid.across, first, count).copy_(group)
+            groups = codec.tiles_of(amax, run)
+            groups = groups.masked_fill(~groups.isfinite(), torch.nan)
+            for chunk in codec.chunks(run):
+                found = codec.rows_of(values, run.values, run, chunk).view(chunk.bands, -1)
+                self._encode(
+                    found, self._groups(groups, run, chunk), self._code_rows(codes, run, chunk), scratch
+                )
+            codec.tiles_of(scales, run).copy_(groups)
 
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, as `BlockFormat.dequantize`."""
         blocks.check(self, runs, codes=codes, scales=scales, values=out)
+        scratch = Scratch(out.device)
+        pairs = _pairs(out.device)
         for run in runs:
-            for first, count in self._row_chunks(run):
-                self._rows(out, run.values, run.grid.columns, first, count).copy_(
-                    self._decode_rows(run, codes, scales, first, count)
-                )
+            groups, columns = codec.tiles_of(scales, run), run.grid.columns
+            half = -(-columns // 2)
+            for chunk in codec.chunks(run):
+                found = self._code_rows(codes, run, chunk)
+                index = scratch.take(chunk.bands * half, torch.int32)
+                index.view(chunk.bands, half).copy_(found[:, :half])
+                x = scratch.take(2 * index.numel())
+                torch.index_select(pairs, 0, index, out=x.view(torch.int64))
+                x = x.view(chunk.bands, 2 * half)[:, :columns]
+                self._multiply(x, block_scales(found[:, half:].float(), self._groups(groups, run, chunk)))
+                codec.rows_of(out, run.values, run, chunk).view(chunk.bands, columns).copy_(x)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Raise ValueError: four bits are for weights at rest, not for contributions to a sum."""
         raise ValueError(f"{self} serves weights, not reductions; use BlockInt8 for gradients")
 
-    def _row_chunks(self, run: RowRun) -> list[tuple[int, int]]:
-        """(first row, counted from the run's first; rows)."""
-        rows = run.stop - run.start
-        if not run.grid.columns:
-            return []
-        step = max(1, blocks.CHUNK // run.grid.columns)
-        return [(first, min(step, rows - first)) for first in range(0, rows, step)]
+    def _groups(self, groups: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:
+        """The fp32 scale above each block: (rows, blocks)."""
+        found = groups[chunk.band : chunk.band + chunk.bands].repeat_interleave(GROUP, dim=1)
+        return found[:, : -(-run.grid.columns // self.size)]
 
-    @staticmethod
-    def _rows(flat: torch.Tensor, start: int, width: int, first: int, count: int) -> torch.Tensor:
-        return flat.narrow(0, start + first * width, count * width).view(count, width)
+    def _code_rows(self, codes: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:
+        width = self.code_bytes(run.grid.columns)
+        return codes.narrow(0, run.codes + chunk.row * width, chunk.bands * width).view(chunk.bands, width)
 
-    def _padded(self, columns: int) -> int:
-        return -(-columns // self.size) * self.size
+    def _multiply(self, x: torch.Tensor, factors: torch.Tensor) -> None:
+        """Multiply rows (n, columns) by a factor a block (n, blocks)."""
+        full = x.shape[1] // self.size
+        if full:
+            x[:, : full * self.size].unflatten(1, (full, self.size)).mul_(factors[:, :full, None])
+        x[:, full * self.size :].mul_(factors[:, full:])
 
-    def _encode(self, values: torch.Tensor, group: torch.Tensor, out: torch.Tensor) -> None:
-        """Write rows of codes and block bytes, given the groups' amax."""
-        count, columns = values.shape
-        x = values.new_zeros((count, self._padded(columns)), dtype=torch.float32)
-        x[:, :columns].copy_(values)
-        x = x.view(count, -1, self.size)
-        groups = group.repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
-        bytes_ = (x.abs().amax(dim=2) / groups).sqrt_().mul_(255.0).ceil_().clamp_(max=255.0)
-        bytes_.nan_to_num_(0.0)  # a group of zeros, or a bad one
-        scale = block_scales(bytes_, groups)
-        up, _ = blocks.reciprocal(scale, 1.0, pow2=False)
-        x.mul_(up.unsqueeze(2))
-        found = torch.bucketize(x.view(count, -1), x.new_tensor(MIDDLES), out_int32=True)
-        found.masked_fill_(up.isnan().repeat_interleave(self.size, dim=1), ZERO)
-        found[:, columns:] = ZERO
+    def _encode(
+        self, values: torch.Tensor, groups: torch.Tensor, out: torch.Tensor, scratch: Scratch
+    ) -> None:
+        """Write rows of codes and bytes of blocks, given each block's group's amax."""
+        rows, columns = values.shape
         half = -(-columns // 2)
-        out[:, :half].copy_((found[:, ::2] + found[:, 1::2] * 16)[:, :half])
+        padded = scratch.take(rows * 2 * half).view(rows, 2 * half)
+        padded[:, columns:] = 0.0
+        x = padded[:, :columns].copy_(values)
+        largest = torch.zeros_like(groups)
+        codec.reduce_rows(x.abs(), self.size, largest)
+        bytes_ = largest.div_(groups).sqrt_().mul_(255.0).ceil_().clamp_(max=255.0)
+        bytes_.nan_to_num_(0.0)  # in a group of zeros, or a bad one
         out[:, half:].copy_(bytes_)
-
-    def _decode_rows(
-        self, run: RowRun, codes: torch.Tensor, scales: torch.Tensor, first: int, count: int
-    ) -> torch.Tensor:
-        """Rows of fp32 values."""
-        columns = run.grid.columns
-        half = -(-columns // 2)
-        packed = self._rows(codes, run.codes, self.code_bytes(columns), first, count)
-        group = self._rows(scales, run.scales, run.grid.across, first, count)
-        pairs = packed[:, :half]
-        table = torch.tensor(LEVELS, device=codes.device)
-        found = torch.stack((pairs & 15, pairs >> 4), dim=2).view(count, -1)
-        values = torch.zeros(count, self._padded(columns), device=codes.device)
-        values[:, :columns] = table[found[:, :columns].int()]
-        groups = group.repeat_interleave(GROUP, dim=1)[:, : values.shape[1] // self.size]
-        scale = block_scales(packed[:, half:].float(), groups)
-        return values.view(count, -1, self.size).mul_(scale.unsqueeze(2)).view(count, -1)[:, :columns]
+        up, _ = codec.reciprocal(block_scales(bytes_, groups), 1.0, pow2=False)
+        self._multiply(x, up)  # NaN in a bad group: above no level, so that its codes are 0
+        codes = scratch.take(padded.numel(), torch.uint8).zero_().view(rows, 2 * half)
+        above = scratch.take(padded.numel(), torch.bool).view(rows, 2 * half)
+        for middle in MIDDLES:
+            codes.add_(torch.gt(padded, middle, out=above).view(torch.uint8))
+        torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=out[:, :half])
 
 
 def block_scales(bytes_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """fp32 scales of blocks from their bytes, as fp32, and their groups' amax."""
     return (bytes_ * bytes_).mul_(1.0 / 65025.0).mul_(groups)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two levels of each byte, fp32, as 64 bits."""
+    bytes_ = torch.arange(256, device=device)
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.stack((levels[bytes_ & 15], levels[bytes_ >> 4]), dim=1).view(torch.int64).view(-1)

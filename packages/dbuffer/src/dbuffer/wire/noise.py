@@ -51,26 +51,27 @@ def signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def random_bits(noise: Noise, index: torch.Tensor) -> torch.Tensor:
-    """Random bits, int32, for elements' indices, int64; not empty."""
+def random_bits(noise: Noise, start: int, scratch: torch.Tensor) -> torch.Tensor:
+    """Random bits of consecutive elements from index `start` on, int32.
+
+    Args:
+        noise: seed, step and rank.
+        start: the first element's index, below 2^63.
+        scratch: int32, twice as long as what is returned, which is its first half.
+    """
     first, second = noise.keys()
-    low, high = index.to(torch.int32), index >> 32  # the lower half wraps
-    spare = torch.empty_like(low)
-    low.add_(signed(first))
+    numel = scratch.numel() // 2
+    low, spare = scratch[:numel], scratch[numel:]
+    torch.arange(numel, dtype=torch.int32, out=low)
+    low.add_(signed(start + first))
     _mix(low, spare)
-    halves = range(int(high.min()), int(high.max()) + 1)
-    if len(halves) == 1:
-        low.bitwise_xor_(_second_key(second, halves[0]))
-    else:
-        for half in halves:
-            spare.masked_fill_(high == half, _second_key(second, half))
-        low.bitwise_xor_(spare)
+    done = 0
+    while done < numel:  # twice where the indices' upper halves differ
+        room = min(numel - done, (1 << 32) - (start + done) % (1 << 32))
+        low[done : done + room].bitwise_xor_(signed(second ^ mix((start + done >> 32) * GOLDEN)))
+        done += room
     _mix(low, spare)
     return low
-
-
-def _second_key(second: int, high: int) -> int:
-    return signed(second ^ mix(high * GOLDEN))
 
 
 def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:

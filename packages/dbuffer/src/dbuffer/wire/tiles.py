@@ -129,59 +129,52 @@ class RowRun:
         return last - first
 
 
-class Region(NamedTuple):
-    """Tiles, or pieces of cut ones, of one height and width in a run.
+class Bands(NamedTuple):
+    """Consecutive bands, or pieces of cut ones, of one height in a run.
 
     Attributes:
-        shape: (periods, bands, height, tiles, width).
         row: the first row, counted from the run's first.
-        column: the first column.
-        scale: the first scale, counted from the run's first.
+        bands, height: how many, and rows of each.
+        band: the first band, counted from that of the run's first row.
     """
 
-    shape: tuple[int, int, int, int, int]
     row: int
-    column: int
-    scale: int
+    bands: int
+    height: int
+    band: int
 
 
-def regions(grid: TileGrid, start: int, stop: int) -> Iterator[Region]:
-    """Every element of the rows [start, stop) once, in few regions however many tiles there are."""
-    if start == stop or not grid.columns:
-        return
-    width = grid.tile[1]
-    full, rest = divmod(grid.columns, width)
-    first_band = grid.band_of(start)
-    for row, periods, bands, height in _row_pieces(grid, start, stop):
-        scale = (grid.band_of(row) - first_band) * grid.across
-        if full:
-            yield Region((periods, bands, height, full, width), row - start, 0, scale)
-        if rest:
-            yield Region((periods, bands, height, 1, rest), row - start, full * width, scale + full)
-
-
-def _row_pieces(grid: TileGrid, row: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first row, periods, bands in each, rows of each band)."""
-    tile, period = grid.tile[0], grid.period
-    full, rest = divmod(period, tile)
+def bands_of(grid: TileGrid, start: int, stop: int) -> Iterator[Bands]:
+    """Every row of [start, stop) once, in few pieces however many bands there are."""
+    tile, period, row = grid.tile[0], grid.period, start
+    first = grid.band_of(start)
     while row < stop:
         inside = row % period
-        whole = (stop - row) // period if inside == 0 else 0
-        if whole:
-            if full:
-                yield row, whole, full, tile
-            if rest:
-                yield row + full * tile, whole, 1, rest
-            row += whole * period
-            continue
         end = min(stop, row - inside + period)
-        if inside % tile:
-            height = min(tile - inside % tile, end - row)
-            yield row, 1, 1, height
-            row += height
-        if bands := (end - row) // tile:
-            yield row, 1, bands, tile
-            row += bands * tile
-        if row < end:
-            yield row, 1, 1, end - row
-            row = end
+        if inside % tile:  # the lower piece of a cut band
+            bands, height = 1, min(tile - inside % tile, end - row)
+        elif end - row >= tile:
+            bands, height = (end - row) // tile, tile
+        else:
+            bands, height = 1, end - row
+        yield Bands(row - start, bands, height, grid.band_of(row) - first)
+        row += bands * height
+
+
+def chunks_of(run: RowRun, limit: int) -> Iterator[Bands]:
+    """The run's bands in pieces of at most `limit` elements, or of one row; tall bands are cut between rows."""
+    columns = run.grid.columns
+    if not columns:
+        return
+    for found in bands_of(run.grid, run.start, run.stop):
+        rows = max(1, limit // columns)
+        bands = rows // found.height
+        if bands:
+            for b in range(0, found.bands, bands):
+                count = min(bands, found.bands - b)
+                yield Bands(found.row + b * found.height, count, found.height, found.band + b)
+            continue
+        for b in range(found.bands):
+            for h in range(0, found.height, rows):
+                row = found.row + b * found.height + h
+                yield Bands(row, 1, min(rows, found.height - h), found.band + b)
