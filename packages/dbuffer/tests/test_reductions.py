@@ -140,6 +140,8 @@ def test_large_rows_go_from_rank_to_rank(transport):
 def refused():
     with pytest.raises(ValueError, match=r"gradients in torch\.float16 cannot travel as torch\.bfloat16"):
         make(full_dtype=torch.float16, reduction=BF16)
+    dbuffer.prepare_reduction([make(reduction=BF16)])  # while released too
+    dbuffer.prepare_reduction([make(full_dtype=torch.bfloat16, reduction=BF16)])
     buffers = [make(reduction=BF16), make()]
     with pytest.raises(ValueError, match="only some have a reduction form"):
         dbuffer.prepare_reduction(buffers)

@@ -5,7 +5,9 @@ The rows of all buffers of a call travel together, so that there is one collecti
     row for rank r   | of buffer a | of buffer b | ...
 """
 
+import zlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -14,7 +16,7 @@ from .memory.gathered import Flats
 from .memory.geometry import Geometry
 from .memory.scratch import Scratch
 from .transport import Transport, Work
-from .wire import Reducer, ReductionForm
+from .wire import Noise, Reducer, ReductionForm
 
 
 class Exchange:
@@ -30,10 +32,15 @@ class Exchange:
         recycler = memories[0].recycler
         nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
         self._received = Scratch(recycler, nbytes)
-        self._as_it_is = reducers[0].rows if len(reducers) == 1 else None
-        self._sent = Scratch(recycler, nbytes) if self._as_it_is is None else None
+        encodes = len(reducers) > 1 or reducers[0].encodes
+        self._sent = Scratch(recycler, nbytes) if encodes else None
         self._scratch = [one for one in (self._received, self._sent) if one is not None]
-        self._sums = [_sums_in(memory) for memory in memories]
+        widths = [reducer.row_bytes for reducer in reducers]
+        self._begins = [sum(widths[:index]) for index in range(len(widths))]  # in each row
+
+    @cached_property
+    def _sums(self) -> list[Flats]:
+        return [_sums_in(memory) for memory in self._memories]  # while there is gathered memory: torch looks
 
     def start(self, transport: Transport, label: str) -> Work:
         """Encode, and start the all-to-all."""
@@ -42,33 +49,31 @@ class Exchange:
         for memory in self._memories:
             memory.scratch = self._scratch
         if self._sent is None:
-            assert self._as_it_is is not None
-            sent = self._as_it_is.view(-1)
+            sent = self._memories[0].gathered.raw[0].view(torch.uint8)
         else:
             sent = self._sent.flat
-            for reducer, rows in zip(self._reducers, self._rows(self._sent), strict=True):
-                reducer.encode(rows)
+            rows = self._rows(sent)
+            for memory, reducer, begin in zip(self._memories, self._reducers, self._begins, strict=True):
+                reducer.encode(rows, begin, _noise(memory))
         return transport.all_to_all(self._received.flat, sent, label)
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
         """Add up what arrived: a buffer's sums, fp32, in its shard where asked, else in its used-up gathered memory."""
         found: list[Flats] = []
-        rows = self._rows(self._received)
-        for memory, reducer, own, there, rest in zip(
-            self._memories, self._reducers, self._sums, into_shard, rows, strict=True
+        rows = self._rows(self._received.flat)
+        for memory, reducer, begin, own, there in zip(
+            self._memories, self._reducers, self._begins, self._sums, into_shard, strict=True
         ):
             sums = memory.shard.flats if there else own
-            reducer.sum_rows(rest, sums)
+            reducer.sum_rows(rows, begin, sums)
             memory.scratch = []
             found.append(sums)
         for one in self._scratch:
             one.release()
         return found
 
-    def _rows(self, scratch: Scratch) -> list[torch.Tensor]:
-        """The rows of each buffer, of shape (ranks, row_bytes)."""
-        rows = scratch.flat.view(self._memories[0].spec.view.size, -1)
-        return list(rows.split([reducer.row_bytes for reducer in self._reducers], dim=1))
+    def _rows(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self._memories[0].spec.view.size, -1)
 
 
 def exchange_scratch_bytes(
@@ -89,6 +94,14 @@ def _reducer(memory: BufferMemory) -> Reducer:
     form = memory.spec.reduction
     assert form is not None
     return form.reducer(memory.geometry, memory.gathered)
+
+
+def _noise(memory: BufferMemory) -> Noise:
+    """Of this reduction of this buffer on this rank."""
+    view = memory.spec.view
+    replica = 0 if view.replica_group is None else view.replica_group.rank()
+    memory.reductions += 1
+    return Noise(zlib.crc32(memory.name.encode()), memory.reductions, replica * view.size + view.rank)
 
 
 def _sums_in(memory: BufferMemory) -> Flats:

@@ -22,6 +22,7 @@ class BufferMemory:
         recycler: where the gathered memory comes from.
         neighbor: what `shrink` kept, or None.
         scratch: what a reduction under way uses in addition.
+        reductions: how many were encoded.
         in_flight: the handle of a collective that has not been waited for, or None.
     """
 
@@ -38,6 +39,7 @@ class BufferMemory:
         self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
         self.neighbor: NeighborSlices | None = None
         self.scratch: list[Scratch] = []
+        self.reductions = 0
         self.in_flight: Any = None
 
     def condemn(self) -> None:

@@ -8,7 +8,7 @@ from .nf4 import BlockNF4
 from .noise import Noise
 from .planes import CodePlanes
 from .quantized import BlockEncoder, BlocksOnWire
-from .reduction import CastReduction, Reducer, ReductionForm
+from .reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .tiles import RowRun, TileGrid
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlockReduction",
     "BlocksOnWire",
     "CastOnWire",
     "CastReduction",
