@@ -78,21 +78,21 @@ class _Change(ast.NodeTransformer):
         self.found: list[Mutant] = []
         self._functions: list[str] = []
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802  # ast's name
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # ast's name
         """Remember where we are."""
         self._functions.append(node.name)
         found = self.generic_visit(node)
         self._functions.pop()
         return found
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """The same for classes."""
         self._functions.append(node.name)
         found = self.generic_visit(node)
         self._functions.pop()
         return found
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         """Change a call, where it is the one."""
         changed = _changed(node)
         node = self.generic_visit(node)  # type: ignore[assignment]
@@ -110,7 +110,11 @@ def _changed(node: ast.Call) -> ast.expr | None:
     if isinstance(node.func, ast.Name):
         if node.func.id in CALLED_WAITS and not node.args:
             return nothing
-        if node.func.id == "partial" and isinstance(node.args[0], ast.Attribute) and node.args[0].attr in WAITS:
+        if (
+            node.func.id == "partial"
+            and isinstance(node.args[0], ast.Attribute)
+            and node.args[0].attr in WAITS
+        ):
             return ast.parse("lambda: None", mode="eval").body
         return None
     if not isinstance(node.func, ast.Attribute):
@@ -173,7 +177,17 @@ def _run_tests(folder: Path) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", f"--rootdir={ROOT}"]
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:randomly",
+        f"--rootdir={ROOT}",
+    ]
     os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in TESTS)])))
 
 
@@ -208,10 +222,14 @@ def table(results: list[tuple[Mutant, bool]]) -> list[str]:
 
 def main() -> int:
     """Run the tests on every mutant."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose path, function or code has this text")
-    parser.add_argument("--table", type=Path, help="the page whose table is replaced, from its line `## Mutants` on")
+    parser.add_argument(
+        "--table", type=Path, help="the page whose table is replaced, from its line `## Mutants` on"
+    )
     given = parser.parse_args()
     chosen = [m for m in mutants() if given.only in f"{m.path} {m.function} {m.code}"]
     _import_torch()
@@ -222,7 +240,10 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         for mutant, found in zip(chosen, pool.map(_caught, chosen), strict=True):
             results.append((mutant, found))
-            print(f"{'caught    ' if found else 'NOT CAUGHT'} {mutant.path}:{mutant.line} {mutant.code}", flush=True)
+            print(
+                f"{'caught    ' if found else 'NOT CAUGHT'} {mutant.path}:{mutant.line} {mutant.code}",
+                flush=True,
+            )
     lines = table(results)
     print(lines[0])
     if given.table is not None:

@@ -54,6 +54,12 @@ class Staged:
         staging = [(receive, send.clone()) for receive, send in pairs]
         return After(self._inner.reduce_scatter(staging, op, label), staging.clear)
 
+    def all_to_all(self, receive: Any, send: Any, label: str) -> After:
+        """Copy in, exchange, copy out."""
+        sent, received = send.clone(), receive.new_empty(receive.shape)
+        work = self._inner.all_to_all(received, sent, label)
+        return After(work, lambda: receive.copy_(received))
+
     def all_reduce(self, tensors: Any, op: Any, label: str) -> Any:
         """As the other."""
         return self._inner.all_reduce(tensors, op, label)

@@ -67,7 +67,7 @@ def count(layout, dtype, full_dtype):
     buffer.zero_("full")  # the gradients are in the buffer
     with Spy() as reducing:
         wait(buffer.reduce_scatter(op="avg"))
-    gaps = sum(gap.numel() * gap.itemsize for gap in buffer.memory.gaps)
+    gaps = sum(gap.numel() * gap.itemsize for gap in buffer.memory.shard.gaps)
     elements = sum(shard.numel() for shard in buffer.shard)
     return (gathering.ops, gathering.bytes_written), (reducing.ops, reducing.bytes_written - gaps), elements
 
@@ -148,7 +148,7 @@ def on_transport(transport):
         buffer.all_gather().wait()
     with Spy() as reducing:
         buffer.reduce_scatter(op="avg").wait()
-    padding = sum(gap.nbytes for gap in buffer.memory.gaps)
+    padding = sum(gap.nbytes for gap in buffer.memory.shard.gaps)
     return buffer.shard[0].nbytes, gathering.bytes_written, reducing.ops, reducing.bytes_written - padding
 
 

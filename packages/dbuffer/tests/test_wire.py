@@ -23,6 +23,7 @@ class Quantized:
 
 class QuantizedEncoder:
     decodes = True
+    scratch = ()
 
     def __init__(self, gathered):
         self.gathered = gathered

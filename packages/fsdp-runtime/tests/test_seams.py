@@ -27,6 +27,10 @@ class Counting:
         self.calls.append(("reduce_scatter", label))
         return self.inner.reduce_scatter(pairs, op, label)
 
+    def all_to_all(self, receive, send, label):
+        self.calls.append(("all_to_all", label))
+        return self.inner.all_to_all(receive, send, label)
+
     def all_reduce(self, tensors, op, label):
         return self.inner.all_reduce(tensors, op, label)
 

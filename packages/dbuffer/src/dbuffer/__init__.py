@@ -6,8 +6,10 @@ its rooms are `memory`, `wire`, `transport`, the collectives on them, and the bu
 
 from ragged_shard import DeviceLayer, device_layer
 
+from ._amax import needs_amax, share_amax
 from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
 from ._collectives import Gather, ReduceScatter
+from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
@@ -17,9 +19,15 @@ from .wire import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
+    BlockReduction,
+    BlocksOnWire,
     CastOnWire,
+    CastReduction,
+    CodePlanes,
     Encoder,
     Noise,
+    Reducer,
+    ReductionForm,
     RowRun,
     TileGrid,
     WireForm,
@@ -31,7 +39,11 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlockReduction",
+    "BlocksOnWire",
     "CastOnWire",
+    "CastReduction",
+    "CodePlanes",
     "DBuffer",
     "DebugRecycler",
     "DeviceLayer",
@@ -44,6 +56,8 @@ __all__ = [
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
+    "Reducer",
+    "ReductionForm",
     "RowRun",
     "TensorSlice",
     "TileGrid",
@@ -54,10 +68,13 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "device_layer",
+    "exchange_scratch_bytes",
     "geometry_of",
+    "needs_amax",
     "prepare_gather",
     "prepare_reduction",
     "reduce_scatter",
     "reduction_scratch_bytes",
+    "share_amax",
     "shared_recycler",
 ]

@@ -28,7 +28,7 @@ from ._spec import BufferSpec
 from .memory.geometry import Geometry
 from .memory.recycler import Recycler, shared_recycler
 from .transport import Op, TransportChoice, resolved
-from .wire import CastOnWire, WireForm
+from .wire import CastOnWire, ReductionForm, WireForm
 
 Memory = Literal["shard", "full"]
 
@@ -54,6 +54,8 @@ class DBuffer:
         shard_dim: the mesh axis that cuts, by name or index.
         replicate_dim: the mesh axis over which shards are copies (HSDP), or None.
         wire: what travels in a gather. Defaults to `CastOnWire`, the full dtype.
+        reduction: what travels in a reduction, by one all-to-all, such as `CastReduction()`. None: the full dtype, by
+            a reduce-scatter.
         transport: how it travels: "auto", "collectives", "sends", "peer_memory", or a function that makes a
             `Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
         recycler: where the gathered memory comes from. Defaults to the one that all buffers of this device share.
@@ -82,6 +84,7 @@ class DBuffer:
         shard_dim: int | str = -1,
         replicate_dim: int | str | None = None,
         wire: WireForm | None = None,
+        reduction: ReductionForm | None = None,
         transport: TransportChoice | None = None,
         recycler: Recycler | None = None,
         alias: bool = True,
@@ -100,6 +103,7 @@ class DBuffer:
             shard_device=placed,
             pin_memory=pin_memory and placed != layer.device,
             wire=wire or CastOnWire(),
+            reduction=reduction,
             transport=resolved(transport),
             alias=alias and wire is None,
         )
@@ -317,6 +321,13 @@ class DBuffer:
             memory.neighbor = memory.gathered.slices_of(group, self.layer)
         self.release()
 
+    def forget_encoding(self) -> None:
+        """Encode the shard again at the next gather, also where its version counter has not moved.
+
+        For writes that torch does not see, such as a kernel's of one's own. Only forms that quantize keep anything.
+        """
+        self.memory.encoder.forget()
+
     def forget_neighbors(self) -> None:
         """Drop what `shrink` kept: the next gather takes the shards again."""
         self.memory.check_idle("forget_neighbors")
@@ -489,8 +500,10 @@ def reduce_scatter(
 ) -> Handle:
     """Reduce the gathered memory over the shard axis; each rank's shard gets its slice. One call, coalesced.
 
-    Each rank sends (N-1)/N of its gathered memory, in its dtype. That memory's contents are used up. Padding of the
-    shard is zero afterwards, whatever was in the padding of the gathered memory. World size 1 communicates nothing.
+    Each rank sends (N-1)/N of its gathered memory, in its dtype, by a reduce-scatter; where the buffers have a
+    reduction form, N-1 rows in that form by an all-to-all, which are summed in fp32. That memory's contents are used
+    up. Padding of the shard is zero afterwards, whatever was in the padding of the gathered memory. World size 1
+    communicates nothing.
 
     Args:
         buffers: of one mesh and device, with gathered memory, none busy.

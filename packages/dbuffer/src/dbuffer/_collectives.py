@@ -5,6 +5,7 @@ shard            gathered                               all-gather (a cast into 
 gathered         shard                                  reduce-scatter, straight in where dtypes agree
 gathered         own slice of gathered, then shard      reduce-scatter in place, then one cast or accumulate kernel
 shard            shard                                  all-reduce over replicas
+gathered         shard                                  with a reduction form: encode, all-to-all, sum
 own slice        shard (world size 1)                   the local half of the above
 neighbor slices  gathered                               all-gather among a smaller group, after `shrink`
 """
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 
 from . import _torch_compat as compat
+from ._exchange import Exchange
 from ._handle import Handle
 from ._memory import BufferMemory
+from .memory.gathered import Flats
 from .transport import Op, Transport, Work, transport_of
 
 Events = Iterable[Any]
@@ -116,6 +119,7 @@ class ReduceScatter:
         self._label = _label(memories)
         self._size = memories[0].spec.view.size
         self._transport: Transport | None = None
+        self._exchange = _exchange(memories) if self._size > 1 else None
 
     def start(self, *, accumulate: bool = False, stream: Any = None, after: Events | None = None) -> Handle:
         """See `dbuffer.reduce_scatter`."""
@@ -130,6 +134,8 @@ class ReduceScatter:
                 )
         handle = Handle("reduce_scatter", self._memories)
         with self._memories[0].spec.layer.on(stream, after):
+            if self._exchange is not None:
+                return handle.launch(self._exchange_rows, self._add_sums if accumulate else self._store_sums)
             if accumulate:
                 return handle.launch(self._add_up, self._add)
             return handle.launch(self._replace, self._store)
@@ -151,6 +157,31 @@ class ReduceScatter:
             pairs += zip(memory.gathered.own, memory.gathered.raw, strict=True)
         return self._send(pairs)
 
+    def _exchange_rows(self) -> Work:
+        assert self._exchange is not None
+        if self._transport is None:
+            self._transport = _transport(self._memories)
+        return self._exchange.start(self._transport, self._label)
+
+    def _store_sums(self) -> None:
+        self._take_sums(False)
+
+    def _add_sums(self) -> None:
+        self._take_sums(True)
+
+    def _take_sums(self, accumulate: bool) -> None:
+        assert self._exchange is not None
+        scale = self._scale / self._size if self._op == "avg" else self._scale
+        straight = [
+            not (accumulate or memory.spec.offloaded) and memory.spec.dtype == torch.float32
+            for memory in self._memories
+        ]
+        for memory, there, sums in zip(self._memories, straight, self._exchange.sums(straight), strict=True):
+            if memory.spec.offloaded:
+                _store_offloaded(memory, sums, memory.geometry.gaps_in(sums), accumulate, scale)
+            else:
+                _store(memory, sums, there, accumulate, scale)
+
     def _send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Work | None:
         if self._size == 1:
             return None
@@ -161,19 +192,23 @@ class ReduceScatter:
     def _store(self) -> None:
         for memory in self._memories:
             straight = not (memory.spec.casts or memory.spec.offloaded) and (self._size > 1 or memory.aliased)
-            _store(memory, straight, False, self._scale)
+            self._bring(memory, straight, False)
 
     def _add(self) -> None:
         for memory in self._memories:
-            _store(memory, False, True, self._scale)
+            self._bring(memory, False, True)
+
+    def _bring(self, memory: BufferMemory, straight: bool, accumulate: bool) -> None:
+        own = memory.gathered.own
+        if memory.spec.offloaded:
+            _store_offloaded(memory, own, memory.gathered.own_gaps, accumulate, self._scale)
+        else:
+            _store(memory, own, straight, accumulate, self._scale)
 
 
-def _store(memory: BufferMemory, straight: bool, accumulate: bool, scale: float) -> None:
+def _store(memory: BufferMemory, own: Flats, straight: bool, accumulate: bool, scale: float) -> None:
     """Bring the reduced slice into the shard: no kernel, or one; and zero its padding."""
-    shard, own = memory.shard.flats, memory.gathered.own
-    if memory.spec.offloaded:
-        _store_offloaded(memory, accumulate, scale)
-        return
+    shard = memory.shard.flats
     if accumulate:
         compat.add(shard, own, alpha=scale)
     elif straight:
@@ -183,14 +218,16 @@ def _store(memory: BufferMemory, straight: bool, accumulate: bool, scale: float)
         compat.copy_scaled(shard, own, scale)
     else:
         compat.copy(shard, own)
-    if memory.gaps:
-        compat.zero(memory.gaps)
+    if memory.shard.gaps:
+        compat.zero(memory.shard.gaps)
 
 
-def _store_offloaded(memory: BufferMemory, accumulate: bool, scale: float) -> None:
+def _store_offloaded(
+    memory: BufferMemory, own: Flats, gaps: list[torch.Tensor], accumulate: bool, scale: float
+) -> None:
     """Copy the reduced slice to a shard on the CPU; an addition there needs it at once."""
-    shard, own = memory.shard.flats, memory.gathered.own
-    compat.zero(memory.gaps)
+    shard = memory.shard.flats
+    compat.zero(gaps)  # before it travels: the copy may come later
     if scale != 1.0:
         compat.scale(own, scale)
     if accumulate:
@@ -250,6 +287,17 @@ class AllReduce:
 def _transport(memories: Sequence[BufferMemory]) -> Transport:
     spec = memories[0].spec
     return transport_of(spec.view.group, spec.transport)
+
+
+def _exchange(memories: Sequence[BufferMemory]) -> Exchange | None:
+    """How buffers with a reduction form travel; None for buffers without."""
+    having = [memory for memory in memories if memory.spec.reduction is not None]
+    if having and len(having) < len(memories):
+        raise ValueError(
+            f"reduce_scatter: of {[memory.name for memory in memories]} only some have a reduction form; "
+            "call it once for those with one, and once for the others"
+        )
+    return Exchange(memories) if having else None
 
 
 def _label(memories: Sequence[BufferMemory]) -> str:

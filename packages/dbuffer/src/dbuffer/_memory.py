@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
-
 from ._spec import BufferSpec
 from .memory.gathered import GatheredMemory, NeighborSlices
 from .memory.geometry import geometry_of
 from .memory.recycler import Recycler, hold_forever
+from .memory.scratch import Scratch
 from .memory.shard import ShardMemory
 
 
@@ -22,6 +21,8 @@ class BufferMemory:
         aliased: whether both are the same memory.
         recycler: where the gathered memory comes from.
         neighbor: what `shrink` kept, or None.
+        scratch: what a reduction under way uses in addition.
+        reductions: how many were encoded.
         in_flight: the handle of a collective that has not been waited for, or None.
     """
 
@@ -37,18 +38,16 @@ class BufferMemory:
         )
         self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
         self.neighbor: NeighborSlices | None = None
+        self.scratch: list[Scratch] = []
+        self.reductions = 0
         self.in_flight: Any = None
-
-    @property
-    def gaps(self) -> list[torch.Tensor]:
-        """The padding to zero after a reduction."""
-        # Where a copy writes the shard, perhaps later, padding is zeroed before it travels.
-        return self.gathered.own_gaps if self.spec.offloaded else self.shard.gaps
 
     def condemn(self) -> None:
         """Keep this memory out of use for good: a failed collective may still write there."""
         self.gathered.condemn()
         hold_forever(self.shard.flats)
+        for one in (*self.scratch, *self.encoder.scratch):
+            one.condemn()
         if self.neighbor is not None:
             hold_forever(self.neighbor.flats)
 

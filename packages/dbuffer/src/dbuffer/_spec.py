@@ -14,7 +14,7 @@ from ragged_shard import DeviceLayer
 from ._mesh import MeshView
 from .memory.geometry import alignment_problem, first_difference
 from .transport import TransportChoice, collectives_of
-from .wire import WireForm
+from .wire import ReductionForm, WireForm
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class BufferSpec:
         layer: the device layer of the gathered memory.
         full_dtype: of the gathered memory.
         shard_device: where the shard is.
-        wire: what travels.
+        wire: what travels in a gather.
+        reduction: what travels in a reduction; None: gathered memory itself, summed on the way.
         transport: how it travels.
     """
 
@@ -39,6 +40,7 @@ class BufferSpec:
     shard_device: torch.device
     pin_memory: bool
     wire: WireForm
+    reduction: ReductionForm | None
     transport: TransportChoice
     alias: bool
 
@@ -84,6 +86,8 @@ class BufferSpec:
             return ValueError(f"{first}: shard_device {self.shard_device} is neither {device} nor the CPU")
         try:
             travelling = self.wire.dtypes(self.dtype, self.full_dtype)
+            if self.reduction is not None:
+                self.reduction.check(self.full_dtype)
         except ValueError as error:
             return error
         text = alignment_problem(layout, (self.dtype, self.full_dtype, *travelling))
@@ -91,7 +95,7 @@ class BufferSpec:
 
     def _compare(self, problem: Exception | None) -> None:
         layout = self.layout if isinstance(self.layout, Layout) else None
-        how = f"wire {_name(self.wire)}, transport {_name(self.transport)}"
+        how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
         said = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
         fingerprint = "" if layout is None else layout.fingerprint()
         if _all_equal(self.view, f"{fingerprint} {said} {problem!r}", self.layer.device):

@@ -3,7 +3,7 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
-`torch._foreach_*`, a process group's backend and its timeout. Deprecated: `Work.is_success`.
+`torch._foreach_*`, `Tensor._version`, a process group's backend and its timeout. Deprecated: `Work.is_success`.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +53,11 @@ def reduce_scatter(
     return works
 
 
+def all_to_all(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Start giving each rank its equal slice; the work to wait on."""
+    return dist.all_to_all_single(receive, send, group=group, async_op=True)
+
+
 def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Any:
     """Start reducing every tensor in place in one call; the work to wait on."""
     if len(tensors) == 1:
@@ -85,6 +90,11 @@ def timeout_seconds(group: dist.ProcessGroup) -> float:
     """How long the CPU collectives of a group wait for a rank."""
     backend: Any = group._get_backend(torch.device("cpu"))
     return float(backend.options._timeout.total_seconds())
+
+
+def versions(tensors: Tensors) -> list[int]:
+    """How often each was written to."""
+    return [tensor._version for tensor in tensors]
 
 
 def users(storage: torch.UntypedStorage) -> int:

@@ -20,6 +20,7 @@ from ._module import (
 )
 from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._wrap import fully_shard
+from .quantization import QuantizationPolicy
 from .safetensors_export import save_safetensors
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "QuantizationPolicy",
     "UnitMemory",
     "UnshardHandle",
     "block_policies",

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dbuffer import RecyclerStats, reduction_scratch_bytes
+from dbuffer import RecyclerStats, exchange_scratch_bytes, reduction_scratch_bytes
 
 from ._model import Member, member_of
+from ._unit import Unit
 
 
 @dataclass(frozen=True)
@@ -61,21 +62,29 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         if ranks > 1 or dtypes.kept != dtypes.compute:  # else shard and gathered memory are the same
             gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
         reducing += [ranks * size * dtypes.reduce.itemsize for size in sizes]
-    ranks = unit.data.shard_size
     elements = sum(math.prod(param.shape) for param in unit.params)
-    on_cpu = unit.data.device.type == "cpu"
     return UnitMemory(
         name=unit.name,
         parameters=elements,
         shards=tuple(shards),
-        padding=ranks * sum(shards) - elements,
+        padding=unit.data.shard_size * sum(shards) - elements,
         weights=weights,
         gradients=weights,
         gathered=tuple(gathered),
         reducing=tuple(reducing),
-        scratch=reduction_scratch_bytes(sum(reducing), ranks) if on_cpu else 0,
+        scratch=_scratch(unit, sum(reducing)),
         kept_after_forward=not unit.reshard_after_forward,
     )
+
+
+def _scratch(unit: Unit, reducing: int) -> int:
+    ranks = unit.data.shard_size
+    plans = [group.plan for group in unit.groups]
+    forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
+    encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
+    if encoded:
+        return exchange_scratch_bytes(encoded) if ranks > 1 else 0
+    return reduction_scratch_bytes(reducing, ranks) if unit.data.device.type == "cpu" else 0
 
 
 def gathered_memory(module: nn.Module) -> RecyclerStats:

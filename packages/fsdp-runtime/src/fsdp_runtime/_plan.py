@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
-from dbuffer import Geometry, TransportChoice, geometry_of
+from dbuffer import Geometry, ReductionForm, TransportChoice, geometry_of
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import RaggedDTensor
 
@@ -22,6 +22,7 @@ from ._dtypes import Dtypes, dtypes_for
 from ._mesh import DataMesh, OtherParallelism, place
 from ._param import ManagedParam
 from .block_policies import BlockPolicy
+from .quantization import QuantizationPolicy
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
@@ -59,6 +60,7 @@ class GroupPlan:
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
+        reduction: what gradients travel as; None: a reduce-scatter of their dtype.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
     """
@@ -68,6 +70,7 @@ class GroupPlan:
     precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
     transport: TransportChoice | None
+    reduction: ReductionForm | None
     layout: Layout
     geometry: Geometry
     params: tuple[ParamPlan, ...]
@@ -85,6 +88,7 @@ class GroupPlan:
             "device": data.device,
             "replicate_dim": 0 if data.hybrid else None,
             "transport": self.transport,
+            "reduction": self.reduction,
         }
         if self.offload is not None:
             options.update(shard_device="cpu", pin_memory=self.offload.pin_memory)
@@ -104,6 +108,7 @@ class Request:
         precision, offload, blocks: the policies.
         transport: see `dbuffer.DBuffer`.
         planner: packs the tensors of a group.
+        quantize: what travels quantized; None: nothing.
     """
 
     data: DataMesh
@@ -112,6 +117,18 @@ class Request:
     blocks: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
+    quantize: QuantizationPolicy | None
+
+
+def check_quantized(params: Sequence[ManagedParam[Any]], request: Request) -> None:
+    """Raise ValueError, naming the parameter, where one cannot travel as asked."""
+    if request.quantize is None:
+        return
+    for param in params:
+        try:
+            request.quantize.reduction(dtypes_for(param.dtype, request.precision).reduce)
+        except ValueError as error:
+            raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
@@ -132,6 +149,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         precision=request.precision,
         offload=offload if isinstance(offload, CPUOffloadPolicy) else None,
         transport=request.transport,
+        reduction=None if request.quantize is None else request.quantize.reduction(dtypes.reduce),
         layout=layout,
         geometry=geometry,
         params=tuple([_plan_param(param, data, geometry) for param in params]),

@@ -23,10 +23,11 @@ from ._model import Member, member_of, members_around, original_name, owner_of, 
 from ._module import FSDPModule, mix_in
 from ._param import ManagedParam, Place
 from ._pass import Pass
-from ._plan import Planner, Request
+from ._plan import Planner, Request, check_quantized
 from ._streams import streams_of
 from ._unit import Param, Unit, UnitOptions
 from .block_policies import BlockPolicy
+from .quantization import QuantizationPolicy
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -46,6 +47,7 @@ class _Options(TypedDict, total=False):
     block_policy: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
+    quantize: QuantizationPolicy | None
 
 
 @overload
@@ -69,6 +71,7 @@ def fully_shard(
     block_policy: BlockPolicy | None = None,
     transport: TransportChoice | None = None,
     planner: Planner = plan,
+    quantize: QuantizationPolicy | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
@@ -96,6 +99,7 @@ def fully_shard(
             makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
             else "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
+        quantize: what travels quantized. None: nothing.
 
     Returns:
         The module (or list), now an `FSDPModule`.
@@ -105,7 +109,7 @@ def fully_shard(
             anything is changed.
     """
     modules = _checked_modules(module)
-    _check_policies(mp_policy, offload_policy, block_policy, planner)
+    _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
     for around in members_around(modules):
@@ -116,7 +120,8 @@ def fully_shard(
         _check_placements(found, shard_placement_fn)
     neighbors = None if count is None else data.neighbors(count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
-    request = Request(data, mp_policy, offload_policy, block_policy, transport, planner)
+    request = Request(data, mp_policy, offload_policy, block_policy, transport, planner, quantize)
+    check_quantized([one.param for one in found], request)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
@@ -159,7 +164,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys([one for one in given if one not in inside]))
 
 
-def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any) -> None:
+def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantize: Any) -> None:
     for name, value, expected in (
         ("mp_policy", precision, MixedPrecisionPolicy),
         ("offload_policy", offload, OffloadPolicy),
@@ -173,6 +178,8 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any) -> 
         )
     if not callable(planner):
         raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
+    if quantize is not None and not isinstance(quantize, QuantizationPolicy):
+        raise TypeError(f"quantize is {quantize!r}; expected a fsdp_runtime.QuantizationPolicy")
 
 
 def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

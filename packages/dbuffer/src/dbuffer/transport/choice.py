@@ -62,9 +62,11 @@ def transport_of(group: dist.ProcessGroup, choice: TransportChoice) -> Transport
     return known[choice]
 
 
-def collectives_of(group: dist.ProcessGroup) -> Transport:
+def collectives_of(group: dist.ProcessGroup) -> Collectives:
     """torch.distributed's own collectives."""
-    return transport_of(group, "collectives")
+    found = transport_of(group, "collectives")
+    assert isinstance(found, Collectives)
+    return found
 
 
 def _made(group: dist.ProcessGroup, choice: str) -> Transport:

@@ -1,6 +1,7 @@
 """torch.distributed's own collectives, one coalesced call whatever the number of tensors."""
 
 import weakref
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from .protocol import Op, Pairs, Work, living
 
-_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Collectives:
@@ -32,7 +33,12 @@ class Collectives:
         work: Work = compat.reduce_scatter(pairs, _OPS[op], living(self._group))
         return work
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+        """One all-to-all."""
+        work: Work = compat.all_to_all(receive, send, living(self._group))
+        return work
+
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op | Literal["max"], label: str) -> Work:
         """One all-reduce."""
         work: Work = compat.all_reduce(tensors, _OPS[op], living(self._group))
         return work

@@ -109,6 +109,16 @@ class Direct:
         then.work = self._moving().exchange(f"reduce_scatter ({op}) of {label}", gives, takes)
         return then
 
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+        """See `Transport`."""
+        if not self._pays([(receive, send)]):
+            return self._small.all_to_all(receive, send, label)
+        taken, given = receive.chunk(self._size), send.chunk(self._size)
+        taken[self._rank].copy_(given[self._rank])
+        gives = {other: [given[other]] for other in self._others}
+        takes = {other: [taken[other]] for other in self._others}
+        return self._moving().exchange(f"all_to_all of {label}", gives, takes)
+
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """See `Transport`. Always torch's."""
         return self._small.all_reduce(tensors, op, label)

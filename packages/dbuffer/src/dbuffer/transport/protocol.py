@@ -54,6 +54,15 @@ class Transport(Protocol):
         """Start reducing every `send` over the ranks, each rank's slice into its `receive`, which may lie in it."""
         ...
 
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+        """Start giving each rank its slice of `send`; `receive` gets what all gave this one, in the order of ranks.
+
+        Args:
+            receive, send: contiguous, 1-D, of one dtype, as many equal slices as there are ranks; not the same memory.
+            label: as for `all_gather`.
+        """
+        ...
+
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """Start reducing every tensor over the ranks, in place."""
         ...

@@ -1,4 +1,4 @@
-"""In which encoding values travel: as they are, cast, or as codes of blocks with scales."""
+"""In which encoding gathers and reductions travel: as they are, cast, or as codes of blocks with scales."""
 
 from .block_fp8 import BlockFP8
 from .blocks import BlockFormat
@@ -6,16 +6,26 @@ from .form import CastOnWire, Encoder, WireForm
 from .int8 import BlockInt8
 from .nf4 import BlockNF4
 from .noise import Noise
+from .planes import CodePlanes
+from .quantized import BlockEncoder, BlocksOnWire
+from .reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .tiles import RowRun, TileGrid
 
 __all__ = [
+    "BlockEncoder",
     "BlockFP8",
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlockReduction",
+    "BlocksOnWire",
     "CastOnWire",
+    "CastReduction",
+    "CodePlanes",
     "Encoder",
     "Noise",
+    "Reducer",
+    "ReductionForm",
     "RowRun",
     "TileGrid",
     "WireForm",

@@ -4,10 +4,11 @@
       same dtype     shard ----------------------> gathered        the collective reads the shard itself
       other dtype    shard --cast--> own slice --> gathered        one kernel, then in place
 
-A form that quantizes blocks where they lie, with scales in a small second plane, is another class with these
-methods. A form is a description that any number of buffers share; `encoder` makes the object that serves one.
+`BlocksOnWire` sends codes of blocks instead, and their scales in a small second plane. A form is a description that
+any number of buffers share; `encoder` makes the object that serves one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
+from ..memory.scratch import Scratch
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (receive, send), as for a transport
 
@@ -26,9 +28,15 @@ class Encoder(Protocol):
 
     Attributes:
         decodes: whether `decode` does anything.
+        scratch: memory from the recycler that a gather under way may write to, in addition to the gathered memory.
     """
 
     decodes: bool
+
+    @property
+    def scratch(self) -> Sequence[Scratch]:
+        """See above."""
+        ...
 
     def encode(self, shards: Flats) -> Pairs:
         """Before the collective, on the stream that launches it; the gathered memory is present.
@@ -47,6 +55,10 @@ class Encoder(Protocol):
         Returns:
             whether it read memory other than the gathered memory, which the launching stream must not reuse earlier.
         """
+        ...
+
+    def forget(self) -> None:
+        """Take nothing from what an earlier `encode` kept: the shards may have changed."""
         ...
 
 
@@ -77,6 +89,7 @@ class CastOnWire:
 
 class _Cast:
     decodes = False
+    scratch: Sequence[Scratch] = ()
 
     def __init__(self, gathered: GatheredMemory) -> None:
         self._own, self._raw = gathered.own, gathered.raw
@@ -99,3 +112,6 @@ class _Cast:
     def decode(self) -> bool:
         """Nothing: what arrives is what is computed with."""
         return False
+
+    def forget(self) -> None:
+        """Nothing: nothing is kept."""

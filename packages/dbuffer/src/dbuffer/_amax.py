@@ -1,0 +1,50 @@
+"""The largest magnitudes of tiles that a cut between ranks goes through, found together."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ._buffer import DBuffer
+from .transport import collectives_of
+from .wire import BlockEncoder
+
+
+def needs_amax(buffer: DBuffer) -> bool:
+    """Whether `share_amax` must be called before the buffer's next gather. The same on all ranks."""
+    encoder = buffer.memory.encoder
+    cut = isinstance(encoder, BlockEncoder) and encoder.num_shared > 0
+    return cut and encoder.is_stale(buffer.shard)  # type: ignore[attr-defined]
+
+
+def share_amax(buffers: Sequence[DBuffer]) -> None:
+    """Find the amax of all tiles that are cut, for `BlocksOnWire(cut="shared")`; every rank calls it.
+
+    Issues one MAX all-reduce of 4 bytes a cut tile over the shard axis, for all buffers together, on the current
+    stream; nothing where no tile is cut or no shard has changed since it was quantized.
+
+    Args:
+        buffers: of one mesh and device, the same on every rank.
+
+    Raises:
+        ValueError: of several meshes.
+    """
+    stale = [buffer for buffer in buffers if needs_amax(buffer)]
+    if not stale:
+        return
+    view = stale[0].mesh_view
+    if any(buffer.mesh_view != view for buffer in stale):
+        raise ValueError(
+            f"share_amax: {[one.name for one in stale]} are on several meshes; call it once for each"
+        )
+    encoders = [one.memory.encoder for one in stale]
+    sizes = [encoder.num_shared for encoder in encoders if isinstance(encoder, BlockEncoder)]
+    found = torch.zeros(sum(sizes), device=stale[0].device)
+    pieces = found.split(sizes)
+    for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
+        assert isinstance(encoder, BlockEncoder)
+        encoder.write_amax(buffer.shard, piece)
+    # Of bits that are not negative numbers' the order is that of the numbers, with infinity and NaN on top.
+    collectives_of(view.group).all_reduce([found.view(torch.int32)], "max", "amax of cut tiles").wait()
+    for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
+        assert isinstance(encoder, BlockEncoder)
+        encoder.read_amax(buffer.shard, piece)

@@ -1,0 +1,143 @@
+"""Where the codes and scales of every rank lie in what travels: arithmetic only, no memory.
+
+    codes    |   rank 0   |   rank 1   |   rank 2   |     one plane a segment; a byte where the element is
+    scales   | rank 0 |   | rank 1     | rank 2  |  |     one plane; for each rank as much as the most that one has
+
+A rank quantizes the rows that it holds of each tensor. Where a cut between ranks goes through tiles, each of the ranks
+has their scales; the shared tiles of all tensors are numbered, and a rank knows which of its scales belong to which.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from layout_planner import Layout
+
+from .blocks import BlockFormat
+from .tiles import RowRun
+
+
+@dataclass(frozen=True)
+class CodePlanes:
+    """The planes of one layout in one format.
+
+    Args:
+        layout: of the values; cut between rows of every tensor.
+        format: of the codes.
+
+    Raises:
+        ValueError: a cut goes through a row, by the tensor's name.
+    """
+
+    layout: Layout
+    format: BlockFormat
+
+    @cached_property
+    def code_bytes(self) -> tuple[int, ...]:
+        """Of one rank's codes, one a segment, multiples of 16: the shard size where a code is a byte."""
+        return self._sizes[0]
+
+    @cached_property
+    def num_scales(self) -> int:
+        """Of one rank, a multiple of 4."""
+        return self._sizes[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a rank gives to each other one: codes and scales."""
+        return sum(self.code_bytes) + 4 * self.num_scales
+
+    def runs(self, rank: int) -> tuple[tuple[RowRun, ...], ...]:
+        """A rank's runs, one tuple a segment, counted from the start of its shard, its codes and its scales."""
+        return self._found[rank]
+
+    def gathered_runs(self, segment: int) -> list[RowRun]:
+        """All ranks' runs of a segment, counted from the start of the gathered memory and planes."""
+        size, codes = self.layout.segments[segment].shard_size, self.code_bytes[segment]
+        return [
+            replace(
+                run,
+                values=run.values + rank * size,
+                codes=run.codes + rank * codes,
+                scales=run.scales + rank * self.num_scales,
+            )
+            for rank, found in enumerate(self._found)
+            for run in found[segment]
+        ]
+
+    @property
+    def num_shared(self) -> int:
+        """Tiles of all tensors that a cut between ranks goes through."""
+        return self._shared[0]
+
+    def shared(self, rank: int) -> list[tuple[int, int, int]]:
+        """Which of a rank's scales are of shared tiles: `(first scale, first shared tile, how many)`."""
+        return self._shared[1][rank]
+
+    @cached_property
+    def _shared(self) -> tuple[int, list[list[tuple[int, int, int]]]]:
+        firsts: dict[
+            tuple[int, int, int], int
+        ] = {}  # (segment, the tensor's offset there, band) -> first tile
+        count, pieces = 0, []
+        for found in self._found:
+            mine = []
+            for segment, runs in enumerate(found):
+                for run in runs:
+                    grid, first = run.grid, run.grid.band_of(run.start)
+                    for band in grid.cut_bands(run.start, run.stop):
+                        key = (segment, run.element - run.start * grid.columns, band)
+                        if key not in firsts:
+                            firsts[key] = count
+                            count += grid.across
+                        mine.append((run.scales + (band - first) * grid.across, firsts[key], grid.across))
+            pieces.append(mine)
+        return count, pieces
+
+    @cached_property
+    def _found(self) -> list[tuple[tuple[RowRun, ...], ...]]:
+        return [self._runs_of(rank) for rank in range(self.layout.world_size)]
+
+    @cached_property
+    def _like_values(self) -> bool:
+        """Whether a code is a byte, so that codes lie as the elements do."""
+        grids = [self.format.grid(spec.shape) for spec in self.layout.tensors]
+        return all(self.format.code_bytes(grid.columns) == grid.columns for grid in grids)
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, ...], int]:
+        codes = [0] * len(self.layout.segments)
+        scales = 0
+        for found in self._found:
+            for segment, runs in enumerate(found):
+                for run in runs:
+                    end = run.codes + (run.stop - run.start) * self.format.code_bytes(run.grid.columns)
+                    codes[segment] = max(codes[segment], end)
+                    scales = max(scales, run.scales + run.num_scales)
+        if self._like_values:
+            codes = [segment.shard_size for segment in self.layout.segments]
+        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
+
+    def _runs_of(self, rank: int) -> tuple[tuple[RowRun, ...], ...]:
+        found, scales = [], 0
+        for segment in self.layout.segments:
+            runs, codes = [], 0
+            for name, offset in zip(segment.names, segment.offsets, strict=True):
+                start, stop = self.layout.local_range(name, rank)
+                if start == stop:
+                    continue
+                grid = self.format.grid(self.layout.spec(name).shape)
+                if start % grid.columns or stop % grid.columns:
+                    raise ValueError(
+                        f"{name}: rank {rank} holds the elements [{start}, {stop}), which cuts rows of {grid.columns}; "
+                        "plan with blocks of whole rows"
+                    )
+                values = offset + start - rank * segment.shard_size
+                run = RowRun(
+                    grid, start // grid.columns, stop // grid.columns, values=values, scales=scales,
+                    codes=values if self._like_values else codes, element=offset + start,
+                )  # fmt: skip
+                codes += (run.stop - run.start) * self.format.code_bytes(grid.columns)
+                scales += run.num_scales
+                runs.append(run)
+            found.append(tuple(runs))
+        return tuple(found)

@@ -1,0 +1,180 @@
+"""Gathers of quantized blocks: codes and scales travel, values are read back where they arrive.
+
+shard  --quantize, once until it changes-->  this rank's codes and scales
+codes    |  S  |  S  |  S  |                 one coalesced all-gather
+scales   |  s  |  s  |  s  |
+gathered |  S  |  S  |  S  |                 dequantized, one call a segment
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .. import _torch_compat as compat
+from ..memory.gathered import Flats, GatheredMemory
+from ..memory.geometry import Geometry
+from ..memory.recycler import Recycler
+from ..memory.scratch import Scratch
+from .blocks import VALUES, BlockFormat
+from .form import Encoder, Pairs
+from .planes import CodePlanes
+
+
+@dataclass(frozen=True)
+class BlocksOnWire:
+    """Codes travel, one byte an element or less, and a scale for each tile. Every rank computes with the same values.
+
+    Codes and scales are those of whole tensors, whatever the number of ranks. They are kept until the shard changes
+    (its version counter, or `DBuffer.forget_encoding`) and sent again as they are: `row_bytes` at rest.
+
+    Args:
+        format: of the codes; one that rounds to nearest.
+        cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
+            `dbuffer.share_amax` finds the amax of the tiles that are cut.
+    """
+
+    format: BlockFormat
+    cut: Literal["whole", "shared"] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.format.needs_noise:
+            raise ValueError(
+                f"BlocksOnWire: {self.format} rounds stochastically; weights are rounded to nearest"
+            )
+        if self.cut not in ("whole", "shared"):
+            raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
+
+    def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Bytes; of values in fp32, bf16 or fp16."""
+        for dtype in (shard, gathered):
+            if dtype not in VALUES:
+                raise ValueError(f"{dtype} cannot be quantized by {self.format}; expected fp32, bf16 or fp16")
+        return (torch.uint8,)
+
+    def row_bytes(self, geometry: Geometry) -> int:
+        """What each rank gives to each other one, in bytes."""
+        return CodePlanes(geometry.layout, self.format).row_bytes
+
+    def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
+        """One that keeps its codes.
+
+        Raises:
+            ValueError: the layout cuts a row, or with "whole" a tile.
+        """
+        planes = CodePlanes(geometry.layout, self.format)
+        if self.cut == "whole" and planes.num_shared:
+            raise ValueError(
+                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles, or "
+                "use BlocksOnWire(cut='shared')"
+            )
+        return BlockEncoder(planes, geometry.rank, gathered, recycler)
+
+
+class BlockEncoder:
+    """`BlocksOnWire` at work on one buffer.
+
+    Attributes:
+        codes: this rank's, uint8, one a segment; empty before the first gather.
+        scales: this rank's, fp32.
+        num_shared: how many tiles a cut between ranks goes through.
+        scratch: what arrives, from the start of a gather until it is dequantized.
+    """
+
+    decodes = True
+
+    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
+        self._planes, self._format = planes, planes.format
+        self._raw = gathered.raw
+        self._own_runs = planes.runs(rank)
+        self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
+        self.num_shared = planes.num_shared
+        self._shared = planes.shared(rank)
+        self.codes: Flats = ()
+        self.scales = torch.empty(0, device=recycler.device)
+        ranks = planes.layout.world_size
+        received = [Scratch(recycler, ranks * size) for size in planes.code_bytes]
+        scales = Scratch(recycler, 4 * ranks * planes.num_scales)
+        self.scratch: Sequence[Scratch] = (*received, scales)
+        self._received = [one.flat for one in received]
+        self._received_scales = scales.flat.view(torch.float32)
+        self._pairs: Pairs = []
+        self._shards: Flats = ()  # that the codes are of
+        self._versions: list[int] = []
+        self._amax_versions: list[int] = []  # of the shards that the scales hold the amax of
+
+    # -- before the gather ------------------------------------------------------------------------------------------
+
+    def is_stale(self, shards: Flats) -> bool:
+        """Whether these shards must be quantized before they are gathered."""
+        return shards is not self._shards or compat.versions(shards) != self._versions
+
+    def encode(self, shards: Flats) -> Pairs:
+        """Quantize the shards unless that was done and they have not changed.
+
+        Raises:
+            RuntimeError: tiles are cut, and `share_amax` was not called since the shards changed.
+        """
+        if self.is_stale(shards):
+            self._quantize(shards, compat.versions(shards))
+        for one in self.scratch:
+            one.materialize()
+        return self._pairs
+
+    def _quantize(self, shards: Flats, versions: list[int]) -> None:
+        amax = None
+        if self.num_shared:
+            if self._amax_versions != versions:
+                raise RuntimeError(
+                    "the shard was written to since the amax of its cut tiles was shared; call dbuffer.share_amax on "
+                    "every rank before the gather"
+                )
+            amax, self._amax_versions = self.scales, []
+        self._allocate()
+        self._shards = ()  # until all is written
+        for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
+            self._format.quantize(runs, shard, codes, self.scales, amax=amax)
+        self._shards, self._versions = shards, versions
+
+    def _allocate(self) -> None:
+        if self.codes:
+            return
+        device, planes = self._raw[0].device, self._planes
+        self.scales = torch.zeros(planes.num_scales, device=device)
+        codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
+        pairs = list(zip(self._received, codes, strict=True))
+        self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
+        self.codes = tuple(codes)
+
+    def forget(self) -> None:
+        """Quantize again at the next gather, whatever the version counters say."""
+        self._shards = ()
+
+    # -- tiles that are cut -----------------------------------------------------------------------------------------
+
+    def write_amax(self, shards: Flats, out: torch.Tensor) -> None:
+        """Write what this rank has of the shared tiles' amax, fp32, where it has some of them."""
+        self._allocate()
+        self._shards, self._amax_versions = (), []
+        for runs, shard in zip(self._own_runs, shards, strict=True):
+            self._format.amax(runs, shard, self.scales)
+        for scale, first, count in self._shared:
+            # A tile that a rank holds in one band is in one place; NaN has one bit pattern, and wins.
+            out[first : first + count].copy_(self.scales[scale : scale + count])
+
+    def read_amax(self, shards: Flats, found: torch.Tensor) -> None:
+        """Take the amax of whole shared tiles."""
+        for scale, first, count in self._shared:
+            self.scales[scale : scale + count].copy_(found[first : first + count])
+        self._amax_versions = compat.versions(shards)
+
+    # -- after the gather -------------------------------------------------------------------------------------------
+
+    def decode(self) -> bool:
+        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it."""
+        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
+            self._format.dequantize(runs, codes, self._received_scales, raw)
+        for one in self.scratch:
+            one.release()
+        return False

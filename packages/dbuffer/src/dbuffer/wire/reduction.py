@@ -1,0 +1,248 @@
+"""What travels in a reduction: a row for each rank, in an encoding of its own, summed where it arrives.
+
+    gathered   |  for rank 0  |  for rank 1  |  for rank 2  |      on each rank
+                   encode: a cast, or codes and their scales
+    sent       |    row 0     |    row 1     |    row 2     |      one all-to-all
+    received   | from rank 0  | from rank 1  | from rank 2  |      what all gave to this rank
+                   sum in fp32, in the order of the ranks
+    shard      |      S       |
+
+Each contribution is encoded once, this rank's own too; sums never travel, and codes are never added. So the result is
+the same whichever rank holds an element, and the same in every run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from .. import _torch_compat as compat
+from ..memory.gathered import Flats, GatheredMemory
+from ..memory.geometry import Geometry
+from .blocks import VALUES, BlockFormat
+from .noise import Noise
+from .planes import CodePlanes
+from .tiles import RowRun
+
+_SUMMED = (torch.float32, torch.bfloat16)
+
+
+class Reducer(Protocol):
+    """A reduction form at work on one buffer.
+
+    Attributes:
+        row_bytes: what each rank gives to each; a multiple of 16.
+        encodes: whether rows are written, rather than gathered memory sent as it is.
+    """
+
+    row_bytes: int
+    encodes: bool
+
+    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
+        """Write what travels.
+
+        Args:
+            rows: uint8, of shape (ranks, bytes), contiguous, each on a 16-byte boundary; row r goes to rank r.
+            begin: where in each row this buffer's bytes begin; a multiple of 16.
+            noise: for forms that round stochastically; another one in each reduction and on each rank.
+        """
+        ...
+
+    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
+        """Add up what arrived, in the order of the ranks; padding may become anything.
+
+        Args:
+            rows, begin: as for `encode`, row r from rank r.
+            sums: fp32, 1-D, `shard_size` elements, one a segment; overwritten.
+        """
+        ...
+
+
+class ReductionForm(Protocol):
+    """How gathered gradients become a shard of their sum."""
+
+    def check(self, gathered: torch.dtype) -> None:
+        """Raise ValueError where gathered memory of this dtype cannot be reduced so."""
+        ...
+
+    def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
+        """What each rank gives to each other one, in bytes: a multiple of 16."""
+        ...
+
+    def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
+        """Whether rows are written, rather than gathered memory sent as it is."""
+        ...
+
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
+        """The object that serves one buffer."""
+        ...
+
+
+@dataclass(frozen=True)
+class CastReduction:
+    """Each contribution travels in `dtype`; sums are taken in fp32.
+
+    Against a reduce-scatter in bf16, which rounds every partial sum: the same bytes, and of a mean over 64 ranks .13 %
+    of rounding error instead of .91 %.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float32. None: the gathered memory's.
+    """
+
+    dtype: torch.dtype | None = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *_SUMMED):
+            raise ValueError(
+                f"CastReduction: dtype {self.dtype}; expected torch.bfloat16, torch.float32 or None"
+            )
+
+    def check(self, gathered: torch.dtype) -> None:
+        """Gradients are fp32 or bf16: fp16 has three bits more than bf16, fp64 more than the sums."""
+        if gathered not in _SUMMED:
+            raise ValueError(
+                f"gradients in {gathered} cannot travel as {self.dtype or gathered} and be summed in fp32; reduce in "
+                "torch.float32 or torch.bfloat16 (MixedPrecisionPolicy(reduce_dtype=...))"
+            )
+
+    def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
+        """A shard in the dtype that travels."""
+        itemsize = (self.dtype or gathered).itemsize
+        return sum(_padded(segment.shard_size * itemsize) for segment in geometry.layout.segments)
+
+    def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
+        """Unless it is one segment of the dtype that travels."""
+        segments = geometry.layout.segments
+        return self.dtype not in (None, gathered) or len(segments) > 1
+
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
+        """One that casts, or sends the gathered memory itself."""
+        return _Cast(self, geometry, gathered)
+
+
+class _Cast:
+    def __init__(self, form: CastReduction, geometry: Geometry, gathered: GatheredMemory) -> None:
+        dtype = gathered.raw[0].dtype
+        self.row_bytes = form.row_bytes(geometry, dtype)
+        self._dtype = form.dtype or dtype
+        self._sizes = [segment.shard_size for segment in geometry.layout.segments]
+        self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
+        self.encodes = form.encodes(geometry, dtype)
+
+    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
+        """One kernel a segment."""
+        compat.copy(self._planes(rows, begin), self._sources)
+
+    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
+        """One kernel a rank and segment."""
+        planes = self._planes(rows, begin)
+        compat.copy(sums, [plane[0] for plane in planes])
+        for rank in range(1, len(rows)):
+            compat.add(sums, [plane[rank] for plane in planes])
+
+    def _planes(self, rows: torch.Tensor, begin: int) -> list[torch.Tensor]:
+        """A segment's elements for, or from, each rank, of shape (ranks, shard_size)."""
+        planes = []
+        for size in self._sizes:
+            nbytes = size * self._dtype.itemsize
+            planes.append(rows[:, begin : begin + nbytes].view(self._dtype))
+            begin += _padded(nbytes)
+        return planes
+
+
+@dataclass(frozen=True)
+class BlockReduction:
+    """Each contribution travels as codes and scales of blocks of each tensor; values are summed in fp32.
+
+    Of a mean over ranks the error is at most the mean of the contributions' own, and with stochastic rounding its
+    expectation is zero. Random bits belong to the element, the reduction's number and the rank.
+
+    Args:
+        format: such as `BlockInt8(256, rounding="stochastic")`; the layout cuts no row, and none of its tiles.
+    """
+
+    format: BlockFormat
+
+    def check(self, gathered: torch.dtype) -> None:
+        """Gradients in any dtype that the format reads."""
+        if gathered not in VALUES:
+            raise ValueError(
+                f"gradients in {gathered} cannot be quantized by {self.format}; reduce in torch.float32"
+            )
+
+    def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
+        """Codes and scales of a shard."""
+        return CodePlanes(geometry.layout, self.format).row_bytes
+
+    def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
+        """Always."""
+        return True
+
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
+        """One that quantizes. Raises ValueError where the layout cuts a row or a tile."""
+        planes = CodePlanes(geometry.layout, self.format)
+        if planes.num_shared:
+            raise ValueError(f"the layout cuts {planes.num_shared} tiles of {self.format.tile} of gradients")
+        return _Blocks(planes, geometry.rank, gathered)
+
+
+class _Blocks:
+    encodes = True
+
+    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory) -> None:
+        self.row_bytes = planes.row_bytes
+        self._planes, self._format, self._rank = planes, planes.format, rank
+        self._raw = gathered.raw
+        self._runs: dict[tuple[int, int], tuple[list[list[RowRun]], list[list[RowRun]]]] = {}
+
+    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
+        """One call a segment."""
+        sent, _ = self._runs_at(begin, rows.shape[1])
+        flat, given = rows.view(-1), noise if self._format.needs_noise else None
+        for runs, raw in zip(sent, self._raw, strict=True):
+            self._format.quantize(runs, raw, flat, flat.view(torch.float32), noise=given)
+
+    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
+        """One call a segment."""
+        _, received = self._runs_at(begin, rows.shape[1])
+        for runs, total in zip(received, sums, strict=True):
+            self._format.sum(runs, rows, rows.view(torch.float32), total)
+
+    def _runs_at(self, begin: int, width: int) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
+        """All ranks' runs in the flat rows, and this rank's in one row, a list a segment; worked out once."""
+        found = self._runs.get((begin, width))
+        if found is None:
+            found = self._runs[begin, width] = self._place(begin, width)
+        return found
+
+    def _place(self, begin: int, width: int) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
+        planes = self._planes
+        sent: list[list[RowRun]] = []
+        received: list[list[RowRun]] = []
+        codes, scales, elements = begin, begin + sum(planes.code_bytes), 0
+        for index, segment in enumerate(planes.layout.segments):
+            sent.append([])
+            for rank in range(planes.layout.world_size):
+                mine = [
+                    replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
+                    for run in planes.runs(rank)[index]
+                ]
+                if rank == self._rank:
+                    received.append(mine)
+                sent[-1] += [
+                    replace(
+                        run,
+                        values=run.values + rank * segment.shard_size,
+                        codes=run.codes + rank * width,
+                        scales=run.scales + rank * width // 4,
+                        element=run.element + elements,
+                    )
+                    for run in mine
+                ]
+            codes += planes.code_bytes[index]
+            elements += planes.layout.world_size * segment.shard_size
+        return sent, received
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16

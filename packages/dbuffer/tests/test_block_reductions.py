@@ -1,0 +1,165 @@
+"""Gradients as integer codes: each contribution quantized once, decoded and summed in fp32 in the order of ranks."""
+
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import mesh_of
+
+import dbuffer
+from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, RowRun
+from layout_planner import Elements, Rows, TensorSpec, plan
+from ragged_shard.testing import record_collectives, run_ranks
+
+SPECS = (
+    TensorSpec("matrix", (37, 300)),
+    TensorSpec("stack", (3, 5, 40)),
+    TensorSpec("bias", (513,), Rows(513)),
+)
+STOCHASTIC, NEAREST = BlockInt8(256, rounding="stochastic"), BlockInt8(64)
+
+
+def gradients(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in SPECS}
+
+
+def make(form, specs=SPECS, **options):
+    layout = plan(specs, dist.get_world_size(), align=16)
+    return DBuffer(layout, mesh_of(), dtype=torch.float32, reduction=form, name="g", alias=False, **options)
+
+
+def read_back(fmt, tensor, offset, noise):
+    """What a whole tensor becomes that is quantized by itself."""
+    grid = fmt.grid(tuple(tensor.shape))
+    run = RowRun(grid, 0, grid.rows, element=offset)
+    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
+    fmt.quantize([run], tensor.reshape(-1).contiguous(), codes, scales, noise=noise)
+    values = torch.zeros(tensor.numel())
+    fmt.dequantize([run], codes, scales, values)
+    return values.view(tensor.shape)
+
+
+def reduce(fmt):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    buffer = make(BlockReduction(fmt))
+    for step in (1, 2):
+        buffer.materialize()
+        buffer.full[0].fill_(torch.nan)
+        for name, view in buffer.views.items():
+            view.copy_(gradients(rank)[name])
+        with record_collectives() as record:
+            buffer.reduce_scatter(op="sum").wait()
+        row = buffer.memory.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+        assert record.kinds == ["all_to_all"]
+        assert record.bytes_sent == (size - 1) * row
+        for name, view in buffer.local_views.items():
+            total = None
+            for sender in range(size):
+                noise = Noise(zlib.crc32(b"g"), step, sender) if fmt.needs_noise else None
+                one = read_back(fmt, gradients(sender)[name], buffer.layout.offset(name), noise)
+                total = one if total is None else total + one
+            start, stop = buffer.layout.local_range(name, rank)
+            assert view.reshape(-1).equal(total.reshape(-1)[start:stop]), name
+        assert not any(gap.any() for gap in buffer.memory.shard.gaps)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(ranks):
+    for fmt in (NEAREST, STOCHASTIC):
+        run_ranks(ranks, reduce, fmt)
+
+
+def bytes_a_gradient_takes():
+    buffer = make(BlockReduction(STOCHASTIC), (TensorSpec("w", (512, 1024)),))
+    row = buffer.memory.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+    return row / (4 * len(buffer.shard[0])), row == len(buffer.shard[0]) * (1 + 4 / 256)
+
+
+def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
+    for share, exact in run_ranks(2, bytes_a_gradient_takes):
+        assert share < 0.26
+        assert exact
+
+
+def together():
+    """A buffer of codes and one of casts in one call, with odd sizes in front of the second."""
+    buffers = [make(BlockReduction(NEAREST)), make(CastReduction(None)), make(BlockReduction(NEAREST))]
+    for buffer in buffers:
+        buffer.materialize()
+        for name, view in buffer.views.items():
+            view.copy_(gradients(dist.get_rank())[name])
+    with record_collectives() as record:
+        dbuffer.reduce_scatter(buffers, op="avg").wait()
+    assert record.kinds == ["all_to_all"]
+    for name, exact in buffers[1].local_views.items():
+        assert buffers[0].local_views[name].equal(buffers[2].local_views[name])
+        torch.testing.assert_close(buffers[0].local_views[name], exact, rtol=0, atol=4 / 127)
+        start, stop = buffers[1].layout.local_range(name, dist.get_rank())
+        size = dist.get_world_size()
+        total = sum(gradients(rank)[name].reshape(-1)[start:stop] for rank in range(size))
+        torch.testing.assert_close(exact.reshape(-1), total / size)
+
+
+def test_codes_and_casts_go_in_one_all_to_all():
+    run_ranks(3, together)
+
+
+def mean():
+    """The mean of many reductions of the same gradient, in standard errors from the gradient itself."""
+    buffer, trials = (
+        make(BlockReduction(BlockInt8(64, rounding="stochastic")), (TensorSpec("w", (8, 64)),)),
+        300,
+    )
+    grad = torch.linspace(-1, 1, 512).view(8, 64) ** 3
+    total = torch.zeros_like(buffer.local_views["w"])
+    for _ in range(trials):
+        buffer.materialize()
+        buffer.views["w"].copy_(grad)
+        buffer.reduce_scatter(op="avg").wait()
+        total += buffer.local_views["w"]
+    start, stop = buffer.layout.local_range("w", dist.get_rank())
+    want = grad.reshape(-1)[start:stop].view(total.shape)
+    step = (
+        grad.abs().amax(dim=1)[start // 64 : stop // 64, None] / 127
+    )  # uniform noise within one step, at most
+    error = (total / trials - want) / (step / 2 / (trials * dist.get_world_size()) ** 0.5)
+    return float(error.abs().max()), float((total / trials - want).abs().max())
+
+
+def test_the_mean_of_stochastic_rounding_is_the_gradient_within_four_sigma():
+    for sigmas, error in run_ranks(2, mean):
+        assert error > 0
+        assert sigmas < 4
+
+
+def bad():
+    buffer = make(BlockReduction(STOCHASTIC))
+    buffer.materialize()
+    for name, view in buffer.views.items():
+        view.copy_(gradients(dist.get_rank())[name])
+    if dist.get_rank() == 1:
+        buffer.views["matrix"][20, 299] = torch.inf
+    buffer.reduce_scatter().wait()
+    start, stop = buffer.layout.local_range("matrix", dist.get_rank())
+    bad = buffer.local_views["matrix"].reshape(-1).isnan().nonzero().flatten() + start
+    inside = torch.arange(20 * 300 + 256, 21 * 300)
+    assert bad.equal(inside[(inside >= start) & (inside < stop)])
+
+
+def test_an_infinite_gradient_of_one_rank_makes_its_block_nan():
+    run_ranks(3, bad)
+
+
+def refused():
+    specs = (TensorSpec("w", (10, 96), Elements(240)),)
+    buffer = make(BlockReduction(NEAREST), specs)
+    with pytest.raises(ValueError, match=r"w: rank \d holds the elements .* which cuts rows of 96"):
+        dbuffer.prepare_reduction([buffer])
+    with pytest.raises(ValueError, match=r"gradients in torch\.float64 cannot be quantized"):
+        make(BlockReduction(NEAREST), full_dtype=torch.float64)
+
+
+def test_layouts_that_cut_rows_are_refused_by_name():
+    run_ranks(4, refused)

@@ -1,0 +1,184 @@
+"""Quantized gathers: what travels is what quantizing whole tensors gives, at any number of ranks, in so many bytes."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import mesh_of
+
+import dbuffer
+from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Recycler
+from layout_planner import Rows, TensorSpec, Tile, plan
+from ragged_shard.testing import record_collectives, run_ranks
+
+SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
+FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
+
+
+@functools.cache
+def layout_for(fmt, world_size, cut):
+    def block(name, shape):
+        if len(shape) == 1:
+            return Rows(shape[0])
+        return Tile(*fmt.tile) if cut == "whole" else Rows(1)
+
+    return plan(
+        [TensorSpec(name, shape, block(name, shape)) for name, shape in SHAPES.items()], world_size, align=16
+    )
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def quantized_whole(fmt, tensor):
+    """Codes, scales and values of a whole tensor."""
+    grid = fmt.grid(tuple(tensor.shape))
+    run = dbuffer.RowRun(grid, 0, grid.rows)
+    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
+    fmt.quantize([run], tensor.reshape(-1), codes, scales)
+    values = torch.zeros(tensor.numel())
+    fmt.dequantize([run], codes, scales, values)
+    return codes.view(grid.rows, grid.columns), scales, values.view(tensor.shape)
+
+
+def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
+    layout = layout_for(fmt, dist.get_world_size(), cut)
+    wire = BlocksOnWire(fmt, cut)
+    return DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=full_dtype, wire=wire, **options)
+
+
+def assert_codes_are_those_of_whole_tensors(buffer, fmt, full):
+    encoder = buffer.memory.encoder
+    for segment, runs in enumerate(encoder._own_runs):
+        names = {
+            s.begin: s.name for s in buffer.geometry.slices.values() if s.segment == segment and s.local_numel
+        }
+        for run in runs:
+            codes, scales, _ = quantized_whole(fmt, full[names[run.values]])
+            mine = encoder.codes[segment][run.codes : run.codes + run.numel].view(-1, run.grid.columns)
+            assert mine.equal(codes[run.start : run.stop])
+            first, last = run.grid.scales_of(run.start, run.stop)
+            assert encoder.scales[run.scales : run.scales + last - first].equal(scales[first:last])
+
+
+def gather(cut):
+    size = dist.get_world_size()
+    for fmt in FORMATS if cut == "whole" else FORMATS[:2]:
+        for dtype in (torch.bfloat16, torch.float32):
+            buffer, full = make(fmt, cut, dtype), tensors()
+            buffer.load_full(full)
+            if cut == "shared":
+                dbuffer.share_amax([buffer])
+            with record_collectives() as record:
+                buffer.all_gather().wait()
+            assert_codes_are_those_of_whole_tensors(buffer, fmt, full)
+            for name, view in buffer.views.items():
+                assert view.equal(quantized_whole(fmt, full[name])[2].to(dtype)), name
+            most = max(
+                sum(run.num_scales for runs in planes for run in runs)
+                for planes in map(buffer.memory.encoder._planes.runs, range(size))
+            )
+            row = sum(map(len, buffer.shard)) + 4 * (-(-most // 4) * 4)
+            assert buffer.memory.spec.wire.row_bytes(buffer.geometry) == row
+            assert record.kinds == ["all_gather"] * (size > 1)
+            assert record.bytes_sent == (size - 1) * row
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_codes_and_scales_are_those_of_whole_tensors(ranks):
+    run_ranks(ranks, gather, "whole")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_codes_are_the_same_where_ranks_share_tiles(ranks):
+    run_ranks(ranks, gather, "shared")
+
+
+def shared():
+    ranks, fmt = dist.get_world_size(), FORMATS[1]
+    buffers = [make(fmt, "shared", name=name) for name in ("a", "b")]
+    for seed, buffer in enumerate(buffers):
+        buffer.load_full(tensors(seed))
+    cut = [buffer.memory.encoder.num_shared for buffer in buffers]
+    assert min(cut) > 0
+    with pytest.raises(RuntimeError, match="could not start: the shard was written to since the amax"):
+        buffers[0].all_gather()
+    for times in (1, 0):
+        with record_collectives() as record:
+            dbuffer.share_amax(buffers)
+            dbuffer.all_gather(buffers).wait()
+        assert record.kinds == ["all_reduce"] * times + ["all_gather"]
+    assert not dbuffer.needs_amax(buffers[0])
+    buffers[1].shard[0].add_(1)
+    with record_collectives() as record:
+        dbuffer.share_amax(buffers)
+    assert record.bytes_sent == 2 * (ranks - 1) / ranks * 4 * cut[1]
+    assert not dbuffer.needs_amax(make(FORMATS[2], "shared", name="blocks of one row cannot be cut"))
+
+
+def test_the_amax_of_all_cut_tiles_takes_one_all_reduce_after_a_change():
+    run_ranks(3, shared)
+
+
+def kept():
+    recycler = Recycler("cpu")
+    buffer = make(FORMATS[0], recycler=recycler)
+    buffer.load_full(tensors())
+    buffer.all_gather().wait()
+    assert recycler.stats.lent_bytes == sum(
+        full.nbytes for full in buffer.full
+    )  # what arrived was given back
+    for codes in buffer.memory.encoder.codes:
+        codes.zero_()
+    buffer.release()
+    buffer.all_gather().wait()
+    assert not any(view.any() for view in buffer.views.values())  # codes were sent again as they were
+    allocations = recycler.stats.allocations
+    for change in (lambda: buffer.shard[0].mul_(1), buffer.forget_encoding):
+        change()
+        buffer.release()
+        buffer.all_gather().wait()
+        assert buffer.views["wide"].equal(quantized_whole(FORMATS[0], tensors()["wide"])[2].bfloat16())
+        for codes in buffer.memory.encoder.codes:
+            codes.zero_()
+    assert recycler.stats.allocations == allocations
+
+
+def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
+    run_ranks(2, kept)
+
+
+def bad(cut):
+    buffer, full = make(FORMATS[0], cut), tensors()
+    full["short"][20, 20] = torch.nan
+    full["wide"][3, 99] = -torch.inf
+    buffer.load_full(full)
+    dbuffer.share_amax([buffer])
+    buffer.all_gather().wait()
+    short, wide = buffer.views["short"], buffer.views["wide"]
+    assert short[16:32, 16:32].isnan().all()
+    assert int(short.isnan().sum()) == 256
+    assert wide[:, 96:].isnan().all()
+    assert int(wide.isnan().sum()) == 64
+
+
+@pytest.mark.parametrize("cut", ["whole", "shared"])
+def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
+    run_ranks(3, bad, cut)
+
+
+def refused():
+    layout = layout_for(FORMATS[0], 3, "shared")
+    with pytest.raises(ValueError, match=r"the layout cuts \d+ tiles of \(16, 16\)"):
+        DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
+    with pytest.raises(ValueError, match=r"torch\.float64 cannot be quantized"):
+        DBuffer(layout, mesh_of(), dtype=torch.float64, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
+
+
+def test_what_cannot_be_served_is_refused():
+    run_ranks(3, refused)
+    with pytest.raises(ValueError, match="rounds stochastically; weights are rounded to nearest"):
+        BlocksOnWire(BlockInt8(32, rounding="stochastic"))

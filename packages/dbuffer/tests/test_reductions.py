@@ -1,0 +1,162 @@
+"""Reductions in a wire form equal one process that encodes each contribution and adds up in fp32, by bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import SPECS, fill_views, make, mesh_of
+
+import dbuffer
+from dbuffer import CastReduction, Recycler
+from ragged_shard.testing import RankError, record_collectives, run_ranks
+
+BF16 = CastReduction()
+
+
+def gradients(rank, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in SPECS}
+
+
+def expected(world_size, dtype, on_wire, scale):
+    """The mean in fp32, in the order of the ranks, of what each rank has in its buffer, as it travels."""
+    sums = {}
+    for rank in range(world_size):
+        for name, grad in gradients(rank).items():
+            sent = grad.to(dtype).to(on_wire).float()
+            sums[name] = sums[name] + sent if rank else sent
+    return {name: total * scale for name, total in sums.items()}
+
+
+def assert_shard(buffer, tensors):
+    for name, view in buffer.local_views.items():
+        start, stop = buffer.layout.local_range(name, dist.get_rank())
+        want = tensors[name].reshape(-1)[start:stop].view(view.shape).to(view.dtype)
+        torch.testing.assert_close(view, want, rtol=0, atol=0, msg=name)
+    assert not any(gap.any() for gap in buffer.memory.shard.gaps)
+
+
+def reduce(layout, form, kept, gathered):
+    size = dist.get_world_size()
+    on_wire = form.dtype or gathered
+    buffer = make(layout, dtype=kept, full_dtype=gathered, reduction=form)
+    for op, divide, scale in (("avg", None, 1 / size), ("sum", None, 1.0), ("sum", 8.0, 0.125)):
+        fill_views(buffer, gradients(dist.get_rank()))
+        buffer.full[0][-1] = torch.nan  # what is in padding is nobody's gradient
+        fill_views(buffer, gradients(dist.get_rank()))
+        with record_collectives() as record:
+            buffer.reduce_scatter(op=op, divide=divide).wait()
+        assert_shard(buffer, expected(size, gathered, on_wire, scale))
+        row = sum(-(-len(shard) * on_wire.itemsize // 16) * 16 for shard in buffer.shard)
+        assert record.kinds == ["all_to_all"]
+        assert record.bytes_sent == (size - 1) * row
+        buffer.release()
+
+
+def reduce_all():
+    for layout in ("planned", "split"):
+        for form, kept, gathered in (
+            (BF16, torch.float32, torch.float32),
+            (BF16, torch.float32, torch.bfloat16),
+            (BF16, torch.bfloat16, torch.bfloat16),
+            (CastReduction(None), torch.float32, torch.float32),
+        ):
+            reduce(layout, form, kept, gathered)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_contributions_are_cast_once_and_summed_in_fp32_in_the_order_of_ranks(world_size):
+    run_ranks(world_size, reduce_all)
+
+
+def accumulate():
+    size = dist.get_world_size()
+    buffer = make(full_dtype=torch.bfloat16, reduction=BF16)
+    for _ in range(2):
+        fill_views(buffer, gradients(dist.get_rank()))
+        buffer.reduce_scatter(op="sum", accumulate=True).wait()
+    once = expected(size, torch.bfloat16, torch.bfloat16, 1.0)
+    assert_shard(buffer, {name: one + one for name, one in once.items()})
+
+
+def test_a_reduction_can_add_to_the_shard():
+    run_ranks(3, accumulate)
+
+
+def two_buffers():
+    mesh, recycler = mesh_of(), Recycler("cpu")
+    buffers = [
+        make(mesh=mesh, full_dtype=dtype, reduction=form, recycler=recycler, alias=False)
+        for dtype, form in ((torch.float32, BF16), (torch.float32, CastReduction(None)))
+    ]
+    for buffer in buffers:
+        fill_views(buffer, gradients(dist.get_rank()))
+    before = recycler.stats.lent_bytes
+    with record_collectives() as record:
+        handle = dbuffer.reduce_scatter(buffers, op="sum")
+    during = recycler.stats.lent_bytes
+    handle.wait()
+    for buffer, on_wire in zip(buffers, (torch.bfloat16, torch.float32), strict=True):
+        assert_shard(buffer, expected(dist.get_world_size(), torch.float32, on_wire, 1.0))
+    rows = sum(len(shard) * 6 for shard in buffers[0].shard)
+    assert record.kinds == ["all_to_all"]
+    forms = [(form, buffers[0].geometry, torch.float32) for form in (BF16, CastReduction(None))]
+    sent_and_received = 2 * rows * dist.get_world_size()
+    assert during - before == dbuffer.exchange_scratch_bytes(forms) == sent_and_received
+    assert recycler.stats.lent_bytes == before
+
+
+def test_several_buffers_travel_in_one_all_to_all_and_borrow_their_memory_from_the_recycler():
+    run_ranks(3, two_buffers)
+
+
+def large(transport):
+    from dbuffer import DBuffer
+    from layout_planner import TensorSpec, plan
+
+    size = dist.get_world_size()
+    layout = plan([TensorSpec("w", (1 << 10, 1 << 10))], size)
+    mine = [torch.randn(1 << 20, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    buffer = DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=torch.bfloat16, reduction=BF16,
+                     transport=transport)  # fmt: skip
+    buffer.materialize()
+    buffer.views["w"].view(-1).copy_(mine[dist.get_rank()])
+    before = buffer.memory.recycler.stats.lent_bytes
+    handle = buffer.reduce_scatter(op="sum")
+    received = dbuffer.exchange_scratch_bytes([(BF16, buffer.geometry, torch.bfloat16)])
+    assert buffer.memory.recycler.stats.lent_bytes - before == received  # sent from where it is
+    handle.wait()
+    total = mine[0].bfloat16().float()
+    for one in mine[1:]:
+        total = total + one.bfloat16().float()
+    start, stop = layout.local_range("w", dist.get_rank())
+    assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
+
+
+@pytest.mark.parametrize("transport", ["sends", "auto"])
+def test_large_rows_go_from_rank_to_rank(transport):
+    run_ranks(3, large, transport)
+
+
+def refused():
+    with pytest.raises(ValueError, match=r"gradients in torch\.float16 cannot travel as torch\.bfloat16"):
+        make(full_dtype=torch.float16, reduction=BF16)
+    dbuffer.prepare_reduction([make(reduction=BF16)])  # while released too
+    dbuffer.prepare_reduction([make(full_dtype=torch.bfloat16, reduction=BF16)])
+    buffers = [make(reduction=BF16), make()]
+    with pytest.raises(ValueError, match="only some have a reduction form"):
+        dbuffer.prepare_reduction(buffers)
+
+
+def test_dtypes_that_would_lose_bits_and_mixed_calls_are_refused():
+    run_ranks(2, refused)
+    with pytest.raises(ValueError, match=r"expected torch\.bfloat16, torch\.float32 or None"):
+        CastReduction(torch.float16)
+
+
+def different_forms():
+    make(reduction=BF16 if dist.get_rank() else None)
+
+
+def test_ranks_with_different_reduction_forms_hear_of_it():
+    with pytest.raises(RankError, match=r"the ranks do not agree: .*reduction None"):
+        run_ranks(2, different_forms)

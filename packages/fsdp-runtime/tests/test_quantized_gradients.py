@@ -1,0 +1,126 @@
+"""Gradients that travel quantized: against one process that does the same to full gradients, by bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
+from ragged_shard.testing import record_collectives, run_ranks
+
+BF16 = QuantizationPolicy(gradients="bf16")
+STEPS = 2
+
+
+def plain_gradients(model, step, ranks):
+    """The mean over ranks of gradients as they travel: rounded to bf16, added in fp32 in the order of ranks."""
+    sums: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        loss_of(model, tokens(step, rank=rank)).backward()
+        for name, param in model.named_parameters():
+            sent = param.grad.bfloat16().float()
+            sums[name] = sums[name] + sent if rank else sent
+            param.grad = None
+    return {name: one * (1 / ranks) for name, one in sums.items()}
+
+
+def train(microbatches):
+    ranks, plain = dist.get_world_size(), seeded()
+    model = shard(seeded(), quantize=BF16)
+    full = dict(plain.named_parameters())
+    for step in range(STEPS):
+        wanted = plain_gradients(plain, step, ranks)
+        for micro in range(microbatches):
+            model.set_requires_gradient_sync(micro == microbatches - 1)
+            (loss_of(model, tokens(step)) / microbatches).backward()
+        for name, param in model.named_parameters():
+            # Of equal microbatches the mean is the gradient itself, where the sum is exact: 2 of them.
+            assert param.grad.full_tensor().equal(wanted[name]), name
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.sub_(0.1 * param.grad)
+                full[name].sub_(0.1 * wanted[name])
+                param.grad = None
+    for name, param in model.named_parameters():
+        assert param.full_tensor().equal(full[name]), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks):
+    run_ranks(ranks, train, 1)
+
+
+def test_gradients_of_microbatches_are_added_up_before_they_are_rounded():
+    run_ranks(3, train, 2)
+
+
+def count(precision):
+    ranks = dist.get_world_size()
+    model = shard(seeded(), quantize=BF16, mp_policy=MixedPrecisionPolicy(**precision))
+    loss = loss_of(model, tokens())
+    with record_collectives() as record:
+        loss.backward()
+    reductions = [event for event in record.events if event.kind != "all_gather"]
+    assert [event.kind for event in reductions] == ["all_to_all"] * 4  # three blocks and the root
+    units = [*model.blocks[::-1], model]
+    for event, unit in zip(reductions, units, strict=True):
+        memory = unit_memory(unit)
+        assert event.bytes_sent == 2 * (ranks - 1) * sum(memory.shards)
+        copies = 1 if precision.get("param_dtype") == torch.bfloat16 else 2
+        assert memory.scratch == copies * 2 * ranks * sum(memory.shards)
+    assert model.head.weight.grad.dtype == torch.float32
+
+
+def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all():
+    run_ranks(3, count, {})
+    run_ranks(3, count, {"param_dtype": torch.bfloat16})
+
+
+def hybrid():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantize=BF16, mesh=mesh)
+    rank = dist.get_rank()
+    loss = loss_of(model, tokens(rank=rank))
+    with record_collectives() as record:
+        loss.backward()
+    # Inside a replica in bf16, ranks (0, 1) and (2, 3); between replicas in fp32.
+    halves = []
+    for first in (0, 2):
+        sums: dict[str, torch.Tensor] = {}
+        for one in (first, first + 1):
+            loss_of(plain, tokens(rank=one)).backward()
+            for name, param in plain.named_parameters():
+                sent = param.grad.bfloat16().float()
+                sums[name] = sums[name] + sent if name in sums else sent
+                param.grad = None
+        halves.append({name: total * 0.5 for name, total in sums.items()})
+    for name, param in model.named_parameters():
+        assert param.grad.full_tensor().equal((halves[0][name] + halves[1][name]) / 2), name
+    replicated = sum(event.bytes_sent for event in record.events if event.kind == "all_reduce")
+    shards = sum(unit_memory(model).shards) + sum(unit_memory(model.blocks[0]).shards)
+    assert replicated == 4 * shards
+
+
+def test_the_all_reduce_over_replicas_stays_fp32():
+    run_ranks(4, hybrid)
+
+
+def refused():
+    model = seeded(blocks=1)
+    model.norm = model.norm.double()
+    with pytest.raises(
+        ValueError, match=r"parameter norm\.weight of torch\.float64: gradients in torch\.float64"
+    ):
+        fully_shard(model, quantize=BF16)
+    assert type(model.head.weight.data) is torch.Tensor
+    with pytest.raises(TypeError, match=r"expected a fsdp_runtime\.QuantizationPolicy"):
+        fully_shard(model, quantize="bf16")
+
+
+def test_what_cannot_travel_so_is_named_before_anything_changes():
+    run_ranks(1, refused)
+    with pytest.raises(ValueError, match="expected 'bf16' or None"):
+        QuantizationPolicy(gradients="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing is quantized"):
+        QuantizationPolicy()
