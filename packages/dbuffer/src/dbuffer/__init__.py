@@ -10,12 +10,13 @@ from ._device import DeviceLayer, device_layer
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
-from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
+from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work, reduction_scratch_bytes
 from .wire import CastOnWire, Encoder, WireForm
 
 __version__ = "0.2.0"
 __all__ = [
     "CastOnWire",
+    "Collectives",
     "DBuffer",
     "DebugRecycler",
     "DeviceLayer",
@@ -24,6 +25,8 @@ __all__ = [
     "Geometry",
     "Handle",
     "HandleState",
+    "Op",
+    "Pairs",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
