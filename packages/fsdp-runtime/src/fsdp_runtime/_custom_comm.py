@@ -111,7 +111,8 @@ class _CustomReduceScatter(_Custom):
 
 def _columns(flat: torch.Tensor, ranks: int, numels: Sequence[int]) -> Sequence[torch.Tensor]:
     """Each tensor's slices of all ranks, (ranks, numel), in memory that lies rank by rank."""
-    return flat.view(ranks, -1).split(list(numels), dim=1)
+    columns: Sequence[torch.Tensor] = flat.view(ranks, -1).split(list(numels), dim=1)
+    return columns
 
 
 class _Completed:
