@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import mesh_of
 
-from dbuffer import DBuffer, reduction_scratch_bytes
+from dbuffer import Collectives, DBuffer, prepare_gather, prepare_reduction, reduction_scratch_bytes
 from dbuffer.transport import choice, direct, transport_of
-from dbuffer.transport.collectives import Collectives
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -124,6 +123,34 @@ def own_transport():
 
 def test_a_transport_of_the_callers_is_made_once_for_a_process_group():
     assert run_ranks(2, own_transport) == [[2], [2]]
+
+
+def a_gather_and_a_reduction_of_their_own_way():
+    """Prepared calls take a transport and a group that are not the buffers'."""
+    made = []
+
+    def make(group):
+        made.append(group)
+        return Collectives(group)
+
+    buffer = build("x", 512)
+    fill(buffer, 0)
+    prepare_gather([buffer], transport=make).start().wait()
+    expected = {name: view.clone() for name, view in buffer.views.items()}
+    buffer.all_gather().wait()
+    for name, view in buffer.views.items():
+        assert torch.equal(view, expected[name])
+    own = dist.new_group()
+    prepare_reduction([buffer], op="sum", transport=make, group=own).start().wait()
+    assert made == [buffer.mesh_view.group, own]
+    half = dist.new_group([0])
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"group has ranks \[0\], the shard axis \[0, 1\]"):
+            prepare_reduction([buffer], group=half)
+
+
+def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
+    run_ranks(2, a_gather_and_a_reduction_of_their_own_way)
 
 
 def logged(transport):

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import DBuffer, DebugRecycler, Recycler
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.transport import peer_memory
+from dbuffer.transport import peer_memory, process_memory, transport_of
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -39,6 +40,51 @@ def memory_after_a_failure():
 
 def test_memory_of_a_failed_send_is_never_used_again():
     run_ranks(2, memory_after_a_failure)
+
+
+def a_read_begins_before_the_wait_gives_up():
+    """Rank 1's thread is about to enter the kernel when its patience ends, and writes when the memory went back."""
+    group = dist.new_group()
+    recycler = Recycler("cpu")
+    buffer, other = (build_large(name, group, recycler=recycler) for name in "ab")
+    buffer.all_gather().wait()  # connects
+    buffer.release()
+    peers = vars(transport_of(group, "peer_memory"))["_mover"]
+    usual, grace, written = process_memory.system_call(), peer_memory.GRACE, threading.Event()
+    assert usual is not None
+
+    def late(*arguments):
+        time.sleep(1.5)
+        got = usual(*arguments)
+        written.set()
+        return got
+
+    if dist.get_rank() == 1:
+        peers._timeout = peer_memory.GRACE = 0.2
+        process_memory.system_call = lambda: late  # type: ignore[assignment]
+    dist.barrier()
+    handle = buffer.all_gather()
+    address = buffer.full[0].data_ptr()
+    said = error_of(handle.wait)
+    if dist.get_rank() == 1:
+        assert not written.is_set()
+        buffer.release()
+        recycler.trim()
+        other.materialize()
+        assert other.full[0].data_ptr() != address
+        other.full[0].fill_(7.0)
+        assert written.wait(10)
+        assert bool((other.full[0] == 7).all())
+        assert recycler.stats.quarantined_bytes == other.full[0].nbytes
+    peer_memory.GRACE, process_memory.system_call = grace, lambda: usual  # type: ignore[assignment]
+    dist.barrier()
+    return said
+
+
+def test_a_read_that_ends_after_its_wait_gave_up_writes_memory_that_nobody_uses():
+    first, second = run_ranks(2, a_read_begins_before_the_wait_gives_up)
+    assert "rank 1 of the group has ended or given up" in first
+    assert "has not answered for 0.2 s after the timeout" in second
 
 
 class Late:

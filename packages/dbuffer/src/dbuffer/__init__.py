@@ -13,7 +13,7 @@ from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
-from .transport import Transport, TransportChoice, Work, reduction_scratch_bytes
+from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work, reduction_scratch_bytes
 from .wire import (
     BlockFormat,
     BlockFP8,
@@ -44,6 +44,7 @@ __all__ = [
     "CastOnWire",
     "CastReduction",
     "CodePlanes",
+    "Collectives",
     "DBuffer",
     "DebugRecycler",
     "DeviceLayer",
@@ -53,6 +54,8 @@ __all__ = [
     "Handle",
     "HandleState",
     "Noise",
+    "Op",
+    "Pairs",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",

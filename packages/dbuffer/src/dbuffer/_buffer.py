@@ -469,24 +469,39 @@ def all_gather(
     return prepare_gather(buffers).start(stream, after)
 
 
-def prepare_gather(buffers: Sequence[DBuffer]) -> Gather:
+def prepare_gather(buffers: Sequence[DBuffer], *, transport: TransportChoice | None = None) -> Gather:
     """An `all_gather` of these buffers, checked now, to be started often: `prepared.start(stream, after)`.
 
+    Args:
+        buffers: as for `all_gather`.
+        transport: for this gather. Defaults to the buffers' own.
+
     Raises:
-        ValueError: as `all_gather`.
+        ValueError: as `all_gather`, or an unknown transport.
     """
-    return Gather([buffer.memory for buffer in buffers])
+    return Gather([buffer.memory for buffer in buffers], transport)
 
 
 def prepare_reduction(
-    buffers: Sequence[DBuffer], *, op: Op = "avg", divide: float | None = None
+    buffers: Sequence[DBuffer],
+    *,
+    op: Op = "avg",
+    divide: float | None = None,
+    transport: TransportChoice | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> ReduceScatter:
     """A `reduce_scatter` of these buffers, checked now: `prepared.start(accumulate=..., stream=..., after=...)`.
 
+    Args:
+        buffers, op, divide: as for `reduce_scatter`.
+        transport: for this reduction. Defaults to the buffers' own.
+        group: a process group of the shard axis's ranks to reduce in, so that gathers and reductions run at the same
+            time. Defaults to the axis's own.
+
     Raises:
-        ValueError: as `reduce_scatter`, but for `accumulate`.
+        ValueError: as `reduce_scatter`, but for `accumulate`; an unknown transport; a group of other ranks.
     """
-    return ReduceScatter([buffer.memory for buffer in buffers], op, divide)
+    return ReduceScatter([buffer.memory for buffer in buffers], op, divide, transport, group)
 
 
 def reduce_scatter(

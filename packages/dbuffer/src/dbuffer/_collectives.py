@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._exchange import Exchange
 from ._handle import Handle
 from ._memory import BufferMemory
 from .memory.gathered import Flats
-from .transport import Op, Transport, Work, transport_of
+from .transport import Op, Transport, TransportChoice, Work, resolved, transport_of
 
 Events = Iterable[Any]
 
@@ -28,8 +29,9 @@ Events = Iterable[Any]
 class Gather:
     """An all-gather of several buffers, checked and listed once, to be started as often as is needed."""
 
-    def __init__(self, memories: Sequence[BufferMemory]) -> None:
+    def __init__(self, memories: Sequence[BufferMemory], transport: TransportChoice | None = None) -> None:
         self._memories = _checked(memories, "all_gather")
+        self._choice = memories[0].spec.transport if transport is None else resolved(transport)
         self._label = _label(memories)
         self._layer = memories[0].spec.layer
         self._size = memories[0].spec.view.size
@@ -45,7 +47,7 @@ class Gather:
                 memory.check_idle("all_gather")
             shrunk = shrunk or memory.neighbor is not None
         if shrunk:
-            return _gather_neighbors(memories, stream, after)
+            return _gather_neighbors(memories, self._choice, stream, after)
         handle = Handle("all_gather", memories)
         with layer.on(stream, after):
             finish = self._decode_after(layer.current_stream()) if self._decodes else None
@@ -65,7 +67,7 @@ class Gather:
                     receive.copy_(send)
             return None
         if self._transport is None:
-            self._transport = _transport(self._memories)
+            self._transport = transport_of(self._memories[0].spec.view.group, self._choice)
         return self._transport.all_gather(pairs, self._label)
 
     def _decode_after(self, launched_on: Any) -> Callable[[], None]:
@@ -79,7 +81,9 @@ class Gather:
         return decode
 
 
-def _gather_neighbors(memories: Sequence[BufferMemory], stream: Any, after: Events | None) -> Handle:
+def _gather_neighbors(
+    memories: Sequence[BufferMemory], choice: TransportChoice, stream: Any, after: Events | None
+) -> Handle:
     """Gather what `DBuffer.shrink` left on the ranks of a smaller group."""
     kept = [memory.neighbor for memory in memories if memory.neighbor is not None]
     group = kept[0].group
@@ -96,7 +100,7 @@ def _gather_neighbors(memories: Sequence[BufferMemory], stream: Any, after: Even
             layer.wait(one.ready)
             memory.gathered.materialize()
             pairs += zip(memory.gathered.raw, one.flats, strict=True)
-        transport = transport_of(group, memories[0].spec.transport)
+        transport = transport_of(group, choice)
         return transport.all_gather(pairs, f"the slices that neighbors keep of {_label(memories)}")
 
     def forget() -> None:  # only now: the collective reads them on another stream
@@ -111,9 +115,19 @@ def _gather_neighbors(memories: Sequence[BufferMemory], stream: Any, after: Even
 class ReduceScatter:
     """A reduce-scatter of several buffers, checked once, to be started as often as is needed."""
 
-    def __init__(self, memories: Sequence[BufferMemory], op: Op = "avg", divide: float | None = None) -> None:
+    def __init__(
+        self,
+        memories: Sequence[BufferMemory],
+        op: Op = "avg",
+        divide: float | None = None,
+        transport: TransportChoice | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._memories = _checked(memories, "reduce_scatter")
         _check_reduction(memories, op, divide)
+        spec = memories[0].spec
+        self._choice = spec.transport if transport is None else resolved(transport)
+        self._group = spec.view.group if group is None else _same_ranks(group, spec.view.group)
         self._op: Op = op
         self._scale = 1.0 if divide is None else 1.0 / divide
         self._label = _label(memories)
@@ -160,7 +174,7 @@ class ReduceScatter:
     def _exchange_rows(self) -> Work:
         assert self._exchange is not None
         if self._transport is None:
-            self._transport = _transport(self._memories)
+            self._transport = transport_of(self._group, self._choice)
         return self._exchange.start(self._transport, self._label)
 
     def _store_sums(self) -> None:
@@ -186,7 +200,7 @@ class ReduceScatter:
         if self._size == 1:
             return None
         if self._transport is None:
-            self._transport = _transport(self._memories)
+            self._transport = transport_of(self._group, self._choice)
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
     def _store(self) -> None:
@@ -284,9 +298,12 @@ class AllReduce:
             return handle.launch(start, finish)
 
 
-def _transport(memories: Sequence[BufferMemory]) -> Transport:
-    spec = memories[0].spec
-    return transport_of(spec.view.group, spec.transport)
+def _same_ranks(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, which must have the ranks of the shard axis in the same order."""
+    found, expected = dist.get_process_group_ranks(group), dist.get_process_group_ranks(shards)
+    if found != expected:
+        raise ValueError(f"group has ranks {found}, the shard axis {expected}; both must be the same")
+    return group
 
 
 def _exchange(memories: Sequence[BufferMemory]) -> Exchange | None:

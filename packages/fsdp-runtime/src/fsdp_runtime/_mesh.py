@@ -15,6 +15,8 @@ from ragged_shard import RaggedShard, StridedRaggedShard
 from . import _torch_compat as compat
 from ._errors import WrongCallError
 
+# For each shard axis's process group one more of the same ranks, for reductions.
+_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 _NEIGHBORS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
@@ -64,6 +66,19 @@ class DataMesh:
         if count not in known:
             known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
         return known[count].get_group(1)
+
+    def reduction_group(self) -> dist.ProcessGroup:
+        """A process group of the shard axis's ranks in addition to the mesh's own, the same at each call.
+
+        Every rank of the shard axis must ask. Makes a process group the first time.
+        """
+        shards = self.mesh.get_group(self.mesh.ndim - 1)
+        if shards not in _REDUCTIONS:
+            ranks = dist.get_process_group_ranks(shards)
+            _REDUCTIONS[shards] = dist.new_group(
+                ranks, use_local_synchronization=True, group_desc="reductions"
+            )
+        return _REDUCTIONS[shards]
 
     @cached_property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from . import _hooks
+from ._custom_comm import checked, gathering_by, reducing_by
 from ._model import Member, member_of
 from ._scaling import AllReduceHook
 from ._torch_state import StateForTorch
@@ -228,37 +229,57 @@ class FSDPModule(fsdp.FSDPModule):
         """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
         _member(self).passes.gather_after(event)
 
-    # -- what has no meaning here -----------------------------------------------------------------------------------
+    # -- how bytes travel -------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: gathers run in place on the unit's buffer, so there is nothing for a custom one to allocate."""
-        _refuse(
-            "set_custom_all_gather", "parameters are gathered in place, without a staging buffer to allocate"
-        )
+        """Gather this unit's parameters with FSDP2's `AllGather` protocol: `comm.allocate`, then `comm(...)`.
+
+        It works on memory that it allocates itself, so each gather copies this rank's shard into that memory and the
+        gathered parameters out of it, holds them twice meanwhile, and blocks (`async_op=False`, as FSDP2). One call
+        a gather; bytes where the unit has several dtypes. One rank alone makes no call.
+
+        Raises:
+            TypeError: `comm` does not have the protocol.
+        """
+        _unit(self).configure(gather_by=gathering_by(checked(comm, "set_custom_all_gather")))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused: gradients are reduced in place."""
-        _refuse(
-            "set_custom_reduce_scatter",
-            "gradients are reduced in place, without a staging buffer to allocate",
-        )
+        """Reduce this unit's gradients with FSDP2's `ReduceScatter` protocol: `comm.allocate` twice, then `comm(...)`.
+
+        Each reduction copies the gathered gradients into the first allocation and the reduced shard out of the
+        second, and blocks (`async_op=False`, as FSDP2). One call for each dtype. One rank alone makes no call.
+
+        Raises:
+            TypeError: `comm` does not have the protocol.
+        """
+        _unit(self).configure(reduce_by=reducing_by(checked(comm, "set_custom_reduce_scatter")))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Refused unless False: reductions use the shard dimension's process group."""
-        if enable:
-            _refuse("set_separate_reduce_scatter_group", "reductions use the mesh's own process group")
+        """Whether reductions have a process group of their own, so that a GPU runs gathers at the same time.
+
+        Makes one process group for each set of ranks that parameters are cut over: all of them must call.
+        """
+        for unit in _units(self, recurse):
+            unit.configure(reduction_group=unit.data.reduction_group() if enable else None)
+
+    # -- what has no meaning here -----------------------------------------------------------------------------------
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused unless False: buffers come from torch's allocator."""
+        """Refused unless False: buffers come from torch's allocator, and gloo has none of its own to try this with."""
         if enable:
             _refuse(
                 "set_allocate_memory_from_process_group_for_comm",
-                "buffers are recycled from torch's allocator",
+                "buffers are recycled from torch's allocator; to stage them in other memory, use "
+                "set_custom_all_gather and set_custom_reduce_scatter",
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused: buffers come from torch's allocator."""
-        _refuse("set_symm_mem_for_comm", "buffers are recycled from torch's allocator")
+        """Refused: buffers come from torch's allocator, and nothing but NCCL on several GPUs could show it right."""
+        _refuse(
+            "set_symm_mem_for_comm",
+            "buffers are recycled from torch's allocator, and symmetric memory was not tried on GPUs; to stage "
+            "gathers in it, use set_custom_all_gather",
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are asynchronous always, and allocate on known streams."""

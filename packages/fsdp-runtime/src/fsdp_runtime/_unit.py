@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dbuffer
-from dbuffer import Gather, Handle, ReduceScatter
+from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 
 from ._group import Group
 from ._labels import label
@@ -43,6 +43,10 @@ class UnitState(enum.Enum):
     THINNED = enum.auto()
 
 
+# Options that prepared collectives depend on.
+_OF_CALLS = {"gather_by", "reduce_by", "reduction_group"}
+
+
 @dataclass(frozen=True)
 class UnitOptions:
     """What the user asked of a unit; see the methods of `FSDPModule` that set them."""
@@ -53,6 +57,9 @@ class UnitOptions:
     requires_gradient_sync: bool = True
     reduce_unused: bool = False
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
+    gather_by: TransportChoice | None = None  # None: as `fully_shard` was asked
+    reduce_by: TransportChoice | None = None
+    reduction_group: dist.ProcessGroup | None = None  # None: the mesh's own
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
 
@@ -116,6 +123,8 @@ class Unit:
         if changes.get("reshard_after_forward") is not None:
             self._neighbors = None
         self.options = replace(self.options, **changes)
+        if changes.keys() & _OF_CALLS:
+            self._forget_calls()
         if "reduction" in changes:
             changed = [group.gradients.scale(self.options.reduction) for group in self.groups]
             if any(changed):
@@ -242,7 +251,8 @@ class Unit:
         for group in groups:
             assert group.buffer is not None
             by_mesh.setdefault(id(group.plan.data.mesh), []).append(group.buffer)
-        return [dbuffer.prepare_gather(buffers) for buffers in by_mesh.values()]
+        transport = self.options.gather_by
+        return [dbuffer.prepare_gather(buffers, transport=transport) for buffers in by_mesh.values()]
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
@@ -315,7 +325,14 @@ class Unit:
             buffers = [group.gradients.memory.buffer for group in members]
             key = tuple(id(buffer.memory) for buffer in buffers)
             if key not in self._reductions:
-                self._reductions[key] = dbuffer.prepare_reduction(buffers, op=how.op, divide=how.divide)
+                options = self.options
+                self._reductions[key] = dbuffer.prepare_reduction(
+                    buffers,
+                    op=how.op,
+                    divide=how.divide,
+                    transport=options.reduce_by,
+                    group=options.reduction_group,
+                )
             calls.append((self._reductions[key], add))
         return calls
 

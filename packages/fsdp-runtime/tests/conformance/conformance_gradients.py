@@ -224,49 +224,66 @@ def all_reduce_hook_hsdp(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_custom_all_gather`",
-    ours=Raises(NotImplementedError, "set_custom_all_gather"),
-    note="gathers write in place into the unit's buffer, so there is nothing to allocate",
+    "`set_custom_all_gather`: called once a gather, on memory that it allocated; the same values",
+    note="it costs the copies into and out of that memory that FSDP2 always makes",
 )
 def custom_all_gather(fsdp):
     class Mine(AllGather):
         calls = 0
 
         def allocate(self, size, *, dtype, device):
-            return torch.empty(*size, dtype=dtype, device=device)
+            self.allocated = torch.empty(*size, dtype=dtype, device=device)
+            return self.allocated
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False):
             Mine.calls += 1
+            assert not async_op
+            assert output_tensor.data_ptr() == self.allocated.data_ptr()
+            own = output_tensor.chunk(group.size())[group.rank()]
+            assert input_tensor.data_ptr() == own.data_ptr()
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
-    model = fsdp.fully_shard(seeded(MLP), mesh=mesh())
+    model, reference = fsdp.fully_shard(seeded(MLP), mesh=mesh()), seeded(MLP)
     model.set_custom_all_gather(Mine())
-    model(torch.randn(2, 8))
+    x = torch.randn(2, 8)
+    close(model(x), reference(x), "output")
     assert Mine.calls == 1
 
 
 @case(
     GRADIENTS,
-    "`set_custom_reduce_scatter`",
-    ours=Raises(NotImplementedError, "set_custom_reduce_scatter"),
-    note="gradients are reduced in place in the unit's buffer",
+    "`set_custom_reduce_scatter`: called once a reduction, from and into memory that it allocated; the same gradients",
+    note="it costs the copies into and out of that memory that FSDP2 always makes",
 )
 def custom_reduce_scatter(fsdp):
     class Mine(ReduceScatter):
         calls = 0
 
+        def __init__(self):
+            self.allocated = []
+
         def allocate(self, size, *, dtype, device):
-            return torch.empty(*size, dtype=dtype, device=device)
+            self.allocated.append(torch.empty(*size, dtype=dtype, device=device))
+            return self.allocated[-1]
 
         def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
             Mine.calls += 1
+            given, reduced = self.allocated
+            assert (input_tensor.data_ptr(), output_tensor.data_ptr()) == (
+                given.data_ptr(),
+                reduced.data_ptr(),
+            )
+            assert input_tensor.numel() == group.size() * output_tensor.numel()
             return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
 
-    model = fsdp.fully_shard(seeded(MLP), mesh=mesh())
+    model, reference = fsdp.fully_shard(seeded(MLP), mesh=mesh()), seeded(MLP)
     model.set_custom_reduce_scatter(Mine())
-    model(torch.randn(2, 8)).sum().backward()
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+    assert_same_gradients(model, reference)
     assert Mine.calls == 1
 
 
@@ -288,13 +305,23 @@ def max_input_buffers(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_separate_reduce_scatter_group`: gradients through a process group of their own, the same values",
-    ours=Raises(NotImplementedError, "set_separate_reduce_scatter_group"),
-    note="reductions use the mesh's process group",
+    "`set_separate_reduce_scatter_group`: gradients through one more process group of the same ranks, the same values",
 )
 def separate_group(fsdp):
     model, reference = pair(fsdp)
-    model.set_separate_reduce_scatter_group(True)
+    made, usual = [], dist.new_group
+
+    def new_group(*arguments, **options):
+        made.append(usual(*arguments, **options))
+        return made[-1]
+
+    dist.new_group = new_group
+    try:
+        model.set_separate_reduce_scatter_group(True)
+        model.set_separate_reduce_scatter_group(True)
+    finally:
+        dist.new_group = usual
+    assert [dist.get_process_group_ranks(group) for group in made] == [list(range(dist.get_world_size()))]
     whole = batch()
     mean_square(model, mine(whole)).backward()
     mean_square(reference, whole).backward()
@@ -307,7 +334,7 @@ def separate_group(fsdp):
     GRADIENTS,
     "`set_allocate_memory_from_process_group_for_comm`",
     ours=Raises(NotImplementedError, "set_allocate_memory_from_process_group_for_comm"),
-    note="buffers are recycled from torch's allocator",
+    note="buffers are recycled from torch's allocator, and gloo has none of its own to try this with",
 )
 def process_group_memory(fsdp):
     model, reference = pair(fsdp)
@@ -322,7 +349,7 @@ def process_group_memory(fsdp):
     fsdp2=Raises(RuntimeError, "SymmetricMemory"),
     ours=Raises(NotImplementedError, "set_symm_mem_for_comm"),
     unsupported=True,
-    note="buffers are recycled from torch's allocator",
+    note="buffers are recycled from torch's allocator, and nothing but NCCL on several GPUs could show it right",
 )
 def symmetric_memory(fsdp):
     model, reference = pair(fsdp)

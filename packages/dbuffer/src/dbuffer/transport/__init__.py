@@ -15,10 +15,12 @@ from .choice import (
     resolved,
     transport_of,
 )
+from .collectives import Collectives
 from .protocol import Op, Pairs, Transport, Work
 
 __all__ = [
     "TRANSPORT_VARIABLE",
+    "Collectives",
     "Op",
     "Pairs",
     "Transport",

@@ -1,0 +1,126 @@
+"""Collectives of the user's own (`set_custom_all_gather`, `set_custom_reduce_scatter`) as transports of dbuffer.
+
+FSDP2's protocol is `allocate` and a call on flat memory, and staging is its point: the memory may come from a pool
+that the network knows. So each call here copies in and out, which the other transports do not:
+
+    all-gather       shards --copy--> own slice of what `allocate` gave --comm--> all of it --copy--> gathered memory
+    reduce-scatter   gathered memory --copy--> what `allocate` gave --comm--> another such --copy--> shards
+
+As in FSDP2 the call is made with `async_op=False`: on a GPU the stream waits for it, on CPU the rank.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbuffer import Collectives, Op, Pairs, Transport, Work
+
+_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+
+
+def checked(comm: Any, method: str) -> Any:
+    """The object, which must have FSDP2's protocol.
+
+    Raises:
+        TypeError: it has not.
+    """
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"{method} got {comm!r}; expected an object with allocate(size, *, dtype, device) and __call__, such as a "
+            "subclass of torch.distributed.fsdp's AllGather or ReduceScatter"
+        )
+    return comm
+
+
+def gathering_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
+    """What dbuffer calls to make the transport of an all-gather."""
+    return lambda group: _CustomAllGather(group, comm)
+
+
+def reducing_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
+    """What dbuffer calls to make the transport of a reduce-scatter."""
+    return lambda group: _CustomReduceScatter(group, comm)
+
+
+class _Custom(Collectives):
+    """torch's collectives, but for the one that the user replaced."""
+
+    def __init__(self, group: dist.ProcessGroup, comm: Any) -> None:
+        super().__init__(group)
+        self.name = type(comm).__name__
+        self._comm = comm
+        self._ranks = group.size()
+        self._rank = group.rank()
+        self._custom_group = weakref.ref(group)  # dbuffer's table of transports must not keep groups alive
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        given: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
+        if given.numel() != numel or given.dtype != dtype or not given.is_contiguous():
+            raise RuntimeError(
+                f"{self.name}.allocate gave {given.numel()} elements of {given.dtype}; expected {numel} contiguous "
+                f"ones of {dtype}"
+            )
+        return given.view(-1)
+
+    def _call(self, **arguments: Any) -> None:
+        work = self._comm(**arguments, group=self._custom_group(), async_op=False)
+        if work is not None:
+            work.wait()
+
+
+class _CustomAllGather(_Custom):
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        """One call on the tensors of one dtype, or on bytes where there are several."""
+        if len({send.dtype for _, send in pairs}) > 1:
+            pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
+        numels = [send.numel() for _, send in pairs]
+        dtype, device = pairs[0][1].dtype, pairs[0][1].device
+        total = sum(numels)
+        gathered = self._allocate(total * self._ranks, dtype, device)
+        own = gathered.narrow(0, self._rank * total, total)
+        for place, (_, send) in zip(own.split(numels), pairs, strict=True):
+            place.copy_(send)
+        self._call(output_tensor=gathered, input_tensor=own)
+        for place, (receive, _) in zip(_columns(gathered, self._ranks, numels), pairs, strict=True):
+            receive.view(self._ranks, -1).copy_(place)
+        return _Completed()
+
+
+class _CustomReduceScatter(_Custom):
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+        """One call for each dtype, in the order in which they come."""
+        for dtype in dict.fromkeys(send.dtype for _, send in pairs):
+            self._reduce([pair for pair in pairs if pair[1].dtype == dtype], op)
+        return _Completed()
+
+    def _reduce(self, pairs: Pairs, op: Op) -> None:
+        numels = [receive.numel() for receive, _ in pairs]
+        dtype, device = pairs[0][1].dtype, pairs[0][1].device
+        total = sum(numels)
+        given = self._allocate(total * self._ranks, dtype, device)
+        for place, (_, send) in zip(_columns(given, self._ranks, numels), pairs, strict=True):
+            place.copy_(send.view(self._ranks, -1))
+        reduced = self._allocate(total, dtype, device)
+        self._call(output_tensor=reduced, input_tensor=given, op=_OPS[op])
+        for place, (receive, _) in zip(reduced.split(numels), pairs, strict=True):
+            receive.copy_(place)
+
+
+def _columns(flat: torch.Tensor, ranks: int, numels: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Each tensor's slices of all ranks, (ranks, numel), in memory that lies rank by rank."""
+    columns: Sequence[torch.Tensor] = flat.view(ranks, -1).split(list(numels), dim=1)
+    return columns
+
+
+class _Completed:
+    """A work that has completed, or is ordered by its stream."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        """It has."""
+        return True

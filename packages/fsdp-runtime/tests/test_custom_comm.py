@@ -1,0 +1,193 @@
+"""Collectives of the user's own, and reductions in a process group of their own: the values stay the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+from dbuffer.transport import collectives
+from fsdp_runtime import MixedPrecisionPolicy
+from ragged_shard.testing import RankError, run_ranks
+
+
+class Comm:
+    """FSDP2's protocol; notes what it is called with."""
+
+    def __init__(self):
+        self.allocated = []
+        self.calls = []
+
+    def allocate(self, size, *, dtype, device):
+        self.allocated.append(torch.full(size, 7, dtype=dtype, device=device))
+        return self.allocated[-1]
+
+    def note(self, output, given, group):
+        self.calls.append((str(given.dtype), given.numel(), output.numel(), group.size()))
+
+
+class OwnGather(Comm):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.note(output_tensor, input_tensor, group)
+        return collectives.compat.all_gather([(output_tensor, input_tensor)], group)  # a work, for a change
+
+
+class OwnReduction(Comm):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.note(output_tensor, input_tensor, group)
+        collectives.compat.reduce_scatter([(output_tensor, input_tensor)], op, group).wait()
+
+
+def two_steps(prepare, **options):
+    """Losses and local gradients of two steps, the second accumulating into the first."""
+    torch.manual_seed(0)
+    model = shard(seeded(), **options)
+    prepare(model)
+    losses = []
+    for step in range(2):
+        loss = loss_of(model, tokens(step))
+        loss.backward()
+        losses.append(loss.detach())
+    return model, losses + [p.grad.to_local() for p in model.parameters()]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def with_own_collectives(bf16):
+    """One unit of the model gathers and reduces by the user's objects."""
+    gather, reduction = OwnGather(), OwnReduction()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    options = {"mp_policy": policy} if bf16 else {}
+
+    def prepare(model):
+        model.blocks[1].set_custom_all_gather(gather)
+        model.blocks[1].set_custom_reduce_scatter(reduction)
+
+    _, expected = two_steps(lambda _: None, **options)
+    _, found = two_steps(prepare, **options)
+    assert_equal(found, expected)
+    size = dist.get_world_size()
+    travels = "torch.bfloat16" if bf16 else "torch.float32"
+    assert len(gather.calls) == 4  # forward and backward of each step
+    for dtype, given, received, ranks in gather.calls:
+        assert (dtype, received, ranks) == (travels, given * size, size)
+    assert len(reduction.calls) == 2
+    for dtype, given, received, ranks in reduction.calls:
+        assert (dtype, given, ranks) == ("torch.float32", received * size, size)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
+    run_ranks(3, with_own_collectives, bf16)
+
+
+def several_dtypes():
+    """A unit of two dtypes: its gather is one call, on bytes; its reduction one for each dtype."""
+    gather, reduction = OwnGather(), OwnReduction()
+
+    def model():
+        made = seeded()
+        made.blocks[1].bias.data = made.blocks[1].bias.data.double()
+        made.blocks[1].forward = lambda x: x @ made.blocks[1].weight + made.blocks[1].bias.to(x)
+        return shard(made)
+
+    found = []
+    for own in (False, True):
+        made = model()
+        if own:
+            made.blocks[1].set_custom_all_gather(gather)
+            made.blocks[1].set_custom_reduce_scatter(reduction)
+        loss_of(made, tokens()).backward()
+        found.append([p.grad.to_local() for p in made.parameters()])
+    assert_equal(*found)
+    assert [dtype for dtype, *_ in gather.calls] == ["torch.uint8"] * 2
+    assert sorted(dtype for dtype, *_ in reduction.calls) == ["torch.float32", "torch.float64"]
+
+
+def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
+    run_ranks(2, several_dtypes)
+
+
+def wrong_memory():
+    class Short(OwnGather):
+        def allocate(self, size, *, dtype, device):
+            return torch.empty(1, dtype=dtype)
+
+    def prepare(model):
+        model.blocks[0].set_custom_all_gather(Short())
+
+    two_steps(prepare)
+
+
+def no_protocol():
+    def prepare(model):
+        model.set_custom_all_gather(dist.all_gather_into_tensor)
+
+    two_steps(prepare)
+
+
+def test_what_does_not_keep_to_the_protocol_is_refused():
+    with pytest.raises(RankError, match=r"Short.allocate gave 1 elements of torch.float32; expected \d+"):
+        run_ranks(2, wrong_memory)
+    with pytest.raises(
+        RankError, match=r"TypeError: set_custom_all_gather got .*; expected an object with alloc"
+    ):
+        run_ranks(2, no_protocol)
+
+
+def groups_used(shape):
+    """Which groups reductions go through; rank order of an HSDP mesh's shard axis included."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    seen, usual = [], collectives.compat.reduce_scatter
+
+    def noted(pairs, op, group):
+        seen.append(group)
+        return usual(pairs, op, group)
+
+    collectives.compat.reduce_scatter = noted
+    try:
+        model, expected = two_steps(lambda _: None, mesh=mesh)
+        shards = mesh.get_group(mesh.ndim - 1)
+        assert set(seen) == {shards}
+        seen.clear()
+        model, found = two_steps(lambda model: model.set_separate_reduce_scatter_group(), mesh=mesh)
+        assert_equal(found, expected)
+        (own,) = set(seen)
+        assert own is not shards
+        assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(shards)
+        seen.clear()
+        model.set_separate_reduce_scatter_group(False)
+        model.blocks[0].set_separate_reduce_scatter_group()
+        loss_of(model, tokens()).backward()
+        assert set(seen) == {shards, own}
+    finally:
+        collectives.compat.reduce_scatter = usual
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_reductions_go_through_a_group_of_their_own_while_it_is_asked_for(shape):
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    run_ranks(ranks, groups_used, shape)
+
+
+def own_collective_in_an_own_group():
+    reduction = OwnReduction()
+
+    def prepare(model):
+        model.blocks[1].set_custom_reduce_scatter(reduction)
+        model.set_separate_reduce_scatter_group()
+
+    _, expected = two_steps(lambda _: None)
+    model, found = two_steps(prepare)
+    assert_equal(found, expected)
+    assert len(reduction.calls) == 2
+    return [model is not None]
+
+
+def test_an_own_reduction_and_an_own_group_go_together():
+    run_ranks(2, own_collective_in_an_own_group)
