@@ -5,6 +5,7 @@ Compares whole optimizers, once by torch ops and once by kernels, to the bit.
 """
 
 import sys
+import time
 
 import torch
 import triton
@@ -42,11 +43,14 @@ def run(kernels, make, dtype, skip=False):
     return found + [value for p in params for value in optimizer.state[p].values()]
 
 
+START = time.thread_time()
+
+
 def same(name, make, dtype, skip=False):
     """Raise unless both ways agree."""
     for a, b in zip(run(False, make, dtype, skip), run(True, make, dtype, skip), strict=True):
         assert torch.equal(a, b), f"{name} {dtype}: {int((a != b).sum())} of {a.numel()} elements differ"
-    print("same bits:", name, dtype, "skipped" if skip else "")
+    print("same bits:", name, dtype, "skipped" if skip else "", round(time.thread_time() - START, 1))
 
 
 def eight_bit(**options):
@@ -67,21 +71,87 @@ def close(name, dtype):
     print("close:", name, dtype)
 
 
+# As fp32's bits, and with the sign set: the GPU's NaN, the CPU's, one with a small payload; infinity; the largest and
+# smallest numbers, the largest and smallest denormal ones, zero; what rounds up to infinity in bf16.
+EXTREMES = (
+    0x7FFFFFFF, 0x7FC00000, 0x7F810000, 0x7F800000, 0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00010000, 0x1, 0, 0x7F7F8000,
+)  # fmt: skip
+
+
+def extreme_values(dtype):
+    """The extremes in a dtype, NaN with the payloads given."""
+    bits = torch.tensor([b | s for b in EXTREMES for s in (0, -(1 << 31))]).to(torch.int32)
+    if dtype == torch.bfloat16:
+        return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return bits.view(torch.float32)
+
+
+def run_extremes(kernels, make, dtype):
+    """The parameter and its states after steps in which gradients, weights and states have extremes.
+
+    Of three rows each, one has an extreme in some gradients, one in some weights, one in its states.
+    """
+    for module in (launch, rule, q8_rule):
+        vars(module)["has_kernels"] = lambda device: kernels
+    values, generator = extreme_values(dtype), torch.Generator().manual_seed(0)
+    shape = (3 * len(values), 256)
+    p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    optimizer = make([("p", p)])
+    for step in range(3):
+        p.grad = torch.randn(shape, generator=generator).to(dtype)
+        if step == 1:
+            p.grad[::3, ::5] = values[:, None]
+            p.detach()[1::3, ::7] = values[:, None]
+            for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+                if name in optimizer.state[p]:
+                    optimizer.state[p][name][2::3] = extreme_values(torch.float32)
+                else:
+                    optimizer.state[p][name.removesuffix("_scale")][2::3, ::3] = extreme_values(
+                        torch.float32
+                    )[:, None]
+        optimizer.step()
+    return p.detach(), optimizer.state[p]
+
+
+def same_or_nan(a, b):
+    """Where two tensors have the same bits or are both NaN."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return (a.view(whole) == b.view(whole)) | (a.isnan() & b.isnan())
+
+
+def extremes(name, make, dtype):
+    """Raise unless kernels make of extremes what the torch ops make of them; codes of a NaN scale mean nothing."""
+    (p, states), (q, others) = (run_extremes(kernels, make, dtype) for kernels in (False, True))
+    assert same_or_nan(p, q).all(), f"{name}: {int((~same_or_nan(p, q)).sum())} parameters differ"
+    for key in ("exp_avg", "exp_avg_sq"):
+        scales, theirs = states[f"{key}_scale"], others[f"{key}_scale"]
+        assert same_or_nan(scales, theirs).all(), f"{name}: {key}_scale"
+        used = ~scales.isnan()
+        assert 0 < used.sum() < len(used)
+        assert torch.equal(states[key][used], others[key][used]), f"{name}: {key}"
+    print("extremes:", name, dtype)
+
+
+def wide_extremes(dtype):
+    """Raise unless the kernel for narrow parameters has NaN and infinities where torch's fused kernel has them."""
+
+    def make(named):
+        return AdamW(named, lr=1e-2, fused=True, skip_nonfinite=False)
+
+    p, q = (run_extremes(kernels, make, dtype)[0] for kernels in (False, True))
+    assert torch.equal(p.isnan(), q.isnan())
+    assert torch.equal(p.isinf(), q.isinf())
+    finite = p.isfinite()
+    torch.testing.assert_close(p[finite].float(), q[finite].float(), rtol=2**-7, atol=1e-30)
+    print("extremes: wide", dtype)
+
+
 @triton.jit
 def _store_values(values, out, SIZE: tl.constexpr, TYPE: tl.constexpr, ROUND: tl.constexpr):
     offset = tl.arange(0, SIZE)
-    keys = tl.zeros_like(offset).to(tl.int64)
+    random = (offset * 40503) & 0xFFFF
     kernels_triton._store(
-        tl.load(out),
-        offset,
-        tl.load(values + offset),
-        offset < SIZE,
-        TYPE,
-        ROUND,
-        keys,
-        keys + 77,
-        keys + 5,
-        keys,
+        tl.load(out), offset, tl.load(values + offset), offset < SIZE, TYPE, 8, ROUND, random
     )
 
 
@@ -106,7 +176,16 @@ if __name__ == "__main__":
     same("stochastic", eight_bit(block=Elements(512), stochastic_rounding=True, seed=3), torch.bfloat16)
     same("fp16", eight_bit(block=Elements(512)), torch.float16)
     same("flag", eight_bit(block=Elements(512)), torch.float32, skip=True)
+    same("two passes", eight_bit(block=Elements(16384)), torch.float32)
+    same("two passes, both sides cut", eight_bit(block=Tile(4, 1024)), torch.bfloat16)
+    same("in four pieces", eight_bit(block=Tile(128, 128)), torch.bfloat16)
     close("wide", torch.bfloat16)
+    strict = {"block": Elements(256), "skip_nonfinite": False}
+    extremes("elements", eight_bit(**strict), torch.float32)
+    extremes("dynamic", eight_bit(**strict, state_map="dynamic"), torch.float32)
+    extremes("nearest", eight_bit(**strict), torch.bfloat16)
+    extremes("stochastic", eight_bit(**strict, stochastic_rounding=True, seed=3), torch.bfloat16)
+    wide_extremes(torch.bfloat16)
     stays_nan(False)
     stays_nan(True)
     sys.exit(0)

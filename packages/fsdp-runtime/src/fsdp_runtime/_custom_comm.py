@@ -96,6 +96,13 @@ class _CustomReduceScatter(_Custom):
             self._reduce([pair for pair in pairs if pair[1].dtype == dtype], op)
         return _Completed()
 
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+        """Refused: gradients in a wire form are exchanged, not reduced, and would go past the user's object."""
+        raise NotImplementedError(
+            f"{label}: set_custom_reduce_scatter({self.name}) reduces gradients in full; this unit sends them in a wire "
+            "form, by an all-to-all; use QuantizationPolicy(gradients=None) or leave the custom reduction out"
+        )
+
     def _reduce(self, pairs: Pairs, op: Op) -> None:
         numels = [receive.numel() for receive, _ in pairs]
         dtype, device = pairs[0][1].dtype, pairs[0][1].device

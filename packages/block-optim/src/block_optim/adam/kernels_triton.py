@@ -3,36 +3,55 @@
 # (Triton has no types, and may be absent where this is checked.)
 """Triton kernels; imported only where Triton is to be used.
 
-    quantized_adamw    one program for each tile of every stretch: decode, average, update, encode in one pass
-    wide_adamw         AdamW with fp32 moments over the runs of a plan, parameters and gradients of any width
+    quantized_adamw          TILES whole tiles a program: decode, average, update, encode, with moments in registers
+    quantized_adamw_twice    a tile too large for that: one pass in pieces for its scales, one that does it all
+    wide_adamw               AdamW with fp32 moments over the runs of a plan, parameters and gradients of any width
 
-Both find their tensors by address in a table, so that one launch does all of them, read the step's scalars from the
-device, and write nothing where the flag says that the step is to be skipped. Every product and sum is rounded by
-itself (launch with ``enable_fp_fusion=False``), divisions and roots are the correctly rounded ones, so that codes and
-parameters are those of the torch ops. bf16 is handled by its bits, rounded to nearest even or stochastically.
+`variants` says which of them takes which blocks, in how large programs of how many warps.
+
+All find their tensors by address in a table, so that one launch does many of them, read the step's scalars from the
+device, and do nothing where the flag says that the step is to be skipped. Every product and sum is rounded by itself
+(launch with ``enable_fp_fusion=False``), divisions and roots are the correctly rounded ones, so that codes and
+parameters are those of the torch ops. Triton's interpreter, which rounds bf16 wrongly and runs no assembly, gets the
+same numbers by other means: bf16 by its bits, reciprocals as divisions.
+
+With VECTOR > 1 a launch promises that addresses are multiples of 16 bytes (codes: 8) and that rows, tiles and runs are
+multiples of VECTOR elements; only then does Triton load and store 8 or 16 bytes at a time.
 """
 
 import triton
 import triton.language as tl
 
 power_of_two = triton.next_power_of_2
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Element types, as arguments name them: 0 fp32, 1 bf16, 2 fp16.
 # Columns of the table of stretches: the addresses of parameter, gradient, first and second states and their scales (or
-# 0); rows, columns, the first program, the class, the first element in the global tensor, two keys, one unused.
-# Columns of the table of scalars: decay, beta1, 1 - beta1 (negative to ascend), beta2, 1 - beta2, eps, step size, root.
+# 0); rows, columns, the first program, the class, the first element in the global tensor, two keys, tiles.
+# Columns of the table of scalars: decay, beta1, 1 - beta1 (negative to ascend), beta2, 1 - beta2, eps, step size; the
+# last two multiplied by the root that corrects the second moment; root of beta2.
 
 
 @triton.jit
-def _load(address, offset, mask, TYPE: tl.constexpr):
+def _at(address, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """An address as a pointer; ALIGN: bytes it is a multiple of."""
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
+
+
+@triton.jit
+def _load(address, offset, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Elements of one of the three types, as fp32."""
+    align: tl.constexpr = 16 if VECTOR > 1 else 2
     if TYPE == 0:
-        return tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=mask, other=0.0)
+        return tl.load(_at(address, tl.float32, align) + offset, mask=mask, other=0.0)
     elif TYPE == 1:
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + offset, mask=mask, other=0)
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        if INTERPRETED:
+            bits = tl.load(_at(address, tl.int16, align) + offset, mask=mask, other=0)
+            return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        else:
+            return tl.load(_at(address, tl.bfloat16, align) + offset, mask=mask, other=0.0).to(tl.float32)
     else:
-        return tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(_at(address, tl.float16, align) + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -46,38 +65,51 @@ def _mix(x):
 
 
 @triton.jit
+def _random(element, j, row, step):
+    """The 16 random bits of elements ``element + j`` (int64 and int32) of the global tensor, as int32."""
+    low, high = (element & 0xFFFFFFFF).to(tl.uint32), (element >> 32).to(tl.uint32)
+    first = (tl.load(row + 11) + step * 0x9E3779B9).to(tl.uint32)
+    second = tl.load(row + 12).to(tl.uint32)
+    here = second ^ _mix(high * 0x9E3779B9 + step.to(tl.uint32))
+    above = second ^ _mix((high + 1) * 0x9E3779B9 + step.to(tl.uint32))  # where the lower half starts again
+    index = low + j.to(tl.uint32)
+    x = _mix(_mix(index + first) ^ tl.where(index < low, above, here))
+    return (x & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
 def _store(
-    address,
-    offset,
-    value,
-    mask,
-    TYPE: tl.constexpr,
-    ROUND: tl.constexpr,
-    element,
-    first_key,
-    second_key,
-    step,
+    address, offset, value, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr, ROUND: tl.constexpr, random
 ):
-    """Write fp32 values as one of the three types; bf16 stochastically if ROUND."""
+    """Write fp32 values as one of the three types; bf16 with random bits if ROUND."""
+    align: tl.constexpr = 16 if VECTOR > 1 else 2
     if TYPE == 0:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + offset, value, mask=mask)
+        tl.store(_at(address, tl.float32, align) + offset, value, mask=mask)
+    elif TYPE == 1 and not (ROUND or INTERPRETED):
+        tl.store(_at(address, tl.bfloat16, align) + offset, value.to(tl.bfloat16), mask=mask)
     elif TYPE == 1:
         bits = value.to(tl.int32, bitcast=True)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000  # adding to it would make it infinity or zero
         quiet = bits | 0x400000
         if ROUND:
-            index = element + offset
-            low = (index & 0xFFFFFFFF).to(tl.uint32)
-            high = (index >> 32).to(tl.uint32)
-            x = _mix(low + first_key.to(tl.uint32))
-            x = _mix(x ^ second_key.to(tl.uint32) ^ _mix(high * 0x9E3779B9 + step.to(tl.uint32)))
-            bits += (x & 0xFFFF).to(tl.int32)
+            bits += random
         else:
             bits += 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(is_nan, quiet, bits)
-        tl.store(address.to(tl.pointer_type(tl.int16)) + offset, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(_at(address, tl.int16, align) + offset, (bits >> 16).to(tl.int16), mask=mask)
     else:
-        tl.store(address.to(tl.pointer_type(tl.float16)) + offset, value.to(tl.float16), mask=mask)
+        tl.store(_at(address, tl.float16, align) + offset, value.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x, rounded correctly: `tl.div_rn` would take a whole division."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -88,135 +120,334 @@ def _nearest(bits, limits, low, high, base, key_shift: tl.constexpr):
 
 
 @triton.jit
+def _places(
+    tile, there, across, rows, columns, piece, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """First elements of rows (int64), columns and a mask, of a piece of tiles; (tiles, rows, columns)."""
+    across_tile: tl.constexpr = (TILE_COLUMNS + COLUMN_SPAN - 1) // COLUMN_SPAN
+    r = piece // across_tile * ROW_SPAN + tl.arange(0, ROW_SPAN)[None, :, None]
+    c = piece % across_tile * COLUMN_SPAN + tl.arange(0, COLUMN_SPAN)[None, None, :]
+    if SINGLE:
+        i, j = tile[:, None, None] * TILE_ROWS + r, c
+    else:
+        band = tile // across
+        i = band[:, None, None] * TILE_ROWS + r
+        j = (tile - band * across)[:, None, None] * TILE_COLUMNS + c
+    mask = there[:, None, None] & (r < TILE_ROWS) & (i < rows) & (c < TILE_COLUMNS) & (j < columns)
+    return i.to(tl.int64) * columns, j, mask
+
+
+@triton.jit
+def _average(
+    first, second, offset, first_factor, second_factor, g, mask, rate, first_values, second_values,
+    VECTOR: tl.constexpr, ROOT_MAP: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
+    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr,
+    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr, ZERO_CODE: tl.constexpr,
+):  # fmt: skip
+    """Both moments from their old codes, and the root of the second.
+
+    Elements that are not there count for no scale: their first moment is 0, and their second the least there can be.
+    """
+    code = tl.load(_at(first, tl.uint8, VECTOR) + offset, mask=mask, other=ZERO_CODE).to(tl.int32)
+    if ROOT_MAP:
+        m = (((code & 127) + FIRST_OFFSET) << FIRST_SHIFT).to(tl.float32, bitcast=True) - FIRST_ZERO
+        m = (m.to(tl.int32, bitcast=True) | ((code << 24) & -0x80000000)).to(tl.float32, bitcast=True)
+    else:
+        m = tl.load(first_values + code)
+    m = m * first_factor[:, None, None]
+    code = tl.load(_at(second, tl.uint8, VECTOR) + offset, mask=mask, other=0).to(tl.int32)
+    if ROOT_MAP:
+        v = ((code + SECOND_OFFSET) << SECOND_SHIFT).to(tl.float32, bitcast=True) - SECOND_ZERO
+        v = v * second_factor[:, None, None]
+        v = v * v
+    else:
+        v = tl.load(second_values + code) * second_factor[:, None, None]
+    m = m + g * tl.load(rate + 2)
+    v = v + g * g * tl.load(rate + 4)
+    return m, tl.clamp(v, SQUARE_MIN, SQUARE_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits that order numbers by magnitude, NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest(magnitude):
+    """The largest of each tile's magnitudes, as fp32; NaN where one is NaN."""
+    return tl.max(tl.max(magnitude, 2), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _root(v):
+    """v / sqrt(v) as the CPU gets it: its plain square root is not rounded correctly everywhere."""
+    return _reciprocal(tl.sqrt_rn(v)) * v
+
+
+@triton.jit
+def _scale(largest, INVERSE_TOP: tl.constexpr, SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr):
+    """Scales from largest magnitudes, and their reciprocals."""
+    scale = largest * INVERSE_TOP
+    scale = tl.clamp(scale, SCALE_MIN, SCALE_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return scale, _reciprocal(scale)
+
+
+@triton.jit
+def _encode_first(
+    ratio, base, limit, ROOT_MAP: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr, ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
+    bits = ratio.to(tl.int32, bitcast=True)
+    if ROOT_MAP:
+        magnitude = tl.abs(ratio) + ZERO
+        code = magnitude.to(tl.int32, bitcast=True) + ((1 << (SHIFT - 1)) - (OFFSET << SHIFT))
+        code = tl.minimum(code >> SHIFT, 127) | ((bits >> 24) & 128)
+    else:
+        sign = bits >> 31
+        side = sign & CELLS
+        code = _nearest(bits & 0x7FFFFFFF, limit + side, LOW, HIGH, base + side, KEY_SHIFT)
+        code = (code ^ sign) - sign + ZERO_CODE
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _encode_second(
+    ratio, base, limit, ROOT_MAP: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
+):  # fmt: skip
+    if ROOT_MAP:
+        code = (ratio + ZERO).to(tl.int32, bitcast=True) + ((1 << (SHIFT - 1)) - (OFFSET << SHIFT))
+        code = tl.minimum(tl.maximum(code >> SHIFT, 0), 255)
+    else:
+        code = _nearest(ratio.to(tl.int32, bitcast=True), limit, LOW, HIGH, base, KEY_SHIFT)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _update(
+    address, start, j, p, m, root, rate, row, step, mask,
+    TYPE: tl.constexpr, VECTOR: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Decay and update parameters: elements ``start + j`` of the stretch."""
+    update = tl.div_rn(m * tl.load(rate + 6), root + tl.load(rate + 5))
+    p = p * tl.load(rate) - update
+    random = 0
+    if ROUND:
+        random = _random(tl.load(row + 10) + start, j, row, step)
+    _store(address, start + j, p, mask, TYPE, VECTOR, ROUND, random)
+
+
+@triton.jit
+def _finish(
+    param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
+    first_base, first_limit, second_base, second_limit,
+    VECTOR: tl.constexpr, PARAM_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
+    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr,
+    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
+    FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
+    ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
+    """Update the parameters and write the codes of some elements."""
+    root = _root(v)
+    _update(param, start, j, p, m, root, rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
+    code = _encode_first(
+        m * first_inverse[:, None, None], first_base, first_limit, ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO,
+        FIRST_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
+    )  # fmt: skip
+    tl.store(_at(first, tl.uint8, VECTOR) + (start + j), code, mask=mask)
+    code = _encode_second(
+        (root if ROOT_MAP else v) * second_inverse[:, None, None], second_base, second_limit, ROOT_MAP,
+        SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, SECOND_LOW, HIGH, KEY_SHIFT,
+    )  # fmt: skip
+    tl.store(_at(second, tl.uint8, VECTOR) + (start + j), code, mask=mask)
+
+
+@triton.jit
+def _second_scale(
+    largest, ROOT_MAP: tl.constexpr, INVERSE_TOP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):
+    """Of the second moments, or of their roots: the root of the largest is the largest of the roots."""
+    largest = _largest(largest)
+    if ROOT_MAP:
+        largest = _root(largest)
+    return _scale(largest, INVERSE_TOP, LOW, HIGH)
+
+
+@triton.jit
 def quantized_adamw(
-    table, rates, counts, stretch_of, flag,
+    table, rates, counts, row_of, flag,
     first_values, first_base, first_limit, second_values, second_base, second_limit,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
-    ROOT_MAP: tl.constexpr,
-    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_TOP: tl.constexpr,
-    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr, SECOND_TOP: tl.constexpr,
+    TILES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, VECTOR: tl.constexpr, SINGLE: tl.constexpr, PIECES: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
+    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_INVERSE_TOP: tl.constexpr,
+    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
+    SECOND_INVERSE_TOP: tl.constexpr,
     FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
     ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
     SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
 ):  # fmt: skip
-    """One AdamW step of one tile. `table` and `rates` have the columns named above, `stretch_of` a row each program."""
+    """One AdamW step of TILES tiles. `table` and `rates` have the columns named above, `row_of` a row each program."""
     program = tl.program_id(0)
-    row = table + tl.load(stretch_of + program).to(tl.int64) * 14
-    columns = tl.load(row + 7)
-    tile = program - tl.load(row + 8)
-    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
-    down = tl.arange(0, ROW_SPAN)[:, None]
-    right = tl.arange(0, COLUMN_SPAN)[None, :]
-    i = tile // across * TILE_ROWS + down
-    j = tile % across * TILE_COLUMNS + right
-    offset = i * columns + j
-    mask = (down < TILE_ROWS) & (right < TILE_COLUMNS) & (i < tl.load(row + 6)) & (j < columns)
-    kind = tl.load(row + 9)
-    rate = rates + kind * 8
+    row = table + tl.load(row_of + program) * 14
     skip = tl.load(flag)
-    writes = mask & (tl.zeros_like(offset).to(tl.float32) + skip == 0.0)
-
-    # Decode.
-    first_scale = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + tile
-    second_scale = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + tile
-    first_codes = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + offset
-    second_codes = tl.load(row + 3).to(tl.pointer_type(tl.uint8)) + offset
-    code = tl.load(first_codes, mask=mask, other=0).to(tl.int32)
-    if ROOT_MAP:
-        m = (((code & 127) + FIRST_OFFSET) << FIRST_SHIFT).to(tl.float32, bitcast=True) - FIRST_ZERO
-        m = (m.to(tl.int32, bitcast=True) | ((code & 128) << 24)).to(tl.float32, bitcast=True)
-    else:
-        m = tl.load(first_values + code)
-    old_first_scale = tl.load(first_scale)
-    old_second_scale = tl.load(second_scale)
-    m = m * old_first_scale
-    code = tl.load(second_codes, mask=mask, other=0).to(tl.int32)
-    if ROOT_MAP:
-        v = ((code + SECOND_OFFSET) << SECOND_SHIFT).to(tl.float32, bitcast=True) - SECOND_ZERO
-        v = v * old_second_scale
-        v = v * v
-    else:
-        v = tl.load(second_values + code) * old_second_scale
-
-    # Average, and update.
-    g = _load(tl.load(row + 1), offset, mask, GRAD_TYPE)
-    m = m * tl.load(rate + 1) + g * tl.load(rate + 2)
-    v = v * tl.load(rate + 3) + g * g * tl.load(rate + 4)
-    v = tl.minimum(tl.maximum(v, SQUARE_MIN), SQUARE_MAX)
-    root = tl.div_rn(1.0, tl.sqrt_rn(v)) * v
-    update = tl.div_rn(m * tl.load(rate + 6), tl.div_rn(root, tl.load(rate + 7)) + tl.load(rate + 5))
-    address = tl.load(row)
-    p = _load(address, offset, mask, PARAM_TYPE) * tl.load(rate) - update
-    step = tl.load(counts + kind).to(tl.int64)
-    _store(
-        address, offset, p, writes, PARAM_TYPE, ROUND, tl.load(row + 10), tl.load(row + 11) + step * 0x9E3779B9,
-        tl.load(row + 12), step,
-    )  # fmt: skip
-
-    # Encode.
-    m = tl.where(mask, m, 0.0)
-    kept = v
-    if ROOT_MAP:
-        kept = root
-    kept = tl.where(mask, kept, 0.0)
-    scale = tl.div_rn(tl.max(tl.max(tl.abs(m), 1), 0), FIRST_TOP)
-    scale = tl.minimum(tl.maximum(scale, SCALE_MIN), SCALE_MAX)
-    tl.store(first_scale, tl.where(skip == 0.0, scale, old_first_scale))
-    bits = tl.div_rn(m, scale).to(tl.int32, bitcast=True)
-    if ROOT_MAP:
-        magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) + FIRST_ZERO
-        code = magnitude.to(tl.int32, bitcast=True) + (
-            (1 << (FIRST_SHIFT - 1)) - (FIRST_OFFSET << FIRST_SHIFT)
+    rows, columns = tl.load(row + 6).to(tl.int32), tl.multiple_of(tl.load(row + 7), VECTOR)
+    tile = (program - tl.load(row + 8).to(tl.int32)) * TILES + tl.arange(0, TILES)
+    tiles, kind = tl.load(row + 13).to(tl.int32), tl.load(row + 9).to(tl.int32)
+    param, grad = tl.load(row), tl.load(row + 1)
+    first, second = tl.load(row + 2), tl.load(row + 3)
+    first_scales, second_scales = tl.load(row + 4), tl.load(row + 5)
+    if skip != 0.0:
+        return
+    rate = rates + kind * 8
+    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
+    there = tile < tiles
+    first_scales = _at(first_scales, tl.float32, 4) + tile
+    second_scales = _at(second_scales, tl.float32, 4) + tile
+    first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
+    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
+    held = ()
+    for piece in tl.static_range(PIECES):
+        start, j, mask = _places(
+            tile, there, across, rows, columns, piece, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE
         )
-        code = tl.minimum(tl.maximum(code >> FIRST_SHIFT, 0), 127) | ((bits >> 24) & 128)
-    else:
-        sign = bits >> 31
-        bits &= 0x7FFFFFFF
-        side = sign & CELLS
-        code = _nearest(bits, first_limit + side, FIRST_LOW, HIGH, first_base + side, KEY_SHIFT)
-        code = (code ^ sign) - sign + ZERO_CODE
-    tl.store(first_codes, code.to(tl.uint8), mask=writes)
-    scale = tl.div_rn(tl.max(tl.max(kept, 1), 0), SECOND_TOP)
-    scale = tl.minimum(tl.maximum(scale, SCALE_MIN), SCALE_MAX)
-    tl.store(second_scale, tl.where(skip == 0.0, scale, old_second_scale))
-    ratio = tl.div_rn(kept, scale)
-    if ROOT_MAP:
-        code = (ratio + SECOND_ZERO).to(tl.int32, bitcast=True)
-        code += (1 << (SECOND_SHIFT - 1)) - (SECOND_OFFSET << SECOND_SHIFT)
-        code = tl.minimum(tl.maximum(code >> SECOND_SHIFT, 0), 255)
-    else:
-        bits = ratio.to(tl.int32, bitcast=True)
-        code = _nearest(bits, second_limit, SECOND_LOW, HIGH, second_base, KEY_SHIFT)
-    tl.store(second_codes, code.to(tl.uint8), mask=writes)
+        held = held + _average(
+            first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
+            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
+            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+        )  # fmt: skip
+    if PIECES == 1:  # in flight while the largest are found
+        p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
+    largest = _magnitude(held[0])
+    for piece in tl.static_range(1, PIECES):
+        largest = tl.maximum(largest, _magnitude(held[2 * piece]))
+    scale, first_inverse = _scale(_largest(largest), FIRST_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    tl.store(first_scales, scale, mask=there)
+    largest = _magnitude(held[1])
+    for piece in tl.static_range(1, PIECES):
+        largest = tl.maximum(largest, _magnitude(held[2 * piece + 1]))
+    scale, second_inverse = _second_scale(largest, ROOT_MAP, SECOND_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    tl.store(second_scales, scale, mask=there)
+    step = tl.load(counts + kind).to(tl.int64)
+    for piece in tl.static_range(PIECES):
+        if PIECES > 1:  # the width is read again, so that no register keeps the addresses of all pieces
+            columns = tl.multiple_of(tl.load(row + 7, volatile=True), VECTOR)
+            start, j, mask = _places(
+                tile,
+                there,
+                across,
+                rows,
+                columns,
+                piece,
+                TILE_ROWS,
+                TILE_COLUMNS,
+                ROW_SPAN,
+                COLUMN_SPAN,
+                SINGLE,
+            )
+            p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
+        _finish(
+            param, first, second, start, j, p, held[2 * piece], held[2 * piece + 1], first_inverse, second_inverse,
+            rate, row, step, mask, first_base, first_limit, second_base, second_limit, VECTOR, PARAM_TYPE, ROUND,
+            ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO,
+            FIRST_LOW, SECOND_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def quantized_adamw_twice(
+    table, rates, counts, row_of, flag,
+    first_values, first_base, first_limit, second_values, second_base, second_limit,
+    TILES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, VECTOR: tl.constexpr, SINGLE: tl.constexpr, PIECES: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
+    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_INVERSE_TOP: tl.constexpr,
+    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
+    SECOND_INVERSE_TOP: tl.constexpr,
+    FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
+    ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
+    SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
+):  # fmt: skip
+    """The same, in two passes over PIECES pieces of a tile that is too large for registers: scales first, then all."""
+    program = tl.program_id(0)
+    row = table + tl.load(row_of + program) * 14
+    skip = tl.load(flag)
+    rows, columns = tl.load(row + 6).to(tl.int32), tl.multiple_of(tl.load(row + 7), VECTOR)
+    tile = (program - tl.load(row + 8).to(tl.int32)) * TILES + tl.arange(0, TILES)
+    tiles, kind = tl.load(row + 13).to(tl.int32), tl.load(row + 9).to(tl.int32)
+    param, grad = tl.load(row), tl.load(row + 1)
+    first, second = tl.load(row + 2), tl.load(row + 3)
+    first_scales, second_scales = tl.load(row + 4), tl.load(row + 5)
+    if skip != 0.0:
+        return
+    rate = rates + kind * 8
+    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
+    there = tile < tiles
+    first_scales = _at(first_scales, tl.float32, 4) + tile
+    second_scales = _at(second_scales, tl.float32, 4) + tile
+    first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
+    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
+    first_largest = tl.zeros([TILES, ROW_SPAN, COLUMN_SPAN], tl.int32)
+    second_largest = first_largest
+    for piece in range(PIECES):
+        start, j, mask = _places(
+            tile, there, across, rows, columns, piece, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE
+        )
+        m, v = _average(
+            first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
+            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
+            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+        )  # fmt: skip
+        first_largest = tl.maximum(first_largest, _magnitude(m))
+        second_largest = tl.maximum(second_largest, _magnitude(v))
+    scale, first_inverse = _scale(_largest(first_largest), FIRST_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    tl.store(first_scales, scale, mask=there)
+    scale, second_inverse = _second_scale(second_largest, ROOT_MAP, SECOND_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    tl.store(second_scales, scale, mask=there)
+    step = tl.load(counts + kind).to(tl.int64)
+    for piece in range(PIECES):
+        start, j, mask = _places(
+            tile, there, across, rows, columns, piece, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE
+        )
+        p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
+        m, v = _average(
+            first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
+            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
+            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+        )  # fmt: skip
+        _finish(
+            param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
+            first_base, first_limit, second_base, second_limit, VECTOR, PARAM_TYPE, ROUND,
+            ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO,
+            FIRST_LOW, SECOND_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
+        )  # fmt: skip
 
 
 @triton.jit
 def wide_adamw(
-    table, rates, counts, stretch_of, flag,
-    BLOCK: tl.constexpr, PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
+    table, rates, counts, row_of, flag,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """One AdamW step of BLOCK elements of a run, with fp32 moments; a run is a stretch of one row (`COLUMNS`)."""
+    """One AdamW step of BLOCK elements of a run, with fp32 moments; a run is a stretch of one row."""
     program = tl.program_id(0)
-    row = table + tl.load(stretch_of + program).to(tl.int64) * 14
-    offset = (program - tl.load(row + 8)) * BLOCK + tl.arange(0, BLOCK)
-    mask = offset < tl.load(row + 7)
-    kind = tl.load(row + 9)
+    row = table + tl.load(row_of + program) * 14
+    skip = tl.load(flag)
+    start = (program - tl.load(row + 8)) * BLOCK
+    numel, kind = tl.multiple_of(tl.load(row + 7), VECTOR), tl.load(row + 9).to(tl.int32)
+    param, grad, first, second = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    if skip != 0.0:
+        return
     rate = rates + kind * 8
-    writes = mask & (tl.zeros_like(offset).to(tl.float32) + tl.load(flag) == 0.0)
-    firsts = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + offset
-    seconds = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + offset
-    g = _load(tl.load(row + 1), offset, mask, GRAD_TYPE)
-    m = tl.load(firsts, mask=mask, other=0.0) * tl.load(rate + 1) + g * tl.load(rate + 2)
-    v = tl.load(seconds, mask=mask, other=0.0) * tl.load(rate + 3) + g * g * tl.load(rate + 4)
-    denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(rate + 7)) + tl.load(rate + 5)
-    address = tl.load(row)
-    p = _load(address, offset, mask, PARAM_TYPE) * tl.load(rate)
-    p -= tl.div_rn(m * tl.load(rate + 6), denominator)
-    tl.store(firsts, m, mask=writes)
-    tl.store(seconds, v, mask=writes)
+    j = tl.arange(0, BLOCK)
+    mask = start + j < numel
+    g = _load(grad, start + j, mask, GRAD_TYPE, VECTOR)
+    m = _load(first, start + j, mask, 0, VECTOR) * tl.load(rate + 1) + g * tl.load(rate + 2)
+    v = _load(second, start + j, mask, 0, VECTOR) * tl.load(rate + 3) + g * g * tl.load(rate + 4)
     step = tl.load(counts + kind).to(tl.int64)
-    _store(
-        address, offset, p, writes, PARAM_TYPE, ROUND, tl.load(row + 10), tl.load(row + 11) + step * 0x9E3779B9,
-        tl.load(row + 12), step,
-    )  # fmt: skip
+    p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
+    _update(param, start, j, p, m, tl.sqrt_rn(v), rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
+    _store(first, start + j, m, mask, 0, VECTOR, False, 0)
+    _store(second, start + j, v, mask, 0, VECTOR, False, 0)

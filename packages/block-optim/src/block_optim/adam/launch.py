@@ -1,23 +1,29 @@
 """Launches of the Triton kernels: one for all stretches that share a kernel's constants, with no wait for the device.
 
+Stretches that kernels can read 8 or 16 bytes at a time are launched together, and the others together.
+
 rows       a table of addresses, shapes and keys, one row a stretch, on the device; made once
 scalars    a row for each class of parameters, worked out on the device from step counts that live there
 flag       whether to skip, on the device too
 """
 
 import importlib.util
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from block_optim.adam.scalars import Hyper
+from block_optim.adam.variants import VECTOR, Variant
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
 
-WIDE_BLOCK = 1024
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ALIGNMENT = (
+    16  # bytes, of parameters, gradients and moments for accesses of that width; half as much for codes
+)
+
+VariantOf = Callable[[bool, bool], Variant]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -27,7 +33,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One stretch: where it is, how many programs it takes, and whose it is."""
+    """One stretch: where it is, how many tiles (of a run: elements) it has, and whose it is."""
 
     param: torch.Tensor
     states: tuple[torch.Tensor, ...]  # codes and scales, or moments
@@ -35,11 +41,26 @@ class Row:
     start: int  # so many elements from the first member's first
     rows: int
     columns: int
-    programs: int
+    tile_columns: int
+    tiles: int
     kind: int
     grad_dtype: torch.dtype
     element: int = 0  # its first in the global tensor, and
     name: str = ""  # the parameter's, for stochastic rounding
+
+    @property
+    def aligned(self) -> bool:
+        """Whether accesses of `VECTOR` elements are whole and lie at multiples of their size."""
+        codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.states if t.dtype == torch.uint8]
+        wide = [t.data_ptr() for t in self.states[:2] if t.dtype != torch.uint8]
+        places = [self.param.data_ptr(), *codes, *wide]
+        whole = self.columns % VECTOR == 0 and self.tile_columns % VECTOR == 0
+        return whole and not any(place % ALIGNMENT for place in places)
+
+    @property
+    def single(self) -> bool:
+        """Whether no two tiles are next to each other in a row."""
+        return self.columns <= self.tile_columns
 
 
 class Scalars:
@@ -58,58 +79,72 @@ class Scalars:
         if hypers != self._seen:
             rows = [[*_fixed(h), h.beta1, h.beta2, h.lr, float(h.lr_in_fp32)] for h in hypers]
             self._options = torch.tensor(rows, dtype=torch.float64).to(self._device, non_blocking=True)
-            self.rates[:, :6].copy_(self._options[:, :6])
+            self.rates[:, :5].copy_(self._options[:, :5])
+            self.rates[:, 7].copy_(self._options[:, 6])
             self._seen = list(hypers)
         assert self._options is not None
-        beta1, beta2, lr, narrow = self._options[:, 6:].unbind(1)
+        eps, (beta1, beta2, lr, narrow) = self._options[:, 5], self._options[:, 7:].unbind(1)
         counts = self.counts.double()
         correction = 1 - beta1**counts
         step_size = torch.where(narrow > 0, (lr.float() / correction.float()).double(), lr / correction)
-        self.rates[:, 6].copy_(step_size)
-        self.rates[:, 7].copy_((1 - beta2**counts).sqrt())
+        root = (1 - beta2**counts).sqrt()
+        self.rates[:, 5].copy_(eps * root)
+        self.rates[:, 6].copy_(step_size * root)
 
 
 def _fixed(hyper: Hyper) -> tuple[float, ...]:
     """The scalars that do not depend on the count, in the kernels' order."""
     r = hyper.rates(1)
     first = -r.first if hyper.maximize else r.first
-    return (1.0 if r.decay is None else r.decay, r.beta1, first, r.beta2, r.second, r.eps)
+    return (1.0 if r.decay is None else r.decay, r.beta1, first, r.beta2, r.second, r.eps, r.beta2**0.5)
 
 
 class Launch:
-    """One launch over some rows of the same types."""
+    """One launch over some rows of the same types, on their device whichever is the current one.
+
+    Args:
+        rows: all `Row.aligned` if ``variant`` asks for that.
+        seed: of stochastic rounding.
+        tables: of the state map, which the kernels of 8-bit states take.
+        variant: what to compile where gradients lie at multiples of `ALIGNMENT` bytes, and
+        scalar: where one does not.
+    """
 
     def __init__(
         self,
-        kernel: Any,  # a function that Triton compiles
         rows: Sequence[Row],
         seed: int | None,
         tables: Sequence[torch.Tensor],
-        constants: dict[str, Any],
+        variant: Variant,
+        scalar: Variant,
     ) -> None:
         self.rows = rows
-        device = rows[0].param.device
-        table, stretch_of, program = [], [], 0
-        for i, row in enumerate(rows):
-            states = [t.data_ptr() for t in row.states] + [0] * (4 - len(row.states))
-            keys = base_keys(seed or 0, row.name)
-            addresses = [row.param.data_ptr(), 0, *states]
-            table.append([*addresses, row.rows, row.columns, program, row.kind, row.element, *keys, 0])
-            stretch_of += [i] * row.programs
-            program += row.programs
-        self._table = torch.tensor(table, dtype=torch.int64, device=device)
-        self._stretch_of = torch.tensor(stretch_of, dtype=torch.int32, device=device)
-        self._no_flag = torch.zeros((), dtype=torch.float32, device=device)
-        self._addresses: list[int] = []
-        self._programs = program
+        self._device = rows[0].param.device
         self._tables = tables
-        self._constants = {
-            **constants,
-            "PARAM_TYPE": _TYPES[rows[0].param.dtype],
-            "GRAD_TYPE": _TYPES[rows[0].grad_dtype],
-            "ROUND": seed is not None and rows[0].param.dtype == torch.bfloat16,
-        }
-        self._kernel = kernel
+        self._variants = variant, scalar
+        self._seed = seed
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._no_flag = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._addresses: list[int] = []
+        self._variant = variant
+
+    def _make(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table of rows, and the row of each program."""
+        if per_program not in self._made:
+            table, programs, first = [], [], 0
+            for row in self.rows:
+                states = [t.data_ptr() for t in row.states] + [0] * (4 - len(row.states))
+                keys = base_keys(self._seed or 0, row.name)
+                place = [row.rows, row.columns, first, row.kind, row.element]
+                table.append([row.param.data_ptr(), 0, *states, *place, *keys, row.tiles])
+                programs.append(-(-row.tiles // per_program))
+                first += programs[-1]
+            row_of = torch.repeat_interleave(torch.arange(len(programs)), torch.tensor(programs))
+            self._made[per_program] = (
+                torch.tensor(table, dtype=torch.int64).to(self._device),
+                row_of.to(torch.int32).to(self._device),
+            )
+        return self._made[per_program]
 
     def __call__(self, grads: list[torch.Tensor], scalars: Scalars, flag: torch.Tensor | None) -> None:
         """One step of all rows; nothing is written where ``flag`` is not 0."""
@@ -119,21 +154,36 @@ class Launch:
             addresses.append(first.data_ptr() + row.start * first.element_size())
         if addresses != self._addresses:
             self._addresses = addresses
-            self._table[:, 1].copy_(torch.tensor(addresses), non_blocking=True)
-        self._kernel[(self._programs,)](
-            self._table,
-            scalars.rates,
-            scalars.counts,
-            self._stretch_of,
-            self._no_flag if flag is None else flag,
-            *self._tables,
-            **self._constants,
-            enable_fp_fusion=False,
-        )
+            self._variant = self._variants[any(a % ALIGNMENT for a in addresses)]
+            table, _ = self._make(self._variant.per_program)
+            table[:, 1].copy_(torch.tensor(addresses), non_blocking=True)
+        variant = self._variant
+        table, row_of = self._make(variant.per_program)
+        with torch.accelerator.device_index(self._device.index):  # Triton launches on the current one
+            variant.kernel[(len(row_of),)](
+                table,
+                scalars.rates,
+                scalars.counts,
+                row_of,
+                self._no_flag if flag is None else flag,
+                *self._tables,
+                **variant.constants,
+                num_warps=variant.num_warps,
+                enable_fp_fusion=False,
+            )
 
 
-def wide_launch(rows: list[Row], seed: int | None) -> Launch:
-    """The launch for parameters with fp32 moments."""
-    from block_optim.adam import kernels_triton
+def launches_of(
+    rows: list[Row], seed: int | None, tables: Sequence[torch.Tensor], variant: VariantOf
+) -> list[Launch]:
+    """The launches for rows of one kind: those that are aligned, and those that are not.
 
-    return Launch(kernels_triton.wide_adamw, rows, seed, [], {"BLOCK": WIDE_BLOCK})
+    Args:
+        variant: the variant for rows that are aligned, and that have no more than one tile next to each other.
+    """
+    found = []
+    for aligned, single in itertools.product((True, False), repeat=2):
+        chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
+        if chosen:
+            found.append(Launch(chosen, seed, tables, variant(aligned, single), variant(False, single)))
+    return found

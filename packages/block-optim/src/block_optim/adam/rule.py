@@ -11,13 +11,15 @@ vectors only.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSlice
-from block_optim.adam.launch import WIDE_BLOCK, Row, Scalars, has_kernels, wide_launch
+from block_optim.adam.launch import Row, Scalars, has_kernels, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
+from block_optim.adam.variants import VECTOR, Types, Variant, wide_variant
 from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.precision import Origin, origin_of
@@ -121,8 +123,11 @@ class _Plan(StepPlan[Moments]):
             fused = self.fused(device)
             narrow = dtype != torch.float32 or grad_dtype != torch.float32
             if fused and narrow and slices[0].first.dtype == torch.float32 and has_kernels(device):
-                launch = wide_launch([_row(s, grad_dtype) for s in slices], seed)
-                self.launches.append((Scalars(device, len(self.classes)), [launch]))
+                rows = [row for s in slices for row in _rows(s, grad_dtype)]
+                launches = launches_of(
+                    rows, seed, [], partial(_variant, Types(dtype, grad_dtype, seed is not None))
+                )
+                self.launches.append((Scalars(device, len(self.classes)), launches))
             else:
                 self.kernels += (FusedKernel if fused else ListKernel).over(slices, grad_dtype)
         self.gaps = [gap for run in runs if (gap := self._gap(run)) is not None]
@@ -150,10 +155,34 @@ class _Plan(StepPlan[Moments]):
 _NOWHERE = Origin("", 0, 0)
 
 
-def _row(s: RunSlice, grad_dtype: torch.dtype) -> Row:
+def _variant(types: Types, aligned: bool, single: bool) -> Variant:
+    return wide_variant(types, aligned)
+
+
+def _rows(s: RunSlice, grad_dtype: torch.dtype) -> list[Row]:
+    """A row for as many whole vectors as there are, and one for what is left."""
     origin = s.origin or _NOWHERE
-    param, *states = (t.as_strided((s.numel,), (1,)) for t in (s.param, s.first, s.second))
-    programs = -(-s.numel // WIDE_BLOCK)
-    return Row(
-        param, tuple(states), s.run, 0, 1, s.numel, programs, s.kind, grad_dtype, origin.element, origin.name
-    )
+    found = []
+    whole = s.numel - s.numel % VECTOR
+    for start, stop in ((0, whole), (whole, s.numel)):
+        if start == stop:
+            continue
+        param, *states = (t.as_strided((s.numel,), (1,))[start:stop] for t in (s.param, s.first, s.second))
+        count = stop - start
+        found.append(
+            Row(
+                param,
+                tuple(states),
+                s.run,
+                start,
+                1,
+                count,
+                count,
+                count,
+                s.kind,
+                grad_dtype,
+                origin.element + start,
+                origin.name,
+            )
+        )
+    return found

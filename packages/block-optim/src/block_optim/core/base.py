@@ -225,7 +225,11 @@ class BlockOptimizer(Stateful):
         else:
             scale = getattr(self, "grad_scale", None)
             if scale is not None and active.grads:
-                foreach_div_(active.grads, float(scale) if scale.device.type == "cpu" else scale)
+                divisor = float(scale) if scale.device.type == "cpu" else scale
+                for dtype in {
+                    g.dtype for g in active.grads
+                }:  # mixed, they would be a kernel a tensor on CUDA
+                    foreach_div_([g for g in active.grads if g.dtype == dtype], divisor)
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
             take_over(self._mastered)
             self.update(active)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial
+from torch.nn.utils import get_total_norm
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, non_finite_check
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, multiply_by_one_checked
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
 from block_optim.core.runs import Run, find_runs, is_dense
@@ -55,6 +56,18 @@ def norm_is_finite(norm: torch.Tensor | float) -> bool:
     return math.isfinite(float(norm))
 
 
+def largest_is_not_finite(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A 0-d bool on ``device``, for which nothing waits: whether some gradient is not finite.
+
+    Reads every gradient once and writes none: a maximum, which unlike a sum does not overflow, by one multi-tensor
+    kernel for each dtype.
+    """
+    present = [g for g in grads if g.numel()]
+    if not present:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    return get_total_norm(present, math.inf).to(device).isfinite().logical_not()
+
+
 class DeferredFlags:
     """Skip flags that stay on a device: counted when the device has got there, without waiting for it."""
 
@@ -84,9 +97,9 @@ class DeferredFlags:
 class GradientCheck:
     """This rank's own check: one pass over the local gradients, a handful of calls however many there are.
 
-    The sum of a run of gradients is finite unless one of them is not (NaN and infinity stay what they are in sums),
-    or unless it overflows, or something in a gap between the gradients is not; so only a sum that is not finite is
-    looked into, gradient by gradient.
+    On a device it is the largest magnitude, which is only read. On CPU it is sums: that of a run of gradients is finite
+    unless one of them is not (NaN and infinity stay what they are in sums), or unless it overflows, or something in a
+    gap between the gradients is not; so only a sum that is not finite is looked into, gradient by gradient.
     """
 
     def __init__(self) -> None:
@@ -106,10 +119,7 @@ class GradientCheck:
         flag = self._flag
         flag.zero_()
         if device.type != "cpu":
-            for dtype in {g.dtype for g in grads}:
-                same = [g for g in grads if g.dtype == dtype]
-                non_finite_check(same, flag)
-            return flag
+            return flag.copy_(largest_is_not_finite(grads, device))
         if version != self._version:
             self._loose = [i for i, g in enumerate(grads) if not is_dense(g)]  # as autograd's expanded ones
             self._dense = [i for i, g in enumerate(grads) if is_dense(g)]
@@ -121,7 +131,7 @@ class GradientCheck:
         dense = [grads[i] for i in self._dense] if self._loose else grads
         if self._many:
             for dtype in {g.dtype for g in dense}:
-                non_finite_check([g for g in dense if g.dtype == dtype], flag)
+                multiply_by_one_checked([g for g in dense if g.dtype == dtype], flag)
         for run, cell in zip(() if self._many else self._runs, self._cells, strict=False):
             torch.sum(run.view(dense), 0, dtype=torch.float32, out=cell)
         loose = sum(float(torch.sum(grads[i], dtype=torch.float32)) for i in self._loose)

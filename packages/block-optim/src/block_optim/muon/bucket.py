@@ -317,9 +317,12 @@ class Bucket:
                 self._decay_cautiously(some, weights, float(decay))
             else:
                 foreach_mul_(weights, float(1 - decay))
-            foreach_add_(
-                weights, self._rescaled(some) if self._normuon else [f.packed for f in some], alpha=alpha
-            )
+            updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
+            if updates[0].dtype != weights[0].dtype:  # on CUDA, mixed dtypes would be a kernel a tensor
+                copies = self._pieces("rescaled", some, weights[0].dtype)
+                foreach_copy_(copies, updates)
+                updates = copies
+            foreach_add_(weights, updates, alpha=alpha)
             if narrow:
                 for f, wide in zip(some, weights, strict=True):
                     step = 0 if f.param.steps is None else int(f.param.steps)

@@ -72,8 +72,9 @@ class LocalParam:
 def update_momenta(params: list[LocalParam], mu: float, scratch: Scratch) -> None:
     """m <- mu m + (1 - mu) g, as torch.optim.Muon has it, for parameters of one group."""
     plain = [p for p in params if not p.coded]
-    if plain:
-        foreach_lerp_([p.momentum for p in plain], [p.grad for p in plain], 1 - mu)
+    for dtype in {p.momentum.dtype for p in plain}:
+        same = [p for p in plain if p.momentum.dtype == dtype]
+        foreach_lerp_([p.momentum for p in same], [p.grad for p in same], 1 - mu)
     for p in params:
         if p.coded:
             p.update_coded(mu, scratch)

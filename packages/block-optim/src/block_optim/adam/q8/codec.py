@@ -1,7 +1,7 @@
 """8-bit codes for the moments: which numbers they stand for, and the nearest code of a number.
 
-A block's numbers are divided by its scale, the largest of them (over `top`), and each quotient gets the nearest code;
-one that lies in the middle between two goes to the larger magnitude.
+A block's numbers are multiplied by the reciprocal of its scale, the largest of them (over `top`), and each product gets
+the nearest code; one that lies in the middle between two goes to the larger magnitude.
 
     "root"      floating-point steps with 5 bits of mantissa, F(c), shifted down towards zero, so that they are even
                 near zero and grow in proportion further up.
@@ -77,22 +77,25 @@ class RootMap:
     first_top = 1.0 - FIRST_ZERO
     second_top = 1.0 - SECOND_ZERO
 
-    def kernel_arguments(self, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """What the Triton kernel takes of a map: six tables, unused here, and constants."""
+    def kernel_tables(self, device: torch.device) -> list[torch.Tensor]:
+        """The six tables that the Triton kernels take, unused here."""
         numbers, table = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-        constants = {
+        return [numbers, table, table, numbers, table, table]
+
+    def kernel_constants(self) -> dict[str, Any]:
+        """The constants that the Triton kernels take."""
+        return {
             "ROOT_MAP": True,
             "FIRST_SHIFT": FIRST.shift,
             "FIRST_OFFSET": FIRST.offset,
             "FIRST_ZERO": FIRST_ZERO,
-            "FIRST_TOP": self.first_top,
+            "FIRST_INVERSE_TOP": 1 / self.first_top,
             "SECOND_SHIFT": SECOND.shift,
             "SECOND_OFFSET": SECOND.offset,
             "SECOND_ZERO": SECOND_ZERO,
-            "SECOND_TOP": self.second_top,
+            "SECOND_INVERSE_TOP": 1 / self.second_top,
             **dict.fromkeys(("FIRST_LOW", "SECOND_LOW", "HIGH", "KEY_SHIFT", "ZERO_CODE", "CELLS"), 0),
         }
-        return [numbers, table, table, numbers, table, table], constants
 
     def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
         """Numbers in ±first_top from the codes of a stretch."""
@@ -193,15 +196,18 @@ class DynamicMap:
         self.second_values = torch.tensor(unsigned, dtype=torch.float32, device=device)
         self.second_base, self.second_limit = table.base.to(device), table.limit.to(device)
 
-    def kernel_arguments(self, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """What the Triton kernel takes of a map: six tables and constants."""
+    def kernel_tables(self, device: torch.device) -> list[torch.Tensor]:
+        """The six tables that the Triton kernels take."""
         tables = [self.first_values, self.first_base, self.first_limit]
-        tables += [self.second_values, self.second_base, self.second_limit]
-        constants = {
+        return [*tables, self.second_values, self.second_base, self.second_limit]
+
+    def kernel_constants(self) -> dict[str, Any]:
+        """The constants that the Triton kernels take."""
+        return {
             "ROOT_MAP": False,
             **dict.fromkeys(("FIRST_SHIFT", "FIRST_OFFSET", "SECOND_SHIFT", "SECOND_OFFSET"), 0),
             **dict.fromkeys(("FIRST_ZERO", "SECOND_ZERO"), 0.0),
-            **dict.fromkeys(("FIRST_TOP", "SECOND_TOP"), 1.0),
+            **dict.fromkeys(("FIRST_INVERSE_TOP", "SECOND_INVERSE_TOP"), 1.0),
             "FIRST_LOW": self.low,
             "SECOND_LOW": self.second_low,
             "HIGH": self.high,
@@ -209,7 +215,6 @@ class DynamicMap:
             "ZERO_CODE": self.zero,
             "CELLS": self.cells,
         }
-        return tables, constants
 
     def decode_first(self, codes: torch.Tensor, out: Buffer, spares: list[Buffer]) -> None:
         """Numbers in [-0.993, 1] from the codes of a stretch."""

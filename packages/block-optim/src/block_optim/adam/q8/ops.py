@@ -1,9 +1,9 @@
 """One AdamW step over a matrix of tiles with 8-bit moments, as a list of torch ops.
 
-    codes, scales -> m, r            decode (scratch)
+    codes, scales -> m, r            decode (scratch), with the betas in the scales
     m, v = r^2, g -> m', v'          each product and sum rounded by itself: what Triton computes without contraction
     m', v' -> r' = root of v', p'    v' / sqrt(v'), since torch's CPU square root is not always rounded correctly
-    m', r' -> scales', codes'        the largest of each tile, the nearest code of each quotient
+    m', r' -> scales', codes'        the largest of each tile, the nearest code of each number over its scale
 
 Everything is written into scratch that is made once: nothing is allocated.
 """
@@ -97,7 +97,7 @@ class TileStep:
         self.rounding = rounding
         self.buffers = scratch.buffers(stretch)
         height, width = _bands(stretch)
-        self.spread = [scale.view(height, 1, width, 1) for scale in tensors.scales]
+        self.spread = (height, 1, width, 1)
 
     def __call__(self, grad: torch.Tensor, hyper: Hyper, rates: Rates, count: int) -> None:
         """Update the tiles; ``grad`` is (rows, columns), ``count`` the number of this step."""
@@ -105,34 +105,38 @@ class TileStep:
         wide_param, wide_grad = self.buffers[BUFFERS:]
         if grad.dtype != torch.float32:
             grad = wide_grad.inner.copy_(grad)
-        self._decode(first, second, [root, update, *spare])
+        small = update.values[: self.tensors.scales[0].numel()].view(self.tensors.scales[0].shape)
+        self._decode(first, second, [root, update, *spare], rates, small)
         self._average(first, second, root, grad, hyper, rates)
+        self._scale(first, second, root, small)
         _root_of(second.values, root.values)
-        torch.div(root.values, rates.root, out=update.values)
-        update.values.add_(rates.eps)
+        torch.add(root.values, rates.eps * rates.root, out=update.values)
         # Whichever of second moment and root is not to be stored makes room for the update.
         kept, free = (root, second) if self.map.stores_root else (second, root)
-        torch.mul(first.values, rates.step_size, out=free.values)
+        torch.mul(first.values, rates.step_size * rates.root, out=free.values)
         free.values.div_(update.values)
         self._write(free, wide_param, rates, count)
-        self._encode(first, kept, [free, update, *spare])
+        self._encode(first, kept, [free, update, *spare], small)
 
-    def _decode(self, first: Buffer, second: Buffer, spares: list[Buffer]) -> None:
-        codes = self.tensors.codes
+    def _decode(
+        self, first: Buffer, second: Buffer, spares: list[Buffer], rates: Rates, small: torch.Tensor
+    ) -> None:
+        """The old moments, times the betas; ``small`` has a cell for each tile."""
+        codes, scales, spread = self.tensors.codes, self.tensors.scales, small.view(self.spread)
         self.map.decode_first(codes[0], first, spares)
-        first.tiles.mul_(self.spread[0])
+        torch.mul(scales[0], rates.beta1, out=small)
+        first.tiles.mul_(spread)
         self.map.decode_second(codes[1], second, spares)
-        second.tiles.mul_(self.spread[1])
+        torch.mul(scales[1], rates.beta2**0.5 if self.map.stores_root else rates.beta2, out=small)
+        second.tiles.mul_(spread)
         if self.map.stores_root:
             second.values.mul_(second.values)
 
     def _average(
         self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, hyper: Hyper, rates: Rates
     ) -> None:
-        first.values.mul_(rates.beta1)
         torch.mul(grad, -rates.first if hyper.maximize else rates.first, out=spare.inner)
         first.inner.add_(spare.inner)
-        second.values.mul_(rates.beta2)
         torch.mul(grad, grad, out=spare.inner)
         spare.inner.mul_(rates.second)
         second.inner.add_(spare.inner)
@@ -155,19 +159,26 @@ class TileStep:
         name, first = self.tensors.name, self.tensors.first_element
         rounder(target.view(-1), param.view(-1), seed, name, count, first)
 
-    def _encode(self, first: Buffer, second: Buffer, spares: list[Buffer]) -> None:
-        spare = spares[0]
-        for buffer in (first, second):
+    def _scale(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
+        """The tiles' new scales: of second moments whose root is stored, the root of the largest."""
+        for buffer, least in ((first, 0.0), (second, SQUARE_MIN)):
             for rest in buffer.padding:
-                rest.zero_()
+                rest.fill_(least)
         torch.abs(first.values, out=spare.values)
-        for largest, scale, spread, top in (
-            (spare, self.tensors.scales[0], self.spread[0], self.map.first_top),
-            (second, self.tensors.scales[1], self.spread[1], self.map.second_top),
-        ):
-            torch.amax(largest.tiles, (1, 3), out=scale)
-            scale.div_(top).clamp_(SCALE_MIN, SCALE_MAX)
-            (first if largest is spare else second).tiles.div_(spread)
+        scales = self.tensors.scales
+        torch.amax(spare.tiles, (1, 3), out=scales[0])
+        torch.amax(second.tiles, (1, 3), out=scales[1])
+        if self.map.stores_root:
+            _root_of(scales[1], small)
+            scales[1].copy_(small)
+        for scale, top in zip(scales, (self.map.first_top, self.map.second_top), strict=True):
+            scale.mul_(1 / top).clamp_(SCALE_MIN, SCALE_MAX)
+
+    def _encode(self, first: Buffer, second: Buffer, spares: list[Buffer], small: torch.Tensor) -> None:
+        spread = small.view(self.spread)
+        for buffer, scale in zip((first, second), self.tensors.scales, strict=True):
+            torch.reciprocal(scale, out=small)
+            buffer.tiles.mul_(spread)
         self.map.encode_first(first, self.tensors.codes[0], spares)
         self.map.encode_second(second, self.tensors.codes[1], spares)
 

@@ -9,13 +9,14 @@ On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from block_optim.adam.launch import Launch, Row, Scalars, has_kernels
+from block_optim.adam.launch import Launch, Row, Scalars, has_kernels, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
-from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, map_of
+from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import (
     Grid,
     Stretch,
@@ -26,7 +27,8 @@ from block_optim.adam.q8.grid import (
     stretches_of,
     wrap_scales,
 )
-from block_optim.adam.q8.ops import SQUARE_MAX, SQUARE_MIN, TileScratch, TileStep, TileTensors
+from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
+from block_optim.adam.variants import Types, Variant, quantized_variant
 from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
@@ -198,15 +200,16 @@ class _Plan(StepPlan[Codes]):
                 self._tensors(i, s),
             )
             row = Row(
-                t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.num_scales, kind, dtypes[1],
-                t.first_element, t.name,
+                t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.tile[1], s.num_scales, kind,
+                dtypes[1], t.first_element, t.name,
             )  # fmt: skip
             seed = group["seed"] if group["stochastic_rounding"] else None
             rows.setdefault((s.tile, group["state_map"], seed, dtypes), []).append(row)
-        return [
-            _launch(tile, state_map, seed, chosen, device)
-            for (tile, state_map, seed, _), chosen in rows.items()
-        ]
+        found: list[Launch] = []
+        for (tile, state_map, seed, dtypes), chosen in rows.items():
+            variant = partial(_variant, tile, state_map, Types(dtypes[0], dtypes[1], seed is not None))
+            found += launches_of(chosen, seed, map_of(state_map, device).kernel_tables(device), variant)
+        return found
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
         limit = CHUNK.get(device.type, CHUNK["cuda"])
@@ -225,24 +228,8 @@ class _Plan(StepPlan[Codes]):
         return calls
 
 
-def _launch(
-    tile: tuple[int, int], state_map: str, seed: int | None, rows: list[Row], device: torch.device
-) -> Launch:
-    """The launch for rows of one tile, state map, seed of stochastic rounding or None, and types."""
-    from block_optim.adam import kernels_triton
-
-    tables, constants = map_of(state_map, device).kernel_arguments(device)
-    constants |= {
-        "TILE_ROWS": tile[0],
-        "TILE_COLUMNS": tile[1],
-        "ROW_SPAN": kernels_triton.power_of_two(tile[0]),
-        "COLUMN_SPAN": kernels_triton.power_of_two(tile[1]),
-        "SCALE_MIN": SCALE_MIN,
-        "SCALE_MAX": SCALE_MAX,
-        "SQUARE_MIN": SQUARE_MIN,
-        "SQUARE_MAX": SQUARE_MAX,
-    }
-    return Launch(kernels_triton.quantized_adamw, rows, seed, tables, constants)
+def _variant(tile: tuple[int, int], state_map: str, types: Types, aligned: bool, single: bool) -> Variant:
+    return quantized_variant(tile, state_map, types, aligned=aligned, single=single)
 
 
 def _pieces(stretch: Stretch, limit: int) -> list[Stretch]:

@@ -1,0 +1,74 @@
+"""The Triton kernels of block-optim, compiled for three GPUs on a machine without one: their PTX and machine code.
+
+Each compilation takes seconds, so these are representatives; `python -m bench kernels` prints all of them.
+"""
+
+import importlib.util
+
+import pytest
+from bench.optimizers import kernels
+from bench.optimizers.kernels import ARCHITECTURES, CASES
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+NAMED = {case.name: case for case in CASES}
+# Most instructions on the usual path, and in all, that an element may take.
+MOST = {
+    "elements:256 bf16": (95, 125),
+    "tile:128x128 bf16": (95, 120),
+    "tile:128x128 fp32": (140, 170),
+    "fp32 moments, bf16": (55, 75),
+    "elements:256 fp32": (100, 130),
+    "elements:256 bf16 stochastic": (125, 155),
+    "tile:32x32 bf16": (95, 125),
+}
+EVERYWHERE = list(MOST)[:4]  # one of each kernel and of each way to hold a tile
+CHOSEN = [(name, arch) for arch in ARCHITECTURES for name in (MOST if arch == 90 else EVERYWHERE)]
+MOST_REGISTERS = {"tile:128x128 fp32": 168}
+LEAST_SHARE = {  # of an H200's bandwidth, estimated: 1.3 times the memory's time for 8 bits, 1.1 times for fp32 moments
+    "elements:256 fp32": 0.9,
+    "elements:256 bf16": 0.76,
+    "tile:32x32 bf16": 0.76,
+    "tile:128x128 fp32": 0.76,
+    "tile:128x128 bf16": 0.76,
+    "fp32 moments, bf16": 0.9,
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), CHOSEN)
+def test_a_kernel_spills_nothing_rounds_every_operation_and_has_whole_vectors(name, arch):
+    case = NAMED[name]
+    facts, variant = kernels.facts_of(case, arch), case.variant
+    assert (facts.local, facts.stack) == (0, 0)
+    assert facts.registers <= MOST_REGISTERS.get(name, 128)
+    assert (facts.fused, facts.flushed) == (0, 0)
+    twice = variant.kernel.__name__ == "quantized_adamw_twice"
+    held = kernels.held_by(case) / (
+        variant.pieces if twice else 1
+    )  # elements that the code is written out for
+    read, written = case.data_bytes
+    if twice:
+        read += {"fp32": 4, "bf16": 2}[case.dtypes[1]]
+    assert facts.accesses[16] * 16 == held * (read + written)
+    assert facts.stored[16] * 16 == held * written
+    if case.tile is None:
+        assert set(facts.stored) == {16}
+    else:
+        assert facts.stored[8] * 8 == held * 2
+        assert set(facts.stored) == {16, 8, 4}
+        assert facts.stored[4] <= 2  # the scales
+    usual, static = MOST[name]
+    assert facts.usual.total() / kernels.held_by(case) <= usual
+    assert facts.static / held <= static
+
+
+@pytest.mark.parametrize("name", LEAST_SHARE)
+def test_a_step_could_take_its_share_of_an_h200s_bandwidth_by_counts(name):
+    case = NAMED[name]
+    assert kernels.share(case, kernels.facts_of(case, 90), kernels.held_by(case)) >= LEAST_SHARE[name]
+
+
+def test_addresses_that_are_not_aligned_get_narrow_accesses_and_spill_nothing():
+    facts = kernels.facts_of(NAMED["elements:256 bf16, not aligned"], 90)
+    assert (facts.local, facts.stack) == (0, 0)
+    assert 16 not in facts.accesses
+    assert set(facts.stored) == {4, 2, 1}  # scales, parameters, codes
