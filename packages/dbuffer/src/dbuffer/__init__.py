@@ -20,6 +20,7 @@ from .wire import (
     Encoder,
     Noise,
     RowRun,
+    RunList,
     TileGrid,
     WireForm,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "RecyclerStats",
     "ReduceScatter",
     "RowRun",
+    "RunList",
     "TensorSlice",
     "TileGrid",
     "Transport",

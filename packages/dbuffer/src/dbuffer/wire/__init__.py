@@ -6,7 +6,7 @@ from .form import CastOnWire, Encoder, WireForm
 from .int8 import BlockInt8
 from .nf4 import BlockNF4
 from .noise import Noise
-from .tiles import RowRun, TileGrid
+from .tiles import RowRun, RunList, TileGrid
 
 __all__ = [
     "BlockFP8",
@@ -17,6 +17,7 @@ __all__ = [
     "Encoder",
     "Noise",
     "RowRun",
+    "RunList",
     "TileGrid",
     "WireForm",
 ]
