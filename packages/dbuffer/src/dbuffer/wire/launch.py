@@ -46,7 +46,7 @@ def tables_of(tile: tuple[int, int], runs: "Sequence[RowRun]", device: torch.dev
     """Tables for all runs; kept by a `RunList`."""
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
-        constants = _constants(tile)
+        constants = constants_of(tile)
         pieces = [row for run in runs for row in _pieces(run)]
         found = []
         for vector in (True, False):
@@ -57,7 +57,8 @@ def tables_of(tile: tuple[int, int], runs: "Sequence[RowRun]", device: torch.dev
     return list(kept[device])
 
 
-def _constants(tile: tuple[int, int]) -> dict[str, Any]:
+def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
+    """What the kernels are compiled for, and how many warps run a program."""
     rows, columns = _span(tile[0]), _span(tile[1])
     if tile[0] == 1:
         rows = max(1, _GROUP // columns)
