@@ -29,6 +29,7 @@ from .wire import (
     Reducer,
     ReductionForm,
     RowRun,
+    RunList,
     TileGrid,
     WireForm,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "Reducer",
     "ReductionForm",
     "RowRun",
+    "RunList",
     "TensorSlice",
     "TileGrid",
     "Transport",
