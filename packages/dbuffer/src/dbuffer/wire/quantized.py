@@ -110,6 +110,12 @@ class BlockEncoder:
         """Whether these shards must be quantized before they are gathered."""
         return shards is not self._shards or compat.versions(shards) != self._versions
 
+    def needs_amax(self, shards: Flats) -> bool:
+        """Whether these shards cannot be quantized before `read_amax`."""
+        return (
+            self.num_shared > 0 and self.is_stale(shards) and self._amax_versions != compat.versions(shards)
+        )
+
     def encode(self, shards: Flats) -> Pairs:
         """Quantize the shards unless that was done and they have not changed.
 
@@ -149,7 +155,7 @@ class BlockEncoder:
 
     def forget(self) -> None:
         """Quantize again at the next gather, whatever the version counters say."""
-        self._shards = ()
+        self._shards, self._amax_versions = (), []
 
     # -- tiles that are cut -----------------------------------------------------------------------------------------
 
