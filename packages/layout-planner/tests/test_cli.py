@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from layout_planner import Layout, Rows, _cli
+from layout_planner import Layout, Rows, _cli, plan_quantized
 from layout_planner._cli import main
 from layout_planner._sweep import Options, measure
 from layout_planner.models import load_model
@@ -295,3 +295,29 @@ def test_a_deeply_nested_index_is_one_line_that_names_the_file(capsys, tmp_path)
 def test_a_huge_world_size_ends_at_once_with_one_line(capsys, ranks):
     said = fails(capsys, ["sweep", "--model", "llama-3-8b", "--world-size", ranks])
     assert "is not an integer from 1 to 1048576" in said
+
+
+def test_plan_and_sweep_print_the_bytes_of_either_cut(capsys):
+    text = run(capsys, "plan --model llama-3-8b --world-size 128 --tile 128x128")
+    rows = table(text[text.index("Bytes of a gather") :])
+    layer = next(row for row in rows if row["layers"] == "32")
+    assert layer["auto"] == "shared"
+    assert layer["shared"].endswith("MB")
+    text = run(capsys, "sweep --model llama-3-8b --world-size 64,128 --tile 128x128,32x32")
+    rows = table(text[text.index("Bytes of a gather") :])
+    assert [(row["tile"], row["ranks"]) for row in rows] == [
+        ("128x128", "64"), ("128x128", "128"), ("32x32", "64"), ("32x32", "128"),
+    ]  # fmt: skip
+    content = json.loads(run(capsys, "plan --model llama-3-8b --world-size 128 --tile 128x128 --json"))
+    (layer,) = [group for group in content["quantized"] if group["layers"] == 32]
+    group = max(load_model("llama-3-8b").groups, key=lambda g: g.count * g.numel)
+    found = plan_quantized([s for s in group.specs(Rows(1)) if len(s.shape) > 1], 128, (128, 128))
+    assert (layer["whole_bytes"], layer["shared_bytes"]) == (found.whole_bytes, found.shared_bytes)
+    content = json.loads(run(capsys, "sweep --model llama-3-8b --world-size 64 --tile 128x128 --json"))
+    assert content["quantized"][0]["auto_bytes"] <= 0.55 * content["quantized"][0]["bf16_bytes"]
+    assert "quantized" not in json.loads(run(capsys, "plan --model llama-3-8b --world-size 8 --json"))
+
+
+def test_a_bad_tile_is_refused_in_one_line(capsys):
+    assert "is not a tile" in fails(capsys, "plan --model llama-3-8b --world-size 8 --tile 128")
+    assert "rows" in fails(capsys, "plan --model llama-3-8b --world-size 8 --tile 0x4")

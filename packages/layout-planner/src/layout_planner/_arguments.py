@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from layout_planner._blocks import Block, Rows, parse_block
+from layout_planner._blocks import Block, Rows, Tile, parse_block
 from layout_planner._checks import MOST_RANKS
 from layout_planner._sweep import Options
 from layout_planner.checkpoints import read_checkpoint
@@ -63,6 +63,19 @@ def blocks(text: str) -> tuple[Block, ...]:
     return tuple(dict.fromkeys(parse_block(part) for part in text.split(",")))
 
 
+def tile(text: str) -> tuple[int, int]:
+    """`128x128`: rows and columns that share a scale."""
+    found = parse_block(f"tile:{text}") if text.count("x") == 1 else None
+    if not isinstance(found, Tile):
+        raise ValueError(f"{text!r} is not a tile; write its rows and columns, such as 128x128")
+    return (found.rows, found.columns)
+
+
+def tiles(text: str) -> tuple[tuple[int, int], ...]:
+    """Tiles separated by commas, without repeats."""
+    return tuple(dict.fromkeys(tile(part) for part in text.split(",")))
+
+
 def ranks(text: str) -> range:
     """`3` or `0..15`, both ends included."""
     first, dots, last = text.partition("..")
@@ -105,6 +118,7 @@ def parser() -> Parser:
     _source(one)
     _add(one, "--world-size", number, required=True, help="ranks that share each parameter")
     _planning(one)
+    _add(one, "--tile", tile, help="also show the bytes of quantized gathers with this tile, such as 128x128")
     many = commands.add_parser(
         "sweep", help="padding over world sizes and blocks, with advice", epilog=_EPILOG
     )
@@ -113,6 +127,7 @@ def parser() -> Parser:
         many, "--world-size", world_sizes, required=True, help="8..1024 (doubling), 8..64:8 (every 8) or 8,12"
     )
     _planning(many, many=True)
+    _add(many, "--tile", tiles, help="also show the bytes of quantized gathers; 128x128 or 128x128,32x32")
     picture = commands.add_parser("draw", help="draw one group's layout as SVG", epilog=_EPILOG)
     _source(picture)
     _add(picture, "--world-size", number, required=True, help="ranks that share each parameter")

@@ -9,7 +9,18 @@ from pathlib import Path
 
 from layout_planner import _arguments as arguments
 from layout_planner._advice import advise
+from layout_planner._gathers import (
+    GROUP_HEADERS,
+    GatherMeasure,
+    gathers_row,
+    gathers_table,
+    group_dict,
+    group_row,
+    plan_matrices,
+    sweep_gathers,
+)
 from layout_planner._layout import Layout
+from layout_planner._quantized import QuantizedPlan
 from layout_planner._sweep import BF16, padding_table, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
 from layout_planner.models import GroupShape, ModelShape
@@ -35,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(found: argparse.Namespace) -> Iterator[str]:
     model, options = arguments.model(found), arguments.options(found)
     planned = [(group, plan_group(group, found.world_size, found.block, options)) for group in model.groups]
+    quantized = _quantized(model, found)
     if found.json:
-        yield json.dumps(_plan_to_dict(model, found, planned), indent=2)
+        content = _plan_to_dict(model, found, planned)
+        if found.tile:
+            content["quantized"] = [group_dict(group, plan) for group, plan in quantized]
+        yield json.dumps(content, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters, {found.world_size} ranks, block {found.block}"
     yield ""
@@ -55,6 +70,24 @@ def _plan(found: argparse.Namespace) -> Iterator[str]:
     gathered = size(BF16 * most)
     yield f"bf16: {size(held)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
     yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
+    if found.tile:
+        yield f"\n{_GATHERS}, of one layer:\n"
+        yield markdown(GROUP_HEADERS, [group_row(group, plan) for group, plan in quantized])
+
+
+_GATHERS = "Bytes of a gather of the matrices, quantized with whole tiles or with tiles cut between rows"
+
+
+def _quantized(model: ModelShape, found: argparse.Namespace) -> list[tuple[GroupShape, QuantizedPlan]]:
+    """The quantized layouts of every group that has matrices, if a tile was given."""
+    if not found.tile:
+        return []
+    options = arguments.options(found)
+    plans = [
+        (group, plan_matrices(group, found.world_size, found.block, found.tile, options))
+        for group in model.groups
+    ]
+    return [(group, plan) for group, plan in plans if plan is not None]
 
 
 def _plan_row(group: GroupShape, layout: Layout) -> list[str]:
@@ -114,6 +147,8 @@ def _sweep(found: argparse.Namespace) -> Iterator[str]:
         advised = [advice.to_dict() for advice in advise(model, measures, options)]
         content = {"model": model.name, "numel": model.numel, "period": found.period, "align": found.align}
         measured = [row.to_dict() for row in measures]
+        if found.tile:
+            content["quantized"] = [row.to_dict() for row in _sweep_gathers(model, found)]
         yield json.dumps({**content, "measures": measured, "advice": advised}, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
@@ -123,10 +158,19 @@ def _sweep(found: argparse.Namespace) -> Iterator[str]:
     for row in rows:
         measures.append(row)
         yield table.row(sweep_row(row))
+    if found.tile:
+        gathers = gathers_table(found.block)
+        yield f"\n{_GATHERS}, of all layers:\n\n{gathers.head()}"
+        for gather in _sweep_gathers(model, found):
+            yield gathers.row(gathers_row(gather))
     yield ""
     yield "Advice"
     for advice in advise(model, measures, options):
         yield f"- {advice.text}"
+
+
+def _sweep_gathers(model: ModelShape, found: argparse.Namespace) -> Iterator[GatherMeasure]:
+    return sweep_gathers(model, found.world_size, found.block, found.tile, arguments.options(found))
 
 
 def _draw(found: argparse.Namespace) -> Iterator[str]:

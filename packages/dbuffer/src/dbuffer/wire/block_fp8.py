@@ -24,7 +24,8 @@ TOP = 448.0  # e4m3's largest number
 class BlockFP8:
     """e4m3 codes with one fp32 scale a tile.
 
-    |value read back - value| <= max(|value| / 16, tile's amax / 448 / 1024), twice the second term with "pow2".
+    |value read back - value| <= max(|value| / 16, scale / 1024). A value within 4 % of fp32's largest may be read back
+    as infinity.
 
     Args:
         tile: rows and columns that share a scale.
@@ -38,7 +39,7 @@ class BlockFP8:
     scale: Literal["pow2", "fp32"] = "pow2"
 
     def __post_init__(self) -> None:
-        tile = tuple(self.tile)
+        tile = tuple(self.tile) if isinstance(self.tile, tuple | list) else ()
         if len(tile) != 2 or any(type(size) is not int or size < 1 for size in tile):
             raise ValueError(f"BlockFP8: tile: expected (rows, columns), integers from 1, got {self.tile!r}")
         if self.scale not in ("pow2", "fp32"):

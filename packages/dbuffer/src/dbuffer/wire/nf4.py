@@ -6,7 +6,7 @@ A row's codes are self-contained but for one fp32 scale for each group of 256 bl
 
     value = level[code] * block scale          block scale = group's amax * (byte / 255)^2
 
-0.5 + 1/64 + 4/min(columns, 16384) bytes an element: 0.517 with 4096 columns, at most 0.56 from 91 columns on.
+0.5 + 1/64 + 4/min(columns, 16384) bytes an element: 0.517 with 4096 columns, at most 0.56 from 128 columns on.
 The levels are the 16 quantiles of a normal distribution that QLoRA (arXiv 2305.14314, appendix E) lists. There, a
 second scale serves 256 blocks over several rows, taken from their mean; here groups stay within a row, so that any cut
 between rows leaves codes as they are.
