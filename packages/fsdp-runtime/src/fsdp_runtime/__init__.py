@@ -24,6 +24,7 @@ from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
+from .safetensors_fp8 import read_safetensors
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "gathered_memory",
     "get_cls_to_fsdp_cls",
     "matrices_only",
+    "read_safetensors",
     "register_fsdp_forward_method",
     "save_safetensors",
     "share_comm_ctx",
