@@ -9,7 +9,18 @@ from dbuffer_helpers import full_tensors, make, mesh_of, simulated_mesh
 from test_collectives import accumulate, gather, reduce
 from test_memory import alias, backward_after_release, views_survive
 
-from dbuffer import DBuffer, Recycler, _torch_compat, device_layer
+from dbuffer import (
+    BlockFP8,
+    BlockInt8,
+    BlockNF4,
+    DBuffer,
+    Noise,
+    Recycler,
+    RowRun,
+    RunList,
+    _torch_compat,
+    device_layer,
+)
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -144,3 +155,29 @@ def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buff
             assert first[key] == last[key]
         if _torch_compat.CAN_SWAP:
             assert recycler.stats.allocations == depth + 2  # and one while the buffers were built
+
+
+@pytest.mark.parametrize(
+    "fmt", [BlockFP8(), BlockFP8((32, 32), "fp32"), BlockInt8(256, "stochastic"), BlockNF4()], ids=str
+)
+def test_formats_have_the_codes_scales_and_values_of_the_cpu(fmt):
+    values = torch.randn(400, 1056) * torch.exp(3 * torch.randn(400, 1056))
+    values[7, 9], values[300, 1000] = float("nan"), float("inf")
+    grid, found = fmt.grid(values.shape), []
+    runs = RunList(
+        [
+            RowRun(grid, 0, 256),
+            RowRun(grid, 256, 400, 256 * 1056, 256 * fmt.code_bytes(1056), grid.scales_of(256, 400)[0]),
+        ]
+    )
+    noise = {"noise": Noise(1, 2, 3)} if fmt.needs_noise else {}
+    for device in ("cpu", "cuda"):
+        codes = torch.zeros(400 * fmt.code_bytes(1056), dtype=torch.uint8, device=device)
+        scales, out = torch.zeros(grid.num_scales, device=device), torch.zeros(400 * 1056, device=device)
+        fmt.quantize(runs, values.view(-1).to(device), codes, scales, **noise)
+        fmt.dequantize(runs, codes, scales, out)
+        half = out.bfloat16()
+        fmt.dequantize(runs, codes, scales, half)
+        found.append([t.cpu() for t in (codes, scales, out, half)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)

@@ -28,6 +28,7 @@ from .wire import (
     Reducer,
     ReductionForm,
     RowRun,
+    RunList,
     TileGrid,
     WireForm,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Reducer",
     "ReductionForm",
     "RowRun",
+    "RunList",
     "TensorSlice",
     "TileGrid",
     "Transport",

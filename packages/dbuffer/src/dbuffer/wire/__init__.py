@@ -9,7 +9,7 @@ from .noise import Noise
 from .planes import CodePlanes
 from .quantized import BlockEncoder, BlocksOnWire
 from .reduction import BlockReduction, CastReduction, Reducer, ReductionForm
-from .tiles import RowRun, TileGrid
+from .tiles import RowRun, RunList, TileGrid
 
 __all__ = [
     "BlockEncoder",
@@ -27,6 +27,7 @@ __all__ = [
     "Reducer",
     "ReductionForm",
     "RowRun",
+    "RunList",
     "TileGrid",
     "WireForm",
 ]

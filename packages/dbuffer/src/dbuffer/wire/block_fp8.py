@@ -99,6 +99,7 @@ class BlockFP8:
 @dataclass(frozen=True)
 class _E4M3:
     pow2: bool
+    code = 0
     top = TOP
 
     def store(

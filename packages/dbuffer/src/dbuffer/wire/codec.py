@@ -1,7 +1,7 @@
-"""Quantizing and reading back in torch ops, which serve on every device; a format says how a number becomes a code.
+"""Quantizing and reading back: by the kernels where they serve, else in torch ops, which serve on every device.
 
-A run is worked on in pieces of whole rows that caches hold, copied to fp32: every op but the reduction to tiles runs
-over memory without gaps.
+A format says how a number becomes a code. The torch ops work on a run in pieces of whole rows that caches hold,
+copied to fp32: every op but the reduction to tiles runs over memory without gaps.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from . import launch
 from .blocks import Runs
 from .noise import Noise
 from .tiles import Bands, RowRun, chunks_of
@@ -33,6 +34,11 @@ class Scratch:
 
 class Coder(Protocol):
     """How scaled numbers become codes of one byte."""
+
+    @property
+    def code(self) -> int:
+        """As the kernels name it."""
+        ...
 
     @property
     def top(self) -> float:
@@ -76,6 +82,9 @@ def tiles_of(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
 
 def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     """`BlockFormat.amax`."""
+    if runs and launch.has_kernels(runs[0].grid.tile, values.device):
+        launch.amax(runs[0].grid.tile, runs, values, out)
+        return
     scratch = Scratch(values.device)
     for run in runs:
         found = tiles_of(out, run).zero_()
@@ -134,6 +143,9 @@ def quantize(
     noise: Noise | None,
 ) -> None:
     """`BlockFormat.quantize`."""
+    if runs and launch.has_kernels(runs[0].grid.tile, values.device):
+        launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, amax, noise)
+        return
     if amax is None:
         write_amax(runs, values, scales)
         amax = scales
@@ -156,6 +168,9 @@ def dequantize(
     coder: Coder, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`BlockFormat.dequantize`."""
+    if runs and launch.has_kernels(runs[0].grid.tile, out.device):
+        launch.sum_ranks(runs[0].grid.tile, coder, runs, codes[None], scales[None], out)
+        return
     scratch = Scratch(out.device)
     for run in runs:
         factors = tiles_of(scales, run)
@@ -170,6 +185,9 @@ def dequantize(
 
 def sum_ranks(coder: Coder, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """`BlockFormat.sum`."""
+    if runs and launch.has_kernels(runs[0].grid.tile, out.device):
+        launch.sum_ranks(runs[0].grid.tile, coder, runs, codes, scales, out)
+        return
     scratch = Scratch(out.device)
     for run in runs:
         for chunk in chunks(run):

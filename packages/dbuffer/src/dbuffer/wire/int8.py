@@ -101,6 +101,7 @@ class BlockInt8:
 
 @dataclass(frozen=True)
 class _Int8:
+    code = 1
     top = TOP
     pow2 = False
 

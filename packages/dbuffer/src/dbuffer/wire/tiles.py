@@ -10,10 +10,10 @@ matrix, as `layout_planner.Tile` cuts it. A 1-D tensor is one row. Scales are ro
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,22 @@ class RowRun:
         """Scales of the run, those of cut tiles included."""
         first, last = self.grid.scales_of(self.start, self.stop)
         return last - first
+
+
+class RunList(tuple[RowRun, ...]):
+    """Runs that many calls are given: what the kernels need to know of them is worked out once.
+
+    Attributes:
+        tables: by device, for the kernels' launches.
+    """
+
+    tables: dict[Any, Any]
+
+    def __new__(cls, runs: Iterable[RowRun]) -> "RunList":
+        """A tuple of the runs."""
+        found = super().__new__(cls, runs)
+        found.tables = {}
+        return found
 
 
 class Bands(NamedTuple):

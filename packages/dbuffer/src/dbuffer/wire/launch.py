@@ -1,0 +1,173 @@
+"""Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .noise import Noise, signed
+from .tiles import RowRun, RunList, bands_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MOST = 16384  # elements of a tile that one program can hold
+_GROUP = 4096  # elements of the tiles of one row that a program does
+
+
+def has_kernels(tile: tuple[int, int], device: torch.device) -> bool:
+    """Whether the kernels serve tiles of this size on this device; else the torch ops do."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return _span(tile[0]) * _span(tile[1]) <= _MOST
+
+
+def _span(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Pieces of runs on a device: the kernels' rows, and each program's."""
+
+    rows: torch.Tensor
+    piece_of: torch.Tensor
+    constants: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        """How many to launch."""
+        return self.piece_of.numel()
+
+
+def tables_of(tile: tuple[int, int], runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
+    """Tables for all runs; kept by a `RunList`."""
+    kept = runs.tables if isinstance(runs, RunList) else {}
+    if device not in kept:
+        constants = constants_of(tile)
+        pieces = [row for run in runs for row in _pieces(run)]
+        found = []
+        for vector in (True, False):
+            same = [row for row in pieces if vector == (_on_16(row) and tile[1] % 16 == 0)]
+            if same:
+                found.append(_table(same, {**constants, "VECTOR": vector}, device))
+        kept[device] = found
+    return list(kept[device])
+
+
+def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
+    """What the kernels are compiled for, and how many warps run a program."""
+    rows, columns = _span(tile[0]), _span(tile[1])
+    if tile[0] == 1:
+        rows = max(1, _GROUP // columns)
+    warps = min(8, max(1, rows * columns // 1024))
+    return {
+        "TILE_COLUMNS": tile[1],
+        "SPAN_ROWS": rows,
+        "SPAN_COLUMNS": columns,
+        "ONE_ROW": tile[0] == 1,
+        "num_warps": 1 << (warps.bit_length() - 1),
+    }
+
+
+def _pieces(run: RowRun) -> list[list[int]]:
+    """Rows of the table but for the first program: columns 6."""
+    columns, across = run.grid.columns, run.grid.across
+    if not columns:
+        return []
+    return [
+        [
+            run.values + found.row * columns,
+            run.codes + found.row * columns,
+            run.scales + found.band * across,
+            columns,
+            found.bands,
+            found.height,
+            across,
+            run.element + found.row * columns,
+        ]
+        for found in bands_of(run.grid, run.start, run.stop)
+    ]
+
+
+def _on_16(row: list[int]) -> bool:
+    return not any(row[i] % 16 for i in (0, 1, 3))
+
+
+def _table(pieces: list[list[int]], constants: dict[str, Any], device: torch.device) -> Table:
+    rows, piece_of, program = [], [], 0
+    for i, row in enumerate(pieces):
+        bands, across = row[4], row[6]
+        if constants["ONE_ROW"]:
+            bands = -(-bands // constants["SPAN_ROWS"])
+        rows.append([*row[:6], program, row[7]])
+        piece_of.append(torch.full((bands * across,), i, dtype=torch.int32))
+        program += bands * across
+    return Table(torch.tensor(rows, dtype=torch.int64).to(device), torch.cat(piece_of).to(device), constants)
+
+
+def _launch(name: str, table: Table, *arguments: Any, **constants: Any) -> None:
+    from . import kernels_triton
+
+    buffers = [a for a in arguments if isinstance(a, torch.Tensor)]
+    fixed = dict(table.constants)
+    fixed["VECTOR"] = fixed["VECTOR"] and not any(buffer.data_ptr() % 16 for buffer in buffers)
+    kernel = getattr(kernels_triton, name)
+    kernel[(table.programs,)](*arguments, **fixed, **constants, enable_fp_fusion=False)
+
+
+def _as_int16(values: torch.Tensor) -> torch.Tensor:
+    """bf16 as the kernels take it."""
+    return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
+def amax(tile: tuple[int, int], runs: "Sequence[RowRun]", values: torch.Tensor, out: torch.Tensor) -> None:
+    """`BlockFormat.amax`."""
+    for table in tables_of(tile, runs, values.device):
+        _launch(
+            "amax_tiles", table, _as_int16(values), out, table.rows, table.piece_of, TYPE=_TYPES[values.dtype]
+        )
+
+
+def quantize(
+    tile: tuple[int, int],
+    coder: Any,  # a `codec.Coder`
+    runs: "Sequence[RowRun]",
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    amax: torch.Tensor | None,
+    noise: Noise | None,
+) -> None:
+    """`BlockFormat.quantize`."""
+    first, second = (0, 0) if noise is None else map(signed, noise.keys())
+    for table in tables_of(tile, runs, values.device):
+        given = scales if amax is None else amax
+        _launch(
+            "quantize_tiles", table,
+            _as_int16(values), codes, scales, given, table.rows, table.piece_of, first, second,
+            TYPE=_TYPES[values.dtype], CODE=coder.code, TOP=coder.top, POW2=coder.pow2,
+            GIVEN=amax is not None, RANDOM=noise is not None,
+        )  # fmt: skip
+
+
+def sum_ranks(
+    tile: tuple[int, int],
+    coder: Any,  # a `codec.Coder`
+    runs: "Sequence[RowRun]",
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`BlockFormat.sum`, or `BlockFormat.dequantize` where there is one rank; codes and scales are (ranks, n)."""
+    ranks, stride = codes.shape
+    for table in tables_of(tile, runs, out.device):
+        if ranks > 1 and stride % 16:
+            table = replace(table, constants={**table.constants, "VECTOR": False})
+        _launch(
+            "sum_tiles", table,
+            codes, scales, _as_int16(out), table.rows, table.piece_of, ranks, stride, scales.shape[1],
+            TYPE=_TYPES[out.dtype], CODE=coder.code, SEVERAL=ranks > 1,
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
+"""Run by test_kernels.py in a process of its own: Triton's interpreter must be chosen before Triton is imported.
+
+Compares each format's codes, scales and values by the kernels with those by torch ops, to the bit.
+"""
+
+import torch
+
+from dbuffer import BlockFP8, BlockInt8, Noise, RowRun, RunList
+from dbuffer.wire import codec, launch
+
+EXTREMES = (
+    0x7FFFFFFF, 0x7FC00000, 0x7F810000, 0x7F800000, 0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00010000, 0x1, 0, 0x7F7F8000,
+)  # fmt: skip  # fp32's bits: NaNs, infinity, the largest and smallest numbers, denormal ones, zero
+
+
+def values_of(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(shape, generator=generator)
+    return (found * torch.exp(4 * torch.randn(shape, generator=generator))).clamp(-6e4, 6e4).to(dtype)
+
+
+def extreme_values():
+    bits = torch.tensor([b | s for b in EXTREMES for s in (0, -(1 << 31))]).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def run(kernels, fmt, values, rows, out_dtype, shift):
+    """Codes, scales, amax, values and sums of a run of rows, by kernels or by torch ops."""
+    vars(launch)["has_kernels"] = lambda tile, device: kernels
+    grid, (start, stop) = fmt.grid(values.shape), rows
+    columns, first = grid.columns, rows[0] * grid.columns
+    runs = RunList([RowRun(grid, start, stop, first + shift, shift, shift, (1 << 32) - 100 + first)])
+    flat = torch.cat([torch.zeros(shift, dtype=values.dtype), values.reshape(-1)])
+    codes = torch.full((shift + (stop - start) * columns,), 7, dtype=torch.uint8)
+    scales, amax = torch.full((2, shift + runs[0].num_scales), -1.0)
+    noise = Noise(3, 5, 1) if fmt.needs_noise else None
+    fmt.amax(runs, flat, amax)
+    fmt.quantize(runs, flat, codes, scales, amax=None if grid.is_whole(*rows) else amax, noise=noise)
+    out = torch.zeros(shift + values.numel(), dtype=out_dtype)
+    fmt.dequantize(runs, codes, scales, out)
+    total = torch.zeros(shift + values.numel())
+    fmt.sum(runs, torch.stack([codes, codes.flip(0), codes]), torch.stack([scales, scales, scales]), total)
+    return codes, scales, amax, out, total
+
+
+def same(fmt, values, rows, out_dtype=torch.float32, shift=0):
+    """Raise unless both ways agree; a NaN may have any bits in values, not in scales."""
+    pairs = [run(kernels, fmt, values, rows, out_dtype, shift) for kernels in (False, True)]
+    for name, a, b in zip(("codes", "scales", "amax", "values", "sums"), *pairs, strict=True):
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+        equal = a.view(whole) == b.view(whole)
+        if name in ("values", "sums"):
+            equal |= a.isnan() & b.isnan()
+        assert equal.all(), f"{fmt} {tuple(values.shape)} {rows} {name}: {int((~equal).sum())} differ"
+    print("same bits:", fmt, tuple(values.shape), rows, values.dtype, out_dtype)
+
+
+def all_codes():
+    """Every code of either kind, read back."""
+    for fmt in (BlockFP8((1, 256)), BlockInt8(256)):
+        found = []
+        for kernels in (False, True):
+            vars(launch)["has_kernels"] = lambda tile, device, kernels=kernels: kernels
+            out = torch.empty(256)
+            run_ = [RowRun(fmt.grid((1, 256)), 0, 1)]
+            fmt.dequantize(run_, torch.arange(256, dtype=torch.uint8), torch.ones(1), out)
+            found.append(out)
+        assert torch.allclose(*found, rtol=0, atol=0, equal_nan=True)
+    print("all codes")
+
+
+if __name__ == "__main__":
+    fp8, small, fp32 = BlockFP8(), BlockFP8((32, 32)), BlockFP8((16, 64), "fp32")
+    assert codec.launch is launch
+    for fmt in (fp8, small, fp32, BlockInt8(), BlockInt8(100), BlockInt8(256, "stochastic")):
+        same(fmt, values_of((80, 320), torch.float32), (0, 80))
+    for fmt in (small, BlockInt8(64, "stochastic")):
+        same(fmt, values_of((2, 40, 70), torch.bfloat16), (0, 80), torch.bfloat16, shift=3)
+    same(small, values_of((64, 64), torch.float16), (32, 64), torch.float16, shift=16)
+    same(small, values_of((100, 64), torch.float32), (5, 71), torch.bfloat16)
+    same(fp8, values_of((40, 128), torch.bfloat16), (0, 40), torch.bfloat16)
+    extremes = extreme_values()[:, None].repeat(1, 16) * torch.ones(16)
+    for fmt in (BlockFP8((1, 16)), BlockFP8((1, 16), "fp32"), BlockInt8(16), BlockInt8(16, "stochastic")):
+        same(fmt, extremes, (0, len(extremes)), torch.bfloat16)
+    mixed = torch.randn(32, 22 * 16)
+    mixed[3, ::16] = extreme_values()
+    same(BlockFP8((8, 16)), mixed, (0, 32))
+    all_codes()
