@@ -120,7 +120,7 @@ def refused():
 
 def test_what_cannot_travel_so_is_named_before_anything_changes():
     run_ranks(1, refused)
-    with pytest.raises(ValueError, match="expected 'bf16' or None"):
+    with pytest.raises(ValueError, match="expected 'bf16', BlockInt8 or None"):
         QuantizationPolicy(gradients="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing is quantized"):
         QuantizationPolicy()

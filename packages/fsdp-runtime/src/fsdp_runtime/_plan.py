@@ -210,7 +210,8 @@ def _lay_out(
         return whole, False
     by_rows = planned(1)
     bf16 = 2 * sum(segment.shard_size for segment in by_rows.segments)
-    shared = CodePlanes(whole, weights).row_bytes > MOST_OF_BF16 * bf16
+    asked = CodePlanes(whole, weights).row_bytes
+    shared = asked > MOST_OF_BF16 * bf16 and asked > CodePlanes(by_rows, weights).row_bytes
     return (by_rows if shared else whole), shared
 
 

@@ -55,9 +55,10 @@ class QuantizationPolicy:
             replicas stays in the parameters' dtype.
         compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit.
-        cut: "whole": no tile is cut between ranks. "shared": any rows may be, and the amax of tiles that are cut is
-            found by one MAX all-reduce after each optimizer step, for all units together. "auto": "whole", unless a
-            group's gather takes more than 0.55 of a bf16 gather's bytes so (from about 128 ranks on).
+        cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
+            are is found by one MAX all-reduce after each optimizer step, for all units together. "auto": "shared" for
+            groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
+            (tiles of 128x128 from about 128 ranks on).
 
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.
