@@ -130,6 +130,29 @@ def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
     run_ranks(4, between_neighbors)
 
 
+def kept():
+    model = shard(body(), quantize=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
+    loss = loss_of(model, tokens())
+    unit = member_of(model.blocks[0]).unit
+    (coded,) = [group for group in unit.groups if group.plan.wire is not None]
+    slices = coded.buffer.memory.neighbor
+    assert slices.coded
+    assert sum(flat.nbytes for flat in slices.flats) == 4 // 2 * coded.plan.planes.row_bytes
+    with record_collectives() as record:
+        loss.backward()
+    biases = sum(
+        4 * segment.shard_size for g in unit.groups if g is not coded for segment in g.plan.layout.segments
+    )
+    last = [event for event in record.events if event.kind == "all_gather"][-1]
+    assert last.ranks == 2
+    assert last.bytes_sent == 2 * (coded.plan.planes.row_bytes + biases)
+    assert coded.buffer.memory.encoder.kept() is None
+
+
+def test_resharding_to_neighbors_keeps_codes():
+    run_ranks(4, kept)
+
+
 def count(fmt, cut):
     ranks = dist.get_world_size()
     model = shard(body(), quantize=QuantizationPolicy(weights=fmt, cut=cut))

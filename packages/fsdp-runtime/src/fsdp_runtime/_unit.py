@@ -249,6 +249,8 @@ class Unit:
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
+                if group.plan.wire is not None and group.buffer is not None:
+                    group.buffer.keep_codes_for(None if self._shrunk else self._neighbors)
             self.state = UnitState.GATHERING
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
