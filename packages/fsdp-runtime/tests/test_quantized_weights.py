@@ -137,7 +137,8 @@ def kept():
     (coded,) = [group for group in unit.groups if group.plan.wire is not None]
     slices = coded.buffer.memory.neighbor
     assert slices.coded
-    assert sum(flat.nbytes for flat in slices.flats) == 4 // 2 * coded.plan.planes.row_bytes
+    held = [flat.nbytes for flat in slices.flats]
+    assert sum(held) == 4 // 2 * coded.plan.planes.row_bytes
     with record_collectives() as record:
         loss.backward()
     biases = sum(
