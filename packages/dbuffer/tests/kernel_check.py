@@ -66,7 +66,7 @@ def all_codes():
             run_ = [RowRun(fmt.grid((1, 256)), 0, 1)]
             fmt.dequantize(run_, torch.arange(256, dtype=torch.uint8), torch.ones(1), out)
             found.append(out)
-        assert torch.allclose(*found, rtol=0, atol=0, equal_nan=True)
+        assert torch.allclose(found[0], found[1], rtol=0, atol=0, equal_nan=True)
     print("all codes")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
-FORMATS = [
+FORMATS: list[Any] = [
     BlockFP8(),
     BlockFP8(scale="fp32"),
     BlockFP8((32, 32)),
@@ -348,22 +349,22 @@ def test_what_no_run_covers_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("fmt", "options", "named"),
     [
-        (lambda: BlockFP8((0, 128)), "BlockFP8: tile"),
-        (lambda: BlockFP8((128,)), "BlockFP8: tile"),
-        (lambda: BlockFP8(128), "BlockFP8: tile"),
-        (lambda: BlockFP8((128, 128.0)), "BlockFP8: tile"),
-        (lambda: BlockFP8(scale="e8m0"), "BlockFP8: scale"),
-        (lambda: BlockInt8(0), "BlockInt8: size"),
-        (lambda: BlockInt8(True), "BlockInt8: size"),
-        (lambda: BlockInt8(256, "up"), "BlockInt8: rounding"),
-        (lambda: BlockNF4(63), "BlockNF4: size"),
+        (BlockFP8, {"tile": (0, 128)}, "BlockFP8: tile"),
+        (BlockFP8, {"tile": (128,)}, "BlockFP8: tile"),
+        (BlockFP8, {"tile": 128}, "BlockFP8: tile"),
+        (BlockFP8, {"tile": (128, 128.0)}, "BlockFP8: tile"),
+        (BlockFP8, {"scale": "e8m0"}, "BlockFP8: scale"),
+        (BlockInt8, {"size": 0}, "BlockInt8: size"),
+        (BlockInt8, {"size": True}, "BlockInt8: size"),
+        (BlockInt8, {"rounding": "up"}, "BlockInt8: rounding"),
+        (BlockNF4, {"size": 63}, "BlockNF4: size"),
     ],
 )
-def test_a_bad_option_is_named(make, named):
+def test_a_bad_option_is_named(fmt, options, named):
     with pytest.raises(ValueError, match=named):
-        make()
+        fmt(**options)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +381,11 @@ def test_a_bad_option_is_named(make, named):
 )
 def test_a_buffer_that_cannot_serve_is_named(change, said):
     fmt = BlockInt8()
-    given = {"values": torch.zeros(64), "codes": torch.zeros(64, dtype=torch.uint8), "scales": torch.zeros(8)}
+    given: dict[str, Any] = {
+        "values": torch.zeros(64),
+        "codes": torch.zeros(64, dtype=torch.uint8),
+        "scales": torch.zeros(8),
+    }
     given |= change
     with pytest.raises(ValueError, match=said):
         fmt.quantize([whole(fmt, (8, 8))], **given)

@@ -1,5 +1,7 @@
 """Gathers of quantized tiles: bytes with whole tiles and with cut ones, and which of them pays."""
 
+from typing import Any
+
 import pytest
 
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, load_model, plan, plan_quantized
@@ -44,8 +46,9 @@ def by_hand(layout, tile):
 
 def test_bytes_are_those_counted_tile_by_tile():
     group = [TensorSpec("a", (70, 50)), TensorSpec("b", (3, 45, 33)), TensorSpec("c", (16, 16), Rows(4))]
+    tile: tuple[int, int]
     for world_size in (1, 2, 3, 5):
-        for tile in ((32, 32), (1, 16), (8, 128)):
+        for tile in [(32, 32), (1, 16), (8, 128)]:
             found = plan_quantized(group, world_size, tile)
             assert found.whole_bytes == by_hand(found.whole, tile)
             assert found.shared_bytes == by_hand(found.shared, tile)
@@ -83,8 +86,9 @@ def test_a_tensor_that_cannot_be_served_is_named(spec, said):
 
 
 def test_bad_arguments_are_named():
+    cut: Any = "rows"
     group = [TensorSpec("w", (64, 48))]
     with pytest.raises(ValueError, match="tile"):
         plan_quantized(group, 2, (0, 32))
     with pytest.raises(ValueError, match="cut: expected"):
-        plan_quantized(group, 2, (32, 32)).layout("rows")
+        plan_quantized(group, 2, (32, 32)).layout(cut)
