@@ -19,7 +19,7 @@ def gradients(rank, seed=0):
 
 def expected(world_size, dtype, on_wire, scale):
     """The mean in fp32, in the order of the ranks, of what each rank has in its buffer, as it travels."""
-    sums = {}
+    sums: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
         for name, grad in gradients(rank).items():
             sent = grad.to(dtype).to(on_wire).float()

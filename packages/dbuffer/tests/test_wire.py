@@ -41,6 +41,9 @@ class QuantizedEncoder:
             ]
         return self.pairs
 
+    def kept(self):
+        return None
+
     def decode(self):
         for index, gathered in enumerate(self.gathered.raw):
             codes, scales = (receive for receive, _ in self.pairs[2 * index : 2 * index + 2])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import seeded, shard
 
-from fsdp_runtime import save_safetensors
+from fsdp_runtime import BlockFP8, QuantizationPolicy, read_safetensors, save_safetensors
 from ragged_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -53,3 +53,70 @@ def save_nowhere(folder):
 def test_a_failure_to_write_is_raised_on_every_rank(tmp_path):
     (tmp_path / "not_a_folder").write_text("")
     assert run_ranks(3, save_nowhere, str(tmp_path / "not_a_folder")) == [0, 1, 2]
+
+
+def save_quantized(folder, limit):
+    model = shard(seeded(width=20), quantize=QuantizationPolicy(weights=BlockFP8((8, 16))))
+    (folder / "config.json").write_text('{"model_type": "body"}')
+    files = save_safetensors(model, folder, quantized=True, max_file_bytes=limit)
+    loaded = shard(seeded(width=20, seed=1))
+    loaded.load_state_dict(read_safetensors(folder))
+    return len(files), {name: param.full_tensor().detach() for name, param in loaded.named_parameters()}
+
+
+@pytest.mark.parametrize("limit", [10**9, 700])
+def test_fp8_weights_are_written_in_the_published_layout_and_read_back(tmp_path, limit):
+    count, loaded = run_ranks(2, save_quantized, tmp_path, limit)[0]
+    assert (count > 1) == (limit == 700)
+    content: dict[str, torch.Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        content.update(safetensors.load_file(file))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "body"
+    assert config["quantization_config"]["weight_block_size"] == [8, 16]
+    assert config["quantization_config"]["modules_to_not_convert"] == ["head"]
+    for name, value in seeded(width=20).state_dict().items():
+        if name in ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight"):
+            codes, scales = content[name], content[name + "_scale_inv"]
+            assert codes.dtype == torch.float8_e4m3fn
+            assert scales.shape == (3, 2)
+            spread = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)[:20, :20]
+            assert (codes.float() * spread).equal(loaded[name])
+            torch.testing.assert_close(
+                loaded[name], value, rtol=1 / 16, atol=float(value.abs().max()) / 448 / 512
+            )
+        else:
+            assert content[name].equal(value)
+            assert loaded[name].equal(value)
+    if count > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == content.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in content.values())
+
+
+def test_scales_and_codes_belong_together(tmp_path):
+    file, codes = tmp_path / "model.safetensors", torch.ones(4, 6).to(torch.float8_e4m3fn)
+    with pytest.raises(FileNotFoundError, match=r"has no \*\.safetensors"):
+        read_safetensors(tmp_path)
+    for content, message in (
+        ({"a.weight": codes}, "a.weight is e4m3, and there is no a.weight_scale_inv"),
+        ({"a.weight_scale_inv": torch.ones(2, 2)}, "a.weight, which is missing"),
+        ({"a.weight": torch.ones(4, 6), "a.weight_scale_inv": torch.ones(2, 2)}, "which is torch.float32"),
+        ({"a.weight": codes, "a.weight_scale_inv": torch.ones(2, 2)}, "weight_block_size is None"),
+    ):
+        safetensors.save_file(content, file)
+        with pytest.raises(ValueError, match=message):
+            read_safetensors(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [2, 2]}}')
+    with pytest.raises(ValueError, match=r"shape \(2, 2\); expected \(2, 3\) for tiles of \(2, 2\)"):
+        read_safetensors(tmp_path)
+
+
+def save_without_codes(folder):
+    with pytest.raises(ValueError, match=r"weights with tiles \[\] in this module"):
+        save_safetensors(shard(seeded()), folder, quantized=True)
+
+
+def test_a_model_without_fp8_weights_is_not_written_as_fp8(tmp_path):
+    run_ranks(2, save_without_codes, tmp_path)
+    assert not list(tmp_path.iterdir())

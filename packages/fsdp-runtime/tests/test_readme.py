@@ -12,11 +12,11 @@ from ragged_shard.testing import run_ranks
 README = Path(__file__).parent.parent / "README.md"
 
 
-def example():
+def examples():
     # Outside the tree there is what the wheel carries.
     text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
-    (found,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return found
+    first, quantized = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return first, quantized
 
 
 def run_example(code):
@@ -28,5 +28,16 @@ def run_example(code):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_example_runs(ranks):
-    names = run_ranks(ranks, run_example, example())
+    names = run_ranks(ranks, run_example, examples()[0])
     assert all(len(found) == 11 for found in names)
+
+
+def run_quantized(code):
+    block = torch.nn.Linear(256, 384)
+    exec(code, {"block": block})
+    block(torch.ones(2, 256)).sum().backward()
+    return bool(block.weight.grad.to_local().isfinite().all())
+
+
+def test_the_quantized_example_runs():
+    assert all(run_ranks(2, run_quantized, examples()[1]))

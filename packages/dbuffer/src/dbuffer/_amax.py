@@ -12,8 +12,7 @@ from .wire import BlockEncoder
 def needs_amax(buffer: DBuffer) -> bool:
     """Whether `share_amax` must be called before the buffer's next gather. The same on all ranks."""
     encoder = buffer.memory.encoder
-    cut = isinstance(encoder, BlockEncoder) and encoder.num_shared > 0
-    return cut and encoder.is_stale(buffer.shard)  # type: ignore[attr-defined]
+    return isinstance(encoder, BlockEncoder) and encoder.needs_amax(buffer.shard)
 
 
 def share_amax(buffers: Sequence[DBuffer]) -> None:

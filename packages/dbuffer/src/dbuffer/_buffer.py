@@ -25,6 +25,7 @@ from ._handle import Handle
 from ._memory import BufferMemory
 from ._mesh import MeshView, view_mesh
 from ._spec import BufferSpec
+from .memory.gathered import NeighborSlices
 from .memory.geometry import Geometry
 from .memory.recycler import Recycler, shared_recycler
 from .transport import Op, TransportChoice, resolved
@@ -294,6 +295,7 @@ class DBuffer:
         """
         if self.memory.in_flight is not None:
             self.memory.check_idle("release")
+        self.memory.encoder.kept()
         self.memory.gathered.release()
 
     def shrink(self, group: dist.ProcessGroup) -> None:
@@ -318,8 +320,20 @@ class DBuffer:
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            memory.neighbor = memory.gathered.slices_of(group, self.layer)
+            kept = memory.encoder.kept()
+            if kept is None:
+                memory.neighbor = memory.gathered.slices_of(group, self.layer)
+            else:
+                memory.neighbor = NeighborSlices(kept, group, self.layer.record(), coded=True)
         self.release()
+
+    def keep_codes_for(self, group: dist.ProcessGroup | None) -> None:
+        """Let the next gathers of a buffer that travels quantized keep their codes for `shrink(group)`.
+
+        It then keeps 1/size of the codes instead of 1/size of the gathered memory. None: nothing is kept. A release
+        drops them. No effect on other buffers.
+        """
+        self.memory.encoder.keep_for(group)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, also where its version counter has not moved.

@@ -99,17 +99,21 @@ def _gather_neighbors(
         for memory, one in zip(memories, kept, strict=True):
             layer.wait(one.ready)
             memory.gathered.materialize()
-            pairs += zip(memory.gathered.raw, one.flats, strict=True)
+            receive = memory.encoder.receive() if one.coded else memory.gathered.raw
+            pairs += zip(receive, one.flats, strict=True)
         transport = transport_of(group, choice)
         return transport.all_gather(pairs, f"the slices that neighbors keep of {_label(memories)}")
 
-    def forget() -> None:  # only now: the collective reads them on another stream
-        for memory in memories:
+    def finish() -> None:  # only now: the collective reads them on another stream
+        for memory, one in zip(memories, kept, strict=True):
             memory.neighbor = None
+            if one.coded:
+                memory.encoder.keep_for(None)
+                memory.encoder.decode()
 
     handle = Handle("all_gather", memories)
     with layer.on(stream, after):
-        return handle.launch(start, forget)
+        return handle.launch(start, finish)
 
 
 class ReduceScatter:

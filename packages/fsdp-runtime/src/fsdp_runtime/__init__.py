@@ -8,6 +8,8 @@ Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classe
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from dbuffer import BlockFP8, BlockInt8
+
 from . import block_policies
 from ._memory import UnitMemory, gathered_memory, unit_memory
 from ._module import (
@@ -20,11 +22,14 @@ from ._module import (
 )
 from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._wrap import fully_shard
-from .quantization import QuantizationPolicy
+from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
+from .safetensors_fp8 import read_safetensors
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockFP8",
+    "BlockInt8",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -39,6 +44,8 @@ __all__ = [
     "fully_shard",
     "gathered_memory",
     "get_cls_to_fsdp_cls",
+    "matrices_only",
+    "read_safetensors",
     "register_fsdp_forward_method",
     "save_safetensors",
     "share_comm_ctx",

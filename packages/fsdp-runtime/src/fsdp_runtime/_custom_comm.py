@@ -99,8 +99,8 @@ class _CustomReduceScatter(_Custom):
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
         """Refused: gradients in a wire form are exchanged, not reduced, and would go past the user's object."""
         raise NotImplementedError(
-            f"{label}: set_custom_reduce_scatter({self.name}) reduces gradients in full; this unit sends them in a wire "
-            "form, by an all-to-all; use QuantizationPolicy(gradients=None) or leave the custom reduction out"
+            f"{label}: set_custom_reduce_scatter({self.name}) reduces gradients in full; this unit sends them in a "
+            "wire form, by an all-to-all; use QuantizationPolicy(gradients=None) or leave the custom reduction out"
         )
 
     def _reduce(self, pairs: Pairs, op: Op) -> None:

@@ -176,6 +176,7 @@ class Group:
             self.plan.layout,
             self.plan.data.mesh,
             full_dtype=self.plan.dtypes.compute,
+            wire=self.plan.wire,
             recycler=self._streams.recycler,
             name=self.name,
             check_ranks=not self.plan.data.simulated,
@@ -228,6 +229,13 @@ class Group:
         """
         assert self.buffer is not None
         return self.buffer.count_users() > self._users_at_rest
+
+    # -- codes ------------------------------------------------------------------------------------------------------
+
+    def forget_codes(self) -> None:
+        """Quantize the parameters again before the next gather: an optimizer may have written to them."""
+        if self.buffer is not None and self.plan.wire is not None:
+            self.buffer.forget_encoding()
 
     # -- staleness --------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ class UnitMemory:
         padding: elements of all ranks' shards that hold no parameter.
         weights: of the shards.
         gradients: of the gradients' shards, from the reduction until `.grad` is dropped.
+        given: what a gather gives to each other rank.
+        codes: of quantized weights, kept at rest.
+        decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
+        reduced: what a reduction gives to each other rank.
         gathered: of each gathered buffer, while the parameters are unsharded.
         reducing: of each gathered gradient buffer, while backward fills it and until the reduction has completed.
         scratch: what a reduction under way holds in addition.
@@ -34,6 +38,10 @@ class UnitMemory:
     padding: int
     weights: int
     gradients: int
+    given: int
+    codes: int
+    decoding: tuple[int, ...]
+    reduced: int
     gathered: tuple[int, ...]
     reducing: tuple[int, ...]
     scratch: int
@@ -52,15 +60,27 @@ def unit_memory(module: nn.Module) -> UnitMemory:
     shards: list[int] = []
     gathered: list[int] = []
     reducing: list[int] = []
-    weights = 0
+    decoding: list[int] = []
+    weights = given = codes = reduced = 0
     for group in unit.groups:
         plan = group.plan
         ranks, dtypes = plan.data.shard_size, plan.dtypes
         sizes = [segment.shard_size for segment in plan.layout.segments]
         shards += sizes
         weights += sum(sizes) * dtypes.kept.itemsize
-        if ranks > 1 or dtypes.kept != dtypes.compute:  # else shard and gathered memory are the same
+        if plan.planes is None:
+            given += sum(sizes) * dtypes.compute.itemsize
+        else:
+            given += plan.planes.row_bytes
+            codes += plan.planes.row_bytes
+            decoding += [ranks * nbytes for nbytes in (*plan.planes.code_bytes, 4 * plan.planes.num_scales)]
+        same = plan.planes is None and dtypes.kept == dtypes.compute
+        if ranks > 1 or not same:  # else shard and gathered memory are the same
             gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
+        form = plan.reduction
+        reduced += (
+            form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * dtypes.reduce.itemsize
+        )
         reducing += [ranks * size * dtypes.reduce.itemsize for size in sizes]
     elements = sum(math.prod(param.shape) for param in unit.params)
     return UnitMemory(
@@ -70,6 +90,10 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         padding=unit.data.shard_size * sum(shards) - elements,
         weights=weights,
         gradients=weights,
+        given=given,
+        codes=codes,
+        decoding=tuple(decoding),
+        reduced=reduced,
         gathered=tuple(gathered),
         reducing=tuple(reducing),
         scratch=_scratch(unit, sum(reducing)),

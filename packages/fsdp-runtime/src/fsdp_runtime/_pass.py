@@ -16,7 +16,7 @@ from ._backward import Backward
 from ._labels import label
 from ._schedule import Schedule
 from ._streams import Streams
-from ._unit import Unit, UnitState
+from ._unit import Unit, UnitState, share_amax
 
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
@@ -78,6 +78,7 @@ class Pass:
             for unit in self.units:
                 unit.prepare()
             self._gathers_follow(event)
+            share_amax([group for unit in self.units for group in unit.groups], self.streams, _AT_ONCE)
             self._root = root
             self._order = self._forward.setdefault(root, Schedule())
             self._order.begin()

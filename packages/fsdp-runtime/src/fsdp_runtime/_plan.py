@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
-from dbuffer import Geometry, ReductionForm, TransportChoice, geometry_of
+from dbuffer import BlocksOnWire, CodePlanes, Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import RaggedDTensor
 
@@ -22,11 +22,12 @@ from ._dtypes import Dtypes, dtypes_for
 from ._mesh import DataMesh, OtherParallelism, place
 from ._param import ManagedParam
 from .block_policies import BlockPolicy
-from .quantization import QuantizationPolicy
+from .quantization import QuantizationPolicy, check_values, meet_tiles
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
 ROW = Rows(1)
+MOST_OF_BF16 = 0.55  # of the bytes of a bf16 gather: what cut="auto" lets whole tiles take
 _ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
 
 
@@ -60,6 +61,8 @@ class GroupPlan:
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
+        wire: what parameters travel as; None: their compute dtype.
+        shares_amax: whether tiles may be cut, so that their amax must be shared.
         reduction: what gradients travel as; None: a reduce-scatter of their dtype.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
@@ -70,6 +73,8 @@ class GroupPlan:
     precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
     transport: TransportChoice | None
+    wire: WireForm | None
+    shares_amax: bool
     reduction: ReductionForm | None
     layout: Layout
     geometry: Geometry
@@ -79,6 +84,11 @@ class GroupPlan:
     def large(self) -> bool:
         """Whether the group is worth a reduction of its own."""
         return self.layout.numel >= MIN_CHILD
+
+    @property
+    def planes(self) -> CodePlanes | None:
+        """Where the codes of parameters lie; None where they travel as they are."""
+        return CodePlanes(self.layout, self.wire.format) if isinstance(self.wire, BlocksOnWire) else None
 
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
@@ -121,14 +131,35 @@ class Request:
 
 
 def check_quantized(params: Sequence[ManagedParam[Any]], request: Request) -> None:
-    """Raise ValueError, naming the parameter, where one cannot travel as asked."""
-    if request.quantize is None:
+    """Raise ValueError, naming the parameter or option, where one cannot travel as asked."""
+    policy = request.quantize
+    if policy is None:
         return
+    if policy.weights is not None and _offload(request) is not None:
+        raise ValueError(
+            "quantize: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy keeps their "
+            "shards elsewhere. Leave one of the two out"
+        )
     for param in params:
+        dtypes, selected = dtypes_for(param.dtype, request.precision), is_selected(param, policy)
+        if selected and policy.weights is not None:
+            check_values(param.name, policy.weights, (dtypes.kept, dtypes.compute))
         try:
-            request.quantize.reduction(dtypes_for(param.dtype, request.precision).reduce)
+            policy.reduction(selected, dtypes.reduce)
         except ValueError as error:
             raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
+
+
+def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> bool:
+    """Whether a policy quantizes a parameter: it selects it wherever it is used."""
+    if policy is None or not policy.selects:
+        return False
+    return all(policy.select(param.name, param.example, place.module) for place in param.places)
+
+
+def _offload(request: "Request") -> CPUOffloadPolicy | None:
+    offload = request.offload if request.data.device.type != "cpu" else None
+    return offload if isinstance(offload, CPUOffloadPolicy) else None
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
@@ -137,28 +168,59 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     Raises:
         ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
     """
-    data = request.data
+    data, policy = request.data, request.quantize
     dtypes = dtypes_for(params[0].dtype, request.precision)
-    specs = [_spec(param, request.blocks) for param in params]
-    layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
+    selected = is_selected(params[0], policy)
+    layout, shared = _lay_out(params, request, dtypes, policy if selected else None)
     geometry = geometry_of(layout, data.shard_rank)
-    offload = request.offload if data.device.type != "cpu" else None
     return GroupPlan(
         data=data,
         dtypes=dtypes,
         precision=request.precision,
-        offload=offload if isinstance(offload, CPUOffloadPolicy) else None,
+        offload=_offload(request),
         transport=request.transport,
-        reduction=None if request.quantize is None else request.quantize.reduction(dtypes.reduce),
+        wire=policy.wire(shared) if policy is not None and selected else None,
+        shares_amax=shared,
+        reduction=None if policy is None else policy.reduction(selected, dtypes.reduce),
         layout=layout,
         geometry=geometry,
         params=tuple([_plan_param(param, data, geometry) for param in params]),
     )
 
 
-def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None) -> TensorSpec:
+def _lay_out(
+    params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes, policy: QuantizationPolicy | None
+) -> tuple[Layout, bool]:
+    """The layout of parameters that a policy quantizes, or of others (None); and whether it may cut tiles."""
+    weights = None if policy is None else policy.weights
+    align = _ALIGNMENT if weights is not None else max(8, _ALIGNMENT // dtypes.narrowest)
+
+    def planned(rows: int | None) -> Layout:
+        specs = [_spec(param, request.blocks, rows) for param in params]
+        return request.planner(specs, request.data.shard_size, align=align)
+
+    if policy is None:
+        return planned(None), False
+    if weights is None or not weights.shares_amax:
+        return planned(1), False
+    if policy.cut == "shared":
+        return planned(1), True
+    whole = planned(weights.tile[0])
+    if policy.cut == "whole":
+        return whole, False
+    by_rows = planned(1)
+    bf16 = 2 * sum(segment.shard_size for segment in by_rows.segments)
+    asked = CodePlanes(whole, weights).row_bytes
+    shared = asked > MOST_OF_BF16 * bf16 and asked > CodePlanes(by_rows, weights).row_bytes
+    return (by_rows if shared else whole), shared
+
+
+def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None) -> TensorSpec:
+    """How a parameter may be cut; `rows`: of the tiles that stay whole, None where there are none."""
     block = None if blocks is None else blocks(param.name, param.example)
     try:
+        if rows is not None:
+            block = meet_tiles(block, rows, param.shape)
         return TensorSpec(param.name, param.shape, ROW if block is None else block)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(

@@ -1,7 +1,7 @@
 """One `fully_shard` call: its parameters, gathered and freed together."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 from ._group import Group
 from ._labels import label
 from ._param import MakeHook, ManagedParam
-from ._plan import Request, children_of, plan_group
+from ._plan import Request, children_of, is_selected, plan_group
 from ._scaling import ReduceOptions
 from ._streams import Streams
 
@@ -62,6 +62,26 @@ class UnitOptions:
     reduction_group: dist.ProcessGroup | None = None  # None: the mesh's own
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
+
+
+def share_amax(groups: Iterable[Group], streams: Streams, after: Sequence[Any] | None) -> bool:
+    """Find the amax of tiles that are cut, where parameters changed: one all-reduce a mesh, on the gathers' stream.
+
+    Args:
+        after: events that must have completed first. None: all that the current stream holds.
+
+    Returns:
+        whether anything was to be done.
+    """
+    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # units may have equal meshes of their own
+    for group in groups:
+        if group.plan.shares_amax and group.buffer is not None and dbuffer.needs_amax(group.buffer):
+            by_mesh.setdefault(group.plan.data.mesh, []).append(group.buffer)
+    if by_mesh:
+        with streams.layer.on(streams.gather, after):
+            for buffers in by_mesh.values():
+                dbuffer.share_amax(buffers)
+    return bool(by_mesh)
 
 
 class Unit:
@@ -153,12 +173,12 @@ class Unit:
         self.around_others = around_others
         self.groups = []
         self._forget_calls()
-        kinds: dict[tuple[torch.dtype, bool, int], list[Param]] = {}
+        kinds: dict[tuple[torch.dtype, bool, int, bool], list[Param]] = {}
         children = children_of(params) if around_others else {}
         for param in params:
-            kinds.setdefault((param.dtype, param.requires_grad, children.get(param.name, 0)), []).append(
-                param
-            )
+            selected = is_selected(param, self._request.quantize)
+            kind = (param.dtype, param.requires_grad, children.get(param.name, 0), selected)
+            kinds.setdefault(kind, []).append(param)
         for members in kinds.values():
             plan = plan_group(members, self._request)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
@@ -236,12 +256,16 @@ class Unit:
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
+                if group.plan.wire is not None and group.buffer is not None:
+                    group.buffer.keep_codes_for(None if self._shrunk else self._neighbors)
             self.state = UnitState.GATHERING
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
             if calls is None:
                 calls = self._gathers[key] = self._gathers_of(absent)
             stream = self._streams.gather
+            if share_amax(absent, self._streams, after):
+                after = ()
             for call in calls:
                 self._handles.append(call.start(stream, after))
 

@@ -1,40 +1,166 @@
-"""What travels quantized, and how: `fully_shard(quantize=QuantizationPolicy(...))`."""
+"""What of a unit travels quantized, and how: `fully_shard(quantize=QuantizationPolicy(...))`."""
 
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from dbuffer import CastReduction, ReductionForm
+from dbuffer import (
+    BlockFormat,
+    BlockFP8,
+    BlockInt8,
+    BlockReduction,
+    BlocksOnWire,
+    CastReduction,
+    ReductionForm,
+    WireForm,
+)
+from layout_planner import Block, Elements, Rows, Tile, Whole
+
+Selection = Callable[[str, torch.Tensor, nn.Module], bool]
+
+_NOT_MATRICES = re.compile(
+    r"(^|\.)(embed\w*|\w+_embeddings?|wte|wpe|head|lm_head|output|router|gate|\w*norm\w*)(\.|$)",
+    re.IGNORECASE,
+)
+
+
+def matrices_only(name: str, param: torch.Tensor, module: nn.Module) -> bool:
+    """The matrices that most of the compute is in: two dimensions or more, no embedding, head, norm or router.
+
+    Told by the module's class and the parameter's name in its unit (`lm_head`, `output`, `router`, `gate` ...). Where
+    a head is a unit by itself its name is only `weight`: leave `quantize` out there.
+    """
+    if param.ndim < 2 or not param.is_floating_point():
+        return False
+    embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return not (embedding or "norm" in type(module).__name__.lower() or _NOT_MATRICES.search(name))
 
 
 @dataclass(frozen=True)
 class QuantizationPolicy:
-    """In which form gradients of a unit are sent.
+    """In which form the selected weights of a unit are gathered, and its gradients are reduced.
 
     Args:
-        gradients: "bf16": each rank's gradients travel in bf16, by one all-to-all, and are summed in fp32 in the order
-            of the ranks. HSDP's all-reduce over replicas stays in the parameters' dtype. None: a reduce-scatter in
-            `MixedPrecisionPolicy.reduce_dtype`.
+        weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
+            `BlockFP8((128, 128))`, `BlockFP8((32, 32))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints
+            stay as they are. None: gathers are not quantized.
+        gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
+            `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
+            their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
+            replicas stays in the parameters' dtype.
+        compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes.
+        select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit.
+        cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
+            are is found by one MAX all-reduce after each optimizer step, for all units together. "auto": "shared" for
+            groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
+            (tiles of 128x128 from about 128 ranks on).
 
     Raises:
-        ValueError: another value; or nothing at all is asked for.
+        ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.
+        NotImplementedError: `compute="scaled"`.
     """
 
-    gradients: Literal["bf16"] | None = None
+    weights: BlockFP8 | BlockInt8 | None = None
+    gradients: Literal["bf16"] | BlockInt8 | None = None
+    compute: Literal["dequantize", "scaled"] = "dequantize"
+    select: Selection = matrices_only
+    cut: Literal["auto", "whole", "shared"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.gradients not in (None, "bf16"):
-            raise ValueError(f"QuantizationPolicy: gradients is {self.gradients!r}; expected 'bf16' or None")
-        if self.gradients is None:
+        weights, gradients = self.weights, self.gradients
+        if weights is not None and not isinstance(weights, (BlockFP8, BlockInt8)):
             raise ValueError(
-                "QuantizationPolicy: nothing is quantized; give gradients, or leave quantize out"
+                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8 or None"
+            )
+        if weights is not None and weights.needs_noise:
+            raise ValueError(f"QuantizationPolicy: weights={weights}: weights are rounded to nearest only")
+        if gradients not in (None, "bf16") and not isinstance(gradients, BlockInt8):
+            raise ValueError(
+                f"QuantizationPolicy: gradients is {gradients!r}; expected 'bf16', BlockInt8 or None"
+            )
+        if weights is None and gradients is None:
+            raise ValueError(
+                "QuantizationPolicy: nothing is quantized; give weights or gradients, or no policy"
+            )
+        if self.compute == "scaled":
+            raise NotImplementedError(
+                "QuantizationPolicy: compute='scaled' (matrix products on codes) is not there yet; use 'dequantize'"
+            )
+        if self.compute != "dequantize":
+            raise ValueError(f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize'")
+        if not callable(self.select):
+            raise ValueError(
+                f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
+            )
+        if self.cut not in ("auto", "whole", "shared"):
+            raise ValueError(f"QuantizationPolicy: cut is {self.cut!r}; expected 'auto', 'whole' or 'shared'")
+        if self.cut == "shared" and (weights is None or not weights.shares_amax):
+            raise ValueError(
+                f"QuantizationPolicy: cut='shared' does not apply to weights={weights}: no cut is in a tile"
             )
 
-    def reduction(self, gathered: torch.dtype) -> ReductionForm | None:
-        """What gradients reduced in this dtype travel as. Raises ValueError where they cannot."""
+    @property
+    def selects(self) -> bool:
+        """Whether selected parameters are treated otherwise than the rest."""
+        return self.weights is not None or isinstance(self.gradients, BlockInt8)
+
+    def wire(self, shared: bool) -> WireForm | None:
+        """What selected weights travel as in a gather."""
+        if self.weights is None:
+            return None
+        return BlocksOnWire(self.weights, "shared" if shared else "whole")
+
+    def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
+        """What gradients that are reduced in this dtype travel as.
+
+        Raises:
+            ValueError: they cannot.
+        """
         if self.gradients is None or not gathered.is_floating_point:
             return None
-        form = CastReduction(torch.bfloat16)
+        if self.gradients == "bf16":
+            form: ReductionForm = CastReduction(torch.bfloat16)
+        else:
+            form = BlockReduction(self.gradients) if selected else CastReduction(None)
         form.check(gathered)
         return form
+
+
+def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
+    """The smallest block that a block policy's and whole tiles of so many rows both fit.
+
+    Tiles start over in each stacked matrix, and a tensor of one dimension is one row: cuts lie between rows.
+    """
+    if len(shape) < 2:
+        return Whole()
+    matrix, width = shape[-2], shape[-1]
+    uniform = len(shape) == 2 or matrix % rows == 0
+    match block:
+        case None:
+            return Tile(rows, width)
+        case Tile(count, columns):
+            return Tile(math.lcm(count, rows), columns)
+        case Rows(count):
+            if count == 1:
+                return Tile(rows, width)
+            return Rows(math.lcm(count, rows if uniform else matrix))
+        case Elements(count):
+            return Elements(math.lcm(count, (rows if uniform else matrix) * width))
+    return block
+
+
+def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:
+    """Raise ValueError, naming the parameter, where values of one of these dtypes cannot be quantized."""
+    try:
+        for dtype in dtypes:
+            BlocksOnWire(fmt).dtypes(dtype, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"quantize: parameter {name} was selected: {error}; convert it, or do not select it "
+            "(QuantizationPolicy.select)"
+        ) from error

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dbuffer import BlockFP8
 from ragged_shard import RaggedDTensor
 
+from .safetensors_fp8 import SCALES, formats_of, quantize_whole, quantized_nbytes, write_config
+
+Entry = tuple[str, torch.Tensor, BlockFP8 | None]  # name, tensor, and what its codes are written in
 INDEX = "model.safetensors.index.json"
 # What wrappers put into names: torch's activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -24,6 +28,7 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
+    quantized: bool = False,
 ) -> list[Path]:
     """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
 
@@ -37,15 +42,21 @@ def save_safetensors(
         folder: made where it is missing.
         dtype: of floating-point tensors in the files; None: as they are.
         max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
+        quantized: write weights that are gathered in e4m3 (`QuantizationPolicy(weights=BlockFP8(...))`) so, in the
+            published layout: `X` in e4m3 and `X_scale_inv`, and `quantization_config` in the folder's `config.json`
+            (call it after the model's own config was saved there). `read_safetensors` reads it.
 
     Returns:
         The files, on every rank.
 
     Raises:
         OSError: rank 0 could not write; on every rank, naming the folder.
+        ValueError: `quantized`, and no weight is gathered in e4m3, or tiles differ.
     """
-    entries = _entries(module)
-    bins = _split([_nbytes(tensor, dtype) for _, tensor in entries], max_file_bytes)
+    formats = formats_of(module) if quantized else {}
+    entries = _entries(module, formats)
+    sizes = [_nbytes(entry, dtype) for entry in entries]
+    bins = _split(sizes, max_file_bytes)
     folder = Path(folder)
     names = [_file_name(number, len(bins)) for number in range(len(bins))]
     problem = _attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -54,17 +65,21 @@ def save_safetensors(
         if problem is None and content:
             problem = _attempt(lambda content=content, name=name: _write(content, folder / name))
     if problem is None and len(bins) > 1 and _is_writer():
-        where = {entries[i][0]: name for name, members in zip(names, bins, strict=True) for i in members}
-        total = sum(_nbytes(tensor, dtype) for _, tensor in entries)
-        problem = _attempt(lambda: _write_index(where, total, folder))
+        where = {}
+        for name, members in zip(names, bins, strict=True):
+            for key, _, fmt in [entries[i] for i in members]:
+                where.update(dict.fromkeys([key] if fmt is None else [key, key + SCALES], name))
+        problem = _attempt(lambda: _write_index(where, sum(sizes), folder))
+    if problem is None and formats:
+        problem = _attempt(lambda: write_config(module, formats, folder))
     problem = _tell(problem)
     if problem is not None:
         raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {problem}")
     return [folder / name for name in names]
 
 
-def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
+def _entries(module: nn.Module, formats: dict[int, BlockFP8]) -> list[Entry]:
+    found: list[Entry] = []
     seen: set[int] = set()
     for key, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
@@ -72,11 +87,14 @@ def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         seen.add(id(tensor))
         for wrapper in _WRAPPERS:
             key = key.replace(wrapper, "")
-        found.append((key, tensor.detach()))
+        found.append((key, tensor.detach(), formats.get(id(tensor))))
     return found
 
 
-def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+def _nbytes(entry: Entry, dtype: torch.dtype | None) -> int:
+    _, tensor, fmt = entry
+    if fmt is not None:
+        return quantized_nbytes(tensor.shape, fmt)
     size = dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.dtype.itemsize
     return tensor.numel() * size
 
@@ -93,14 +111,14 @@ def _split(sizes: list[int], limit: int) -> list[list[int]]:
     return bins
 
 
-def _gathered(
-    entries: list[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(entries: list[Entry], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors on the CPU, on the writer; the others only take part."""
-    for key, tensor in entries:
+    for key, tensor, fmt in entries:
         with torch.no_grad():
             full = tensor.full_tensor() if isinstance(tensor, (DTensor, RaggedDTensor)) else tensor
-        if _is_writer():
+        if _is_writer() and fmt is not None:
+            yield from quantize_whole(key, full, fmt)
+        elif _is_writer():
             wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
             yield key, full.to("cpu", wanted).contiguous()
 

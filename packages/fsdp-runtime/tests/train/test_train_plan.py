@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
         (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "accumulate": 2}),
         (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True}),
+        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "quantize": "fp8", "reduce": "int8"}),
     ],
 )
 def test_the_measured_live_bytes_are_within_five_percent_of_the_planned_bounds(

@@ -95,11 +95,7 @@ class GatheredMemory:
 
     def slices_of(self, group: dist.ProcessGroup, layer: DeviceLayer) -> "NeighborSlices":
         """Copy this rank's slices of the memory among the ranks of a smaller group."""
-        copied = []
-        for raw in self.raw:
-            size = raw.numel() // group.size()
-            copied.append(raw.narrow(0, group.rank() * size, size).clone())
-        return NeighborSlices(tuple(copied), group, layer.record())
+        return NeighborSlices(slices_among(self.raw, group), group, layer.record())
 
 
 class NeighborSlices:
@@ -112,7 +108,17 @@ class NeighborSlices:
         flats: 1-D, one a segment, of equal size on all ranks of the group.
         group: whose slices make up the whole, in the order of its ranks.
         ready: the event after which they may be read.
+        coded: whether they are of what travelled, and must be read back.
     """
 
-    def __init__(self, flats: Flats, group: dist.ProcessGroup, ready: object) -> None:
-        self.flats, self.group, self.ready = flats, group, ready
+    def __init__(self, flats: Flats, group: dist.ProcessGroup, ready: object, coded: bool = False) -> None:
+        self.flats, self.group, self.ready, self.coded = flats, group, ready, coded
+
+
+def slices_among(flats: Flats, group: dist.ProcessGroup) -> Flats:
+    """Copies of this rank's slices of gathered memory, among the ranks of a smaller group."""
+    copied = []
+    for flat in flats:
+        size = flat.numel() // group.size()
+        copied.append(flat.narrow(0, group.rank() * size, size).clone())
+    return tuple(copied)

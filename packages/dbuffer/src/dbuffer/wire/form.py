@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory
@@ -55,6 +56,21 @@ class Encoder(Protocol):
         Returns:
             whether it read memory other than the gathered memory, which the launching stream must not reuse earlier.
         """
+        ...
+
+    def keep_for(self, group: dist.ProcessGroup | None) -> None:
+        """Let `decode` keep, of what it reads, what `kept` hands out for this smaller group; None: nothing."""
+        ...
+
+    def kept(self) -> Flats | None:
+        """This rank's slices, for that group, of what the last gather brought; None: of the gathered memory itself.
+
+        Once: nothing is kept afterwards.
+        """
+        ...
+
+    def receive(self) -> Flats:
+        """Where such slices of all ranks of the group go, to be followed by `decode`; materialized."""
         ...
 
     def forget(self) -> None:
@@ -112,6 +128,17 @@ class _Cast:
     def decode(self) -> bool:
         """Nothing: what arrives is what is computed with."""
         return False
+
+    def keep_for(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing: gathered memory has all."""
+
+    def kept(self) -> Flats | None:
+        """Gathered memory has all."""
+        return None
+
+    def receive(self) -> Flats:
+        """The gathered memory."""
+        return self._raw
 
     def forget(self) -> None:
         """Nothing: nothing is kept."""

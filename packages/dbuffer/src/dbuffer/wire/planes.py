@@ -13,7 +13,7 @@ from functools import cached_property
 from layout_planner import Layout
 
 from .blocks import BlockFormat
-from .tiles import RowRun
+from .tiles import RowRun, RunList
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class CodePlanes:
         """What a rank gives to each other one: codes and scales."""
         return sum(self.code_bytes) + 4 * self.num_scales
 
-    def runs(self, rank: int) -> tuple[tuple[RowRun, ...], ...]:
+    def runs(self, rank: int) -> tuple[RunList, ...]:
         """A rank's runs, one tuple a segment, counted from the start of its shard, its codes and its scales."""
         return self._found[rank]
 
-    def gathered_runs(self, segment: int) -> list[RowRun]:
+    def gathered_runs(self, segment: int) -> RunList:
         """All ranks' runs of a segment, counted from the start of the gathered memory and planes."""
         size, codes = self.layout.segments[segment].shard_size, self.code_bytes[segment]
-        return [
+        return RunList(
             replace(
                 run,
                 values=run.values + rank * size,
@@ -62,7 +62,7 @@ class CodePlanes:
             )
             for rank, found in enumerate(self._found)
             for run in found[segment]
-        ]
+        )
 
     @property
     def num_shared(self) -> int:
@@ -94,7 +94,7 @@ class CodePlanes:
         return count, pieces
 
     @cached_property
-    def _found(self) -> list[tuple[tuple[RowRun, ...], ...]]:
+    def _found(self) -> list[tuple[RunList, ...]]:
         return [self._runs_of(rank) for rank in range(self.layout.world_size)]
 
     @cached_property
@@ -117,7 +117,7 @@ class CodePlanes:
             codes = [segment.shard_size for segment in self.layout.segments]
         return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
 
-    def _runs_of(self, rank: int) -> tuple[tuple[RowRun, ...], ...]:
+    def _runs_of(self, rank: int) -> tuple[RunList, ...]:
         found, scales = [], 0
         for segment in self.layout.segments:
             runs, codes = [], 0
@@ -139,5 +139,5 @@ class CodePlanes:
                 codes += (run.stop - run.start) * self.format.code_bytes(grid.columns)
                 scales += run.num_scales
                 runs.append(run)
-            found.append(tuple(runs))
+            found.append(RunList(runs))
         return tuple(found)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from .. import _torch_compat as compat
-from ..memory.gathered import Flats, GatheredMemory
+from ..memory.gathered import Flats, GatheredMemory, slices_among
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
 from ..memory.scratch import Scratch
@@ -102,6 +103,8 @@ class BlockEncoder:
         self._pairs: Pairs = []
         self._shards: Flats = ()  # that the codes are of
         self._versions: list[int] = []
+        self._neighbors: dist.ProcessGroup | None = None  # to keep slices for
+        self._kept: Flats | None = None
         self._amax_versions: list[int] = []  # of the shards that the scales hold the amax of
 
     # -- before the gather ------------------------------------------------------------------------------------------
@@ -109,6 +112,12 @@ class BlockEncoder:
     def is_stale(self, shards: Flats) -> bool:
         """Whether these shards must be quantized before they are gathered."""
         return shards is not self._shards or compat.versions(shards) != self._versions
+
+    def needs_amax(self, shards: Flats) -> bool:
+        """Whether these shards cannot be quantized before `read_amax`."""
+        return (
+            self.num_shared > 0 and self.is_stale(shards) and self._amax_versions != compat.versions(shards)
+        )
 
     def encode(self, shards: Flats) -> Pairs:
         """Quantize the shards unless that was done and they have not changed.
@@ -149,7 +158,7 @@ class BlockEncoder:
 
     def forget(self) -> None:
         """Quantize again at the next gather, whatever the version counters say."""
-        self._shards = ()
+        self._shards, self._amax_versions = (), []
 
     # -- tiles that are cut -----------------------------------------------------------------------------------------
 
@@ -175,6 +184,23 @@ class BlockEncoder:
         """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it."""
         for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
             self._format.dequantize(runs, codes, self._received_scales, raw)
+        if self._neighbors is not None:
+            self._kept = slices_among(tuple(one.flat for one in self.scratch), self._neighbors)
         for one in self.scratch:
             one.release()
         return False
+
+    def keep_for(self, group: dist.ProcessGroup | None) -> None:
+        """Keep 1/size of all ranks' codes and scales for a smaller group."""
+        self._neighbors = group
+
+    def kept(self) -> Flats | None:
+        """Codes of each segment, then scales, as bytes."""
+        kept, self._kept = self._kept, None
+        return kept
+
+    def receive(self) -> Flats:
+        """The planes of codes, then of scales, as bytes."""
+        for one in self.scratch:
+            one.materialize()
+        return tuple(one.flat for one in self.scratch)

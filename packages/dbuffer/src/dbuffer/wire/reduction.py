@@ -22,7 +22,7 @@ from ..memory.geometry import Geometry
 from .blocks import VALUES, BlockFormat
 from .noise import Noise
 from .planes import CodePlanes
-from .tiles import RowRun
+from .tiles import RowRun, RunList
 
 _SUMMED = (torch.float32, torch.bfloat16)
 
@@ -193,7 +193,7 @@ class _Blocks:
         self.row_bytes = planes.row_bytes
         self._planes, self._format, self._rank = planes, planes.format, rank
         self._raw = gathered.raw
-        self._runs: dict[tuple[int, int], tuple[list[list[RowRun]], list[list[RowRun]]]] = {}
+        self._runs: dict[tuple[int, int], tuple[list[RunList], list[RunList]]] = {}
 
     def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
         """One call a segment."""
@@ -208,28 +208,28 @@ class _Blocks:
         for runs, total in zip(received, sums, strict=True):
             self._format.sum(runs, rows, rows.view(torch.float32), total)
 
-    def _runs_at(self, begin: int, width: int) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
+    def _runs_at(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
         """All ranks' runs in the flat rows, and this rank's in one row, a list a segment; worked out once."""
         found = self._runs.get((begin, width))
         if found is None:
             found = self._runs[begin, width] = self._place(begin, width)
         return found
 
-    def _place(self, begin: int, width: int) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
+    def _place(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
         planes = self._planes
-        sent: list[list[RowRun]] = []
-        received: list[list[RowRun]] = []
+        sent: list[RunList] = []
+        received: list[RunList] = []
         codes, scales, elements = begin, begin + sum(planes.code_bytes), 0
         for index, segment in enumerate(planes.layout.segments):
-            sent.append([])
+            all_ranks: list[RowRun] = []
             for rank in range(planes.layout.world_size):
                 mine = [
                     replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
                     for run in planes.runs(rank)[index]
                 ]
                 if rank == self._rank:
-                    received.append(mine)
-                sent[-1] += [
+                    received.append(RunList(mine))
+                all_ranks += [
                     replace(
                         run,
                         values=run.values + rank * segment.shard_size,
@@ -239,6 +239,7 @@ class _Blocks:
                     )
                     for run in mine
                 ]
+            sent.append(RunList(all_ranks))
             codes += planes.code_bytes[index]
             elements += planes.layout.world_size * segment.shard_size
         return sent, received

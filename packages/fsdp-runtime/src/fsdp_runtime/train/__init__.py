@@ -2,6 +2,7 @@
 
     fsdp-train                     on all local ranks, the default run
     fsdp-train compare             the same work on other systems
+    fsdp-train gathers             the same work with gathers in fp32, bf16, fp8 and int8
     fsdp-train optimizers          the same work with other optimizers
     fsdp-train plan                what a run will hold in memory, before anything is trained
     fsdp-train export              a checkpoint as one safetensors file

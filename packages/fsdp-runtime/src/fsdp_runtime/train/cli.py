@@ -12,7 +12,7 @@ from .errors import TrainError
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
-_EPILOG = "Subcommands: compare, optimizers, plan, export; each has --help."
+_EPILOG = "Subcommands: compare, gathers, optimizers, plan, export; each has --help."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "compare": _compare,
         "optimizers": _optimizers,
+        "gathers": _gathers,
         "plan": _plan,
         "export": _export,
     }
@@ -89,6 +90,19 @@ def _optimizers(argv: list[str]) -> int:
     add_run_options(parser)
     options = parser.parse_args(argv)
     return compare_optimizers(run_config(options), options.optimizers.split(","), options.ranks)
+
+
+def _gathers(argv: list[str]) -> int:
+    from .compare import GATHERS, compare_gathers
+
+    parser = _parser(
+        "gathers", "The same model, data and steps with fp32, bf16 and quantized gathers, in turns."
+    )
+    parser.add_argument("--kinds", default="fp32,bf16,fp8,int8", help=f"of {', '.join(GATHERS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: 3)")
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    return compare_gathers(_for_comparison(options), options.kinds.split(","), options.rounds, options.ranks)
 
 
 def _for_comparison(options: argparse.Namespace) -> RunConfig:

@@ -93,6 +93,46 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
     return _conclude(config, found, out, "system", ranks)
 
 
+# What travels: changes of a run, by name.
+GATHERS: dict[str, dict[str, str]] = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "fp8": {"quantize": "fp8"},
+    "fp8-bf16": {"quantize": "fp8", "reduce": "bf16"},
+    "fp8-int8": {"quantize": "fp8", "reduce": "int8"},
+    "int8": {"quantize": "int8"},
+}
+
+
+def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_ranks: int | None) -> int:
+    """The same run with weights and gradients that travel otherwise, in turns; print and save the table, plot losses.
+
+    "bf16" computes in bf16 too; the others compute in the run's precision. Losses differ by what is rounded.
+
+    Returns 0.
+
+    Raises:
+        TrainError: an unknown name, or a run that failed.
+    """
+    for name in names:
+        if name not in GATHERS:
+            raise TrainError(f"--kinds: {name!r} is not one of {', '.join(GATHERS)}")
+    if rounds < 1:
+        raise TrainError(f"--rounds {rounds}: expected at least 1")
+    out, ranks = _folder(config), pick_ranks(config, asked_ranks)
+    found = {name: Measured(name) for name in names}
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else names[::-1]:
+            changes: dict[str, Any] = {
+                **GATHERS[name],
+                "out": str(out / f"{name}-{number + 1}"),
+                "plot": False,
+            }
+            _say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
+            found[name].add(_run(dataclasses.replace(config, **changes), ranks))
+    return _conclude(config, found, out, "gathers", dict.fromkeys(names, ranks))
+
+
 def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | None) -> int:
     """Run each optimizer over the same steps, each with its own learning rate unless one is given; plot all curves.
 
@@ -148,7 +188,7 @@ def _conclude(
     if what == "system":
         draw_bars(rows, out / "compare.png", head)
     print(f"table.md, rows.json and plots are in {out}")
-    if what == "optimizer":
+    if what != "system":
         return 0
     return _check_losses(found, first, TOLERANCE[config.precision])
 

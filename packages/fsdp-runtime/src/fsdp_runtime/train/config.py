@@ -15,6 +15,8 @@ from .model import PRESETS, ModelConfig
 
 SYSTEMS = ("fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one")
 PRECISIONS = ("fp32", "bf16")
+QUANTIZED = ("none", "fp8", "int8")
+REDUCED = ("none", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class RunConfig:
     seed: int = 0
     system: str = "fsdp_runtime"
     block: str = "auto"
+    quantize: str = "none"
+    reduce: str = "none"
     reshard: bool = True
     eval_every: int = 40
     eval_batches: int = 4
@@ -67,6 +71,8 @@ class RunConfig:
         for name, known in (
             ("system", SYSTEMS),
             ("precision", PRECISIONS),
+            ("quantize", QUANTIZED),
+            ("reduce", REDUCED),
             ("device", ("auto", "cpu", "cuda")),
         ):
             if getattr(self, name) not in known:
@@ -75,6 +81,11 @@ class RunConfig:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
             raise TrainError(f"--block {self.block}: only fsdp_runtime respects blocks, not {self.system}")
+        for name in ("quantize", "reduce"):
+            if getattr(self, name) != "none" and self.system != "fsdp_runtime":
+                raise TrainError(
+                    f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
+                )
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -126,6 +137,18 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
         "block",
         str,
         "what may not be cut: auto (what the optimizer asks for), none, rows:N, tile:RxC, whole",
+    ),
+    (
+        "--quantize",
+        "quantize",
+        str,
+        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
+    ),
+    (
+        "--reduce",
+        "reduce",
+        str,
+        "gradients travel as: none (their own dtype), bf16, or int8 codes (of matrices)",
     ),
     ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
     ("--eval-batches", "eval_batches", int, "held-out batches"),

@@ -44,6 +44,9 @@ class UnitPlan:
     padding: float  # of the buffer's elements
     weights: int
     state: int
+    codes: int  # of quantized weights, kept from the first gather on
+    given: int  # to each other rank by a gather
+    reduced: int  # to each other rank by a reduction
     buffers: Buffers
 
 
@@ -62,7 +65,7 @@ class MemoryPlan:
     @property
     def at_rest(self) -> int:
         """Bytes between steps, when gradients are cleared."""
-        return sum(unit.weights + unit.state for unit in self.units)
+        return sum(unit.weights + unit.state + unit.codes for unit in self.units)
 
     @property
     def gradients(self) -> int:
@@ -153,10 +156,26 @@ def _unit_plan(
     memory = unit_memory(module)
     state = sum(_local_bytes(value) for param in params for value in optimizer.state[param].values())
     buffers = Buffers(
-        memory.gathered, memory.reducing, memory.gradients, memory.kept_after_forward, memory.scratch
+        memory.gathered,
+        memory.reducing,
+        memory.gradients,
+        memory.kept_after_forward,
+        memory.scratch,
+        memory.decoding,
     )
     share = memory.padding / (memory.padding + memory.parameters)
-    return UnitPlan(memory.name, memory.parameters, memory.shards, share, memory.weights, state, buffers)
+    return UnitPlan(
+        name=memory.name,
+        parameters=memory.parameters,
+        shards=memory.shards,
+        padding=share,
+        weights=memory.weights,
+        state=state,
+        codes=memory.codes,
+        given=memory.given,
+        reduced=memory.reduced,
+        buffers=buffers,
+    )
 
 
 def _local_bytes(value: Any) -> int:
@@ -237,7 +256,7 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
             f"| {_mb(unit.buffers.gradients)} | {_mb(unit.state)} | {_mb(sum(unit.buffers.gathered))} |"
         )
     held = [
-        ("weights and optimizer state, for good", plan.at_rest),
+        ("weights, their codes, optimizer state, for good", plan.at_rest),
         ("gradients, when all are there", plan.gradients),
         ("gathered buffers, at most", plan.buffers),
         ("activations and temporaries, at most", plan.activations),
@@ -246,6 +265,8 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("peak if reductions are over at once", plan.bounds[0]),
         ("peak if they take the next unit's backward", plan.bounds[1]),
         ("expected peak, half-way", plan.peak),
+        ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
+        ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),
     ]
     return [*lines, "", *(f"{text + ':':<48}{_mb(nbytes):>12} MB" for text, nbytes in held)]
 

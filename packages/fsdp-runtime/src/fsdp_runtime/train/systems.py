@@ -169,7 +169,11 @@ class Runtime(FullyShard):
         else:
             block = parse_block_option(self.config.block)
             policy = None if block is None else lambda name, p: block
-        return fully_shard, {"block_policy": policy, **self.options}
+        return fully_shard, {
+            "block_policy": policy,
+            "quantize": quantization(self.config.quantize, self.config.reduce),
+            **self.options,
+        }
 
 
 class DDP(System):
@@ -269,6 +273,17 @@ def pool_bytes(model: nn.Module) -> int:
         return 0
     stats = gathered_memory(model)
     return stats.lent_bytes + stats.parked_bytes
+
+
+def quantization(weights: str, gradients: str) -> Any:
+    """The policy of `--quantize` and `--reduce`; None where both are "none"."""
+    from fsdp_runtime import BlockFP8, BlockInt8, QuantizationPolicy
+
+    if weights == gradients == "none":
+        return None
+    codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
+    blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
+    return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients])
 
 
 def parse_block_option(text: str) -> Any:

@@ -38,6 +38,7 @@ class Buffers:
     gradients: int  # the shard that a reduction leaves
     keeps: bool  # stays gathered between forward and backward
     received: int = 0  # next to the gathered gradients while they are reduced
+    decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
 
 
 def record(
@@ -173,6 +174,7 @@ class Replay:
         self._pool = _Pool()
         self._gradients = sum(unit.gradients for unit in units) if accumulated else 0
         self._gathered: set[int] = set()
+        self._encoded: set[int] = set()  # of the gathered, those not read back
         self._running: int | None = None
         self._flying: int | None = None
         self._received = 0
@@ -188,7 +190,20 @@ class Replay:
     def _gather(self, unit: int) -> None:
         if unit not in self._gathered:
             self._gathered.add(unit)
+            self._encoded.add(unit)
             self._pool.lend(self.units[unit].gathered)
+            self._pool.lend(self.units[unit].decoding)
+
+    def _use(self, unit: int) -> None:
+        """Gather a unit, and read its codes back."""
+        self._gather(unit)
+        self._note_buffers()
+        if unit in self._encoded:
+            self._encoded.discard(unit)
+            self._pool.take_back(self.units[unit].decoding)
+
+    def _note_buffers(self) -> None:
+        self.buffers_peak = max(self.buffers_peak, self._pool.live)
 
     def _release(self, unit: int) -> None:
         if unit in self._gathered:
@@ -201,7 +216,7 @@ class Replay:
             self._gather(following[0])
 
     def _enter(self, unit: int) -> None:
-        self._gather(unit)
+        self._use(unit)
         self._ahead(range(unit + 1, len(self.units)))
 
     def _leave(self, unit: int) -> None:
@@ -211,7 +226,7 @@ class Replay:
     def _backward(self, unit: int) -> None:
         self._finish_running()
         self._running = unit or None
-        self._gather(unit)
+        self._use(unit)
         before = unit or len(self.units)
         self._ahead(range(before - 1, 0, -1))
 

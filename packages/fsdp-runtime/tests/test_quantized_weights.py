@@ -1,0 +1,338 @@
+"""Weights that are gathered as codes: against one process that computes with weights read back from whole tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dbuffer
+from fsdp_runtime import (
+    BlockFP8,
+    BlockInt8,
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    fully_shard,
+    unit_memory,
+)
+from fsdp_runtime._model import member_of
+from fsdp_runtime.quantization import matrices_only, meet_tiles
+from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
+from ragged_shard.testing import record_collectives, run_ranks
+
+FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
+CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
+WIDTH = 24
+
+
+def body():
+    return seeded(width=WIDTH, blocks=2)
+
+
+def read_back(fmt, tensor):
+    """A matrix quantized whole, and dequantized."""
+    grid = fmt.grid(tuple(tensor.shape))
+    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
+    runs = [dbuffer.RowRun(grid, 0, grid.rows)]
+    fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
+    out = torch.zeros(tensor.numel())
+    fmt.dequantize(runs, codes, scales, out)
+    return out.view(tensor.shape)
+
+
+class Plain:
+    """Masters, and a model that computes with what codes of the blocks' weights say."""
+
+    def __init__(self, fmt):
+        self.fmt, self.masters, self.model = fmt, dict(body().named_parameters()), body()
+
+    def step(self, step, microbatches=1):
+        """One step of SGD on the mean over ranks, as gradients="bf16" takes it."""
+        ranks = dist.get_world_size()
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                chosen = name.startswith("blocks") and param.ndim == 2
+                param.copy_(read_back(self.fmt, self.masters[name]) if chosen else self.masters[name])
+        sums: dict[str, torch.Tensor] = {}
+        for rank in range(ranks):
+            for _ in range(microbatches):
+                (loss_of(self.model, tokens(step, rank=rank)) / microbatches).backward()
+            for name, param in self.model.named_parameters():
+                sent = param.grad.bfloat16().float()
+                sums[name] = sums[name] + sent if rank else sent
+                param.grad = None
+        with torch.no_grad():
+            for name, total in sums.items():
+                self.masters[name].sub_(0.1 * (total * (1 / ranks)))
+
+
+def train(fmt, cut, steps=2, microbatches=1, **options):
+    plain = Plain(fmt)
+    policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
+    model = shard(body(), quantize=policy, **options)
+    encoders = [
+        group.buffer.memory.encoder
+        for block in model.blocks
+        for group in member_of(block).unit.groups
+        if group.plan.wire is not None
+    ]
+    assert len(encoders) == 2
+    for step in range(steps):
+        plain.step(step, microbatches)
+        for micro in range(microbatches):
+            model.set_requires_gradient_sync(micro == microbatches - 1)
+            (loss_of(model, tokens(step)) / microbatches).backward()
+            if step == 0 and micro == 0:
+                versions = [encoder.codes[0]._version for encoder in encoders]
+        if step == 0:
+            assert versions == [encoder.codes[0]._version for encoder in encoders]  # quantized once a step
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(0.1 * param.grad)
+                param.grad = None
+    for name, param in model.named_parameters():
+        assert param.full_tensor().equal(plain.masters[name]), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):
+    if ranks == 1:
+        run_ranks(1, alone)
+    else:
+        run_ranks(ranks, train_all)
+
+
+def train_all():
+    train(FP8, "whole")
+    train(CUT, "shared")
+    train(INT8, "auto", microbatches=2)
+
+
+def alone():
+    """One rank sends nothing, and computes with the same values; its gradients are not rounded."""
+    plain, model = Plain(FP8), shard(body(), quantize=QuantizationPolicy(weights=FP8))
+    plain.step(0)  # brings the weights into its model
+    loss = loss_of(model, tokens())
+    assert loss.equal(loss_of(plain.model, tokens()))
+
+
+def between_neighbors():
+    train(FP8, "auto", reshard_after_forward=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = shard(body(), quantize=QuantizationPolicy(weights=FP8), mesh=mesh)
+    plain = Plain(FP8)
+    plain.step(0)
+    assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
+
+
+def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
+    run_ranks(4, between_neighbors)
+
+
+def kept():
+    model = shard(body(), quantize=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
+    loss = loss_of(model, tokens())
+    unit = member_of(model.blocks[0]).unit
+    (coded,) = [group for group in unit.groups if group.plan.wire is not None]
+    slices = coded.buffer.memory.neighbor
+    assert slices.coded
+    held = [flat.nbytes for flat in slices.flats]
+    assert sum(held) == 4 // 2 * coded.plan.planes.row_bytes
+    with record_collectives() as record:
+        loss.backward()
+    biases = sum(
+        4 * segment.shard_size for g in unit.groups if g is not coded for segment in g.plan.layout.segments
+    )
+    last = [event for event in record.events if event.kind == "all_gather"][-1]
+    assert last.ranks == 2
+    assert last.bytes_sent == 2 * (coded.plan.planes.row_bytes + biases)
+    assert coded.buffer.memory.encoder.kept() is None
+
+
+def test_resharding_to_neighbors_keeps_codes():
+    run_ranks(4, kept)
+
+
+def count(fmt, cut):
+    ranks = dist.get_world_size()
+    model = shard(body(), quantize=QuantizationPolicy(weights=fmt, cut=cut))
+    seen = []
+    for step in range(2):
+        with record_collectives() as record:
+            loss_of(model, tokens(step)).backward()
+        seen.append([event for event in record.events if event.kind != "reduce_scatter"])
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(0.1 * param.grad)
+                param.grad = None
+    for events in seen:
+        shared = [event for event in events if event.kind == "all_reduce"]
+        assert len(shared) == (cut == "shared")
+        gathers = [event.bytes_sent for event in events if event.kind == "all_gather"]
+        given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
+        assert gathers == [*given, *given[:0:-1]]  # each unit once in forward, each block again in backward
+    weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
+    rows = weight.plan.planes
+    sizes = [segment.shard_size for segment in weight.plan.layout.segments]
+    assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
+    biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
+    assert unit_memory(model.blocks[0]).given == rows.row_bytes + biases
+
+
+def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
+    run_ranks(3, count, FP8, "whole")
+    run_ranks(3, count, CUT, "shared")
+
+
+def frozen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16, bias=False))
+    fully_shard(model, quantize=QuantizationPolicy(weights=FP8))
+    base, _ = member_of(model).unit.groups
+    assert not base.params[0].requires_grad
+    versions = []
+    for _ in range(2):
+        model(torch.ones(1, 16)).sum().backward()
+        versions.append(base.buffer.memory.encoder.codes[0]._version)
+    assert versions[0] == versions[1]
+
+
+def test_frozen_weights_are_quantized_once():
+    run_ranks(2, frozen)
+
+
+def bad_numbers():
+    from block_optim import AdamW
+
+    model = shard(
+        body(), quantize=QuantizationPolicy(weights=FP8, gradients=BlockInt8(8, rounding="stochastic"))
+    )
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    weight = model.blocks[0].weight
+    if dist.get_rank() == 0:
+        weight.detach().to_local().view(-1)[0] = torch.inf
+    before = model.head.weight.full_tensor()
+    loss = loss_of(model, tokens())
+    assert loss.isnan()
+    loss.backward()
+    assert model.head.weight.grad.full_tensor().isnan().any()
+    optimizer.step()
+    assert model.head.weight.full_tensor().equal(before)
+
+
+def test_an_infinite_weight_makes_loss_and_gradients_nan_and_the_optimizer_skips_the_step():
+    run_ranks(2, bad_numbers)
+
+
+def checkpoint():
+    policy = QuantizationPolicy(weights=FP8, gradients="bf16")
+    model = shard(body(), quantize=policy)
+    loss_of(model, tokens()).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.sub_(0.1 * param.grad)
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert all(value.dtype == torch.float32 for value in full.values())
+    assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
+    others = (
+        shard(body()),
+        shard(body(), quantize=QuantizationPolicy(weights=CUT, cut="shared")),
+    )
+    for other in others:
+        loss_of(other, tokens()).backward()  # has codes of its own
+        other.load_state_dict(model.state_dict())
+        for name, value in other.state_dict().items():
+            assert value.full_tensor().equal(full[name])
+    plain = body()
+    plain.load_state_dict(full)
+    for block in plain.blocks:
+        block.weight.data = read_back(CUT, block.weight)
+    assert loss_of(others[1], tokens()).equal(loss_of(plain, tokens()))
+
+
+def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
+    run_ranks(3, checkpoint)
+
+
+def auto():
+    chosen = []
+    for tile in (8, 24):
+        model = shard(body(), quantize=QuantizationPolicy(weights=BlockFP8((tile, tile))))
+        chosen.append([g.plan.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire])
+        loss_of(model, tokens()).backward()
+    return chosen
+
+
+def test_auto_cuts_tiles_where_whole_ones_outgrow_the_shards():
+    assert run_ranks(3, auto)[0] == [[False], [True]]
+
+
+def refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    with pytest.raises(
+        ValueError, match=r"parameter 0\.weight was selected: torch\.float64 cannot be quantized"
+    ):
+        fully_shard(model, quantize=QuantizationPolicy(weights=FP8))
+    assert type(model[0].weight.data) is torch.Tensor
+    fully_shard(model, quantize=QuantizationPolicy(weights=FP8, select=lambda name, param, module: False))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(
+        nn.Linear(8, 8).to(torch.bfloat16), quantize=QuantizationPolicy(weights=INT8), mp_policy=precision
+    )
+
+
+def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_changes():
+    run_ranks(1, refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "fp8"}, "expected BlockFP8, BlockInt8 or None"),
+        ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
+        ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
+        ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
+        ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
+        ({"weights": FP8, "compute": "fast"}, "expected 'dequantize'"),
+        ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        QuantizationPolicy(**options)
+
+
+def test_scaled_compute_is_refused_until_it_is_there():
+    with pytest.raises(NotImplementedError, match="compute='scaled'"):
+        QuantizationPolicy(weights=FP8, compute="scaled")
+
+
+def test_matrices_are_told_from_embeddings_heads_norms_and_routers():
+    matrix, linear = torch.empty(4, 4), nn.Linear(4, 4)
+    for name in ("weight", "attn.q_proj.weight", "mlp.gate_proj.weight", "experts.w1", "output_proj.weight"):
+        assert matrices_only(name, matrix, linear), name
+    for name in (
+        "lm_head.weight",
+        "head.weight",
+        "embed_tokens.weight",
+        "mlp.gate.weight",
+        "router.weight",
+        "norm.w",
+    ):
+        assert not matrices_only(name, matrix, linear), name
+    assert not matrices_only("weight", matrix, nn.Embedding(4, 4))
+    assert not matrices_only("weight", torch.empty(4), linear)
+    assert not matrices_only("weight", matrix.int(), linear)
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (3, 12, 4), (3, 10, 4), (7,)])
+@pytest.mark.parametrize("block", [None, Rows(1), Rows(6), Tile(3, 2), Elements(10), Whole()])
+def test_a_met_block_is_cut_only_where_tiles_and_the_policy_allow(shape, block):
+    if len(shape) == 1 and isinstance(block, Tile):
+        return
+    met = TensorSpec("t", shape, meet_tiles(block, 4, shape)).grid
+    asked = TensorSpec("t", shape, block or Rows(1)).grid
+    tiles = TensorSpec("t", shape, Whole() if len(shape) == 1 else Tile(4, 1)).grid
+    cuts = [offset for offset in range(met.numel + 1) if met.is_cut(offset)]
+    assert all(asked.is_cut(offset) and tiles.is_cut(offset) for offset in cuts)

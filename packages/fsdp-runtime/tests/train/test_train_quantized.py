@@ -1,0 +1,74 @@
+"""Runs whose weights and gradients travel quantized."""
+
+import pytest
+from train_helpers import text_folder, tiny, train
+
+from fsdp_runtime.train import TrainError, compare
+from fsdp_runtime.train.compare import GATHERS, compare_gathers
+from fsdp_runtime.train.plan import make_plan
+from fsdp_runtime.train.report import METRICS, losses, read_metrics
+from ragged_shard.testing import run_ranks
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text_folder(tmp_path)
+    return tmp_path
+
+
+def losses_with(folder, **changes):
+    out = folder / "-".join(changes.values() or ["plain"])
+    summary = run_ranks(2, train, tiny(folder, steps=12, **changes), out)[0]
+    assert isinstance(summary, dict), summary
+    return losses(read_metrics(out / METRICS), "train")[1]
+
+
+def test_quantized_runs_learn_as_plain_ones_do(folder):
+    plain = losses_with(folder)
+    for changes in ({"quantize": "fp8", "reduce": "int8"}, {"quantize": "int8", "reduce": "bf16"}):
+        quantized = losses_with(folder, **changes)
+        assert quantized != plain
+        assert quantized == pytest.approx(plain, rel=5e-3)
+
+
+def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
+    plain = make_plan(tiny(folder), 256, 2).units[1]
+    coded = make_plan(tiny(folder, quantize="fp8", reduce="int8"), 256, 2).units[1]
+    assert plain.codes == 0
+    assert plain.given == plain.reduced == 4 * sum(plain.shards)
+    norms = 4 * coded.shards[0]
+    assert coded.given - norms == coded.codes
+    assert coded.codes < 0.26 * plain.given
+    assert coded.reduced - norms < 0.30 * plain.reduced  # rows of 32 and 64 elements have a scale each
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantize": "fp4"}, "expected one of none, fp8, int8"),
+        ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
+        ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(folder, changes, message):
+    with pytest.raises(TrainError, match=message):
+        tiny(folder, **changes).check(2)
+
+
+def test_gathers_are_compared_in_turns(folder, monkeypatch, capsys):
+    runs = []
+
+    def run(config, ranks):
+        config.check(ranks)
+        runs.append((config.precision, config.quantize, config.reduce))
+        step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": 1.0, "step": 0}
+        return [{**step, "step": number} for number in range(4)]
+
+    monkeypatch.setattr(compare, "_run", run)
+    config = tiny(folder, out=str(folder / "out"))
+    assert compare_gathers(config, list(GATHERS), 2, 2) == 0
+    assert runs == runs[::-1]
+    assert len(set(runs)) == len(GATHERS)
+    assert "| fp8-int8 | 1 |" in capsys.readouterr().out
+    with pytest.raises(TrainError, match="'fp4' is not one of fp32"):
+        compare_gathers(config, ["fp4"], 1, 2)
