@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
+from block_optim.core import device as devices
 from block_optim.core._torch_compat import DISTRIBUTED, local_of, non_finite_check
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
@@ -41,8 +42,8 @@ def agreed(flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Ten
     return flag
 
 
-def norm_is_finite(norm: torch.Tensor | float) -> bool:
-    """Whether the gradients' total norm, which is the same on every rank, is finite.
+def norm_is_finite(norm: torch.Tensor | float) -> bool | torch.Tensor:
+    """Whether the gradients' total norm, the same on every rank, is finite; where it is on a device, a 0-d tensor.
 
     A DTensor whose reduction is pending (torch's `clip_grad_norm_` returns one for DTensors) is reduced here, by
     one all-reduce; a plain, a Replicate or a ragged norm costs nothing.
@@ -50,31 +51,9 @@ def norm_is_finite(norm: torch.Tensor | float) -> bool:
     if isinstance(norm, DISTRIBUTED):
         pending = any(isinstance(p, Partial) for p in norm.placements)
         norm = norm.full_tensor() if pending else local_of(norm)
+    if isinstance(norm, torch.Tensor) and devices.runs_ahead(norm.device):
+        return norm.isfinite()
     return math.isfinite(float(norm))
-
-
-class DeferredFlags:
-    """Skip flags that stay on a device: counted when the device has got there, without waiting for it."""
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[torch.cuda.Event, torch.Tensor]] = []
-
-    def add(self, flag: torch.Tensor) -> None:
-        """Note the flag of a step that has been launched."""
-        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((event, host))
-
-    def skipped(self, wait: bool = False) -> int:
-        """How many of the steps noted so far were skipped and have not been reported yet."""
-        count = 0
-        while self._pending and (wait or self._pending[0][0].query()):
-            event, host = self._pending.pop(0)
-            event.synchronize()
-            count += int(float(host) != 0)
-        return count
 
 
 class GradientCheck:
@@ -101,7 +80,7 @@ class GradientCheck:
             self._flag = torch.zeros((), dtype=torch.float32, device=device)
         flag = self._flag
         flag.zero_()
-        if device.type != "cpu":
+        if devices.runs_ahead(device):
             for dtype in {g.dtype for g in grads}:
                 same = [g for g in grads if g.dtype == dtype]
                 non_finite_check(same, flag)

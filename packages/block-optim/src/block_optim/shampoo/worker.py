@@ -1,12 +1,15 @@
 """Work next to the training step: a thread of its own, on CUDA with a stream of its own.
 
-    step t:    ... update | submit(job)         job: snapshots in, results out; reads nothing else
-                               \\------- runs during the next forward and backward -------\\
+    step t:    ... update | submit(jobs)        a job: a snapshot in, a result out; reads nothing else
+                               \\------- run one by one during the next forward and backward -------\\
     step t+1:  finish() | ...                                                            results are used from here
+
+A snapshot is freed when its job has completed, while the next one runs. On CUDA it belongs to the step's stream, which
+may use its memory again at once: so the thread first waits for the event behind the job.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -15,17 +18,23 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs one job at a time. The thread exists from the first job on, and goes with this object."""
+    """Runs one list of jobs at a time. The thread exists from the first one on, and goes with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._threads: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._finish: Callable[[], None] | None = None
+        self._join: Callable[[], object] | None = None
+        self._commit: Callable[[], None] | None = None
 
-    def submit(self, job: Callable[[], T], commit: Callable[[T], None]) -> None:
-        """Start a job; `finish` gives its result to ``commit``. Until then tensors that it reads must not change."""
-        assert self._finish is None, "one job at a time"
+    def submit(self, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]) -> None:
+        """Start jobs; `finish` gives their results to ``commit``. Until then tensors that they read must not change.
+
+        Args:
+            jobs: is emptied as they run, so that what a job alone holds goes when it has completed.
+            commit: takes the results, in order.
+        """
+        assert self._join is None, "one list of jobs at a time"
         if self._threads is None:
             # A new thread has a default of its own: other bits, and other cores.
             count = torch.get_num_threads()
@@ -33,39 +42,39 @@ class Worker:
                 1, "block_optim", initializer=torch.set_num_threads, initargs=(count,)
             )
         if self._device.type == "cpu":
-            running = self._threads.submit(_quietly, job)
-            self._finish = lambda: commit(running.result())
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        ready = torch.cuda.current_stream(self._device).record_event()
-        launched = self._threads.submit(_on_stream, job, self._stream, ready)
-        self._finish = lambda: commit(self._after(launched))
-
-    def _after(self, launched: "Future[tuple[T, torch.cuda.Event]]") -> T:
-        value, done = launched.result()
-        torch.cuda.current_stream(self._device).wait_event(done)
-        return value
+            running = self._threads.submit(_in_turn, jobs, None)
+        else:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            ready = torch.cuda.current_stream(self._device).record_event()
+            running = self._threads.submit(_on_stream, jobs, self._stream, ready)
+        self._join, self._commit = running.result, lambda: commit(running.result())
 
     def finish(self) -> None:
-        """Wait for the job, if there is one, and commit it; the current stream waits for its kernels.
+        """Wait for the jobs, if there are any, and commit their results. Raises what a job raised."""
+        commit, self._join, self._commit = self._commit, None, None
+        if commit is not None:
+            commit()
 
-        Raises what the job raised.
-        """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+    def drop(self) -> None:
+        """Wait for the jobs, if there are any, and forget their results."""
+        join, self._join, self._commit = self._join, None, None
+        if join is not None:
+            join()
 
 
-def _quietly(job: Callable[[], T]) -> T:
+def _in_turn(jobs: list[Callable[[], T]], stream: torch.cuda.Stream | None) -> list[T]:
+    results = []
     with torch.no_grad():
-        return job()
+        while jobs:
+            results.append(jobs[0]())
+            if stream is not None:
+                stream.record_event().synchronize()
+            del jobs[0]
+    return results
 
 
-def _on_stream(
-    job: Callable[[], T], stream: torch.cuda.Stream, ready: torch.cuda.Event
-) -> tuple[T, torch.cuda.Event]:
-    with torch.no_grad(), torch.cuda.stream(stream):
+def _on_stream(jobs: list[Callable[[], T]], stream: torch.cuda.Stream, ready: torch.cuda.Event) -> list[T]:
+    with torch.cuda.stream(stream):
         stream.wait_event(ready)
-        value = job()
-        return value, stream.record_event()
+        return _in_turn(jobs, stream)
