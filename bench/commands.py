@@ -17,6 +17,7 @@ COMMANDS = {
     "scale": ("scale.predict", "predicted step time and memory on 64 to 16,384 GPUs, and a check"),
     "scripts": ("scripts", "keep what the commands below print"),
     "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
+    "syncs": ("counts.syncs", "how often the host waits for the device in a training step"),
     # One package each; they print tables.
     "planner": ("packages.planner", "layout-planner: time to plan real models, and padding"),
     "placement": ("packages.placement", "ragged-shard: what ops on ragged tensors cost the host"),

@@ -138,9 +138,9 @@ def overlapped():
     order = []
 
     class Logged(Bucket):
-        def send(self, active):
+        def send(self, *given):
             order.append(("send", self.number))
-            return super().send(active)
+            return super().send(*given)
 
         def compute(self):
             order.append(("compute", self.number))

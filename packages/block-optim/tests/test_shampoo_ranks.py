@@ -75,6 +75,9 @@ def collectives_of(kind, layout, options, step_options):
             messages.append(record.getMessage())
 
     handler = Messages()
+    logging.getLogger("block_optim").setLevel(
+        logging.WARNING
+    )  # ranks stay, and other tests make theirs quiet
     logging.getLogger("block_optim").addHandler(handler)
     try:
         run = run_of(kind, layout, diagonal_above=65536, **options)

@@ -71,8 +71,8 @@ class AdamW(BlockOptimizer):
 
     @property
     def takes_found_inf(self) -> bool:
-        """Whether the host need not wait for the skip flag: torch's fused kernel reads it on the device."""
-        return self.fused
+        """The host need not wait for the skip flag: torch's fused kernel reads it on the device, the list obeys it."""
+        return True
 
     def setup(self) -> None:
         """Make the rule."""

@@ -7,7 +7,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from block_optim.adam.adamw import check_adamw_options
-from block_optim.adam.launch import has_kernels
 from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
@@ -102,8 +101,8 @@ class AdamW8bit(BlockOptimizer):
 
     @property
     def takes_found_inf(self) -> bool:
-        """Whether the host need not wait for the skip flag: kernels read it on the device."""
-        return self._has_kernels
+        """The host need not wait for the skip flag: kernels read it on the device, lists of ops obey it."""
+        return True
 
     def setup(self) -> None:
         """Make a rule for each kind of state."""
@@ -112,7 +111,6 @@ class AdamW8bit(BlockOptimizer):
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._rules: dict[int, QuantizeRule | bool] = {}
-        self._has_kernels = True
 
     def check_options(self, group: Group) -> None:
         """Raise ValueError where an option does not fit."""
@@ -155,7 +153,6 @@ class AdamW8bit(BlockOptimizer):
 
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Make step counts, moments or codes, and scales."""
-        self._has_kernels = self._has_kernels and all(has_kernels(p.device) for p in params)
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
         self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
 

@@ -20,6 +20,7 @@ from block_optim.core.precision import Origin
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import Run
 from block_optim.core.scratch import Scratch
+from block_optim.core.skip import unless
 
 # Elements worked on together: what the scratch holds. Below this many, slices are put into one foreach call.
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -173,7 +174,11 @@ class ListKernel:
 
     def __call__(self, step: Step) -> None:
         """Carry out one step."""
-        assert step.found_inf is None
+        batch = self.batch
+        with unless(step.found_inf, [*batch.params, *batch.firsts, *batch.seconds]):
+            self._step(step)
+
+    def _step(self, step: Step) -> None:
         batch = self.batch
         chosen = [step.rates[kind] for kind in self.kinds]
         params, grads = batch.load(step, [hyper.maximize for hyper, _ in chosen])

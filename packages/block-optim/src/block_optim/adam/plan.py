@@ -26,6 +26,11 @@ class Counts:
         """How many counts there are."""
         return sum(buffer.numel() for buffer in self.buffers)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a device counts, and the host is not to read. What the host counts `BlockOptimizer` takes back."""
+        return any(buffer.device.type != "cpu" for buffer in self.buffers)
+
     def new(self, number: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
         """Counts of more parameters, 0-d each."""
         self.buffers.append(torch.zeros(number, dtype=torch.float32, device=device))
@@ -37,8 +42,7 @@ class Counts:
         Counts on a device are read when something else has written them; between that they are added up here too,
         those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
         """
-        on_device = any(buffer.device.type != "cpu" for buffer in self.buffers)
-        if not on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
+        if not self.on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
             self._known = [count for buffer in self.buffers for count in buffer.tolist()]
         for buffer in self.buffers if counters is None else counters:
             buffer.add_(1)
@@ -136,7 +140,7 @@ class StepPlan(Generic[EntryT]):
         self._prepare(counts, hypers, grads)
         rates = [(hypers[self.group_of[i]], hypers[self.group_of[i]].rates(counts[i])) for i in self.samples]
         self._run(Step(grads, rates, active.keeps, active.found_inf))
-        if active.found_inf is not None:
+        if active.found_inf is not None and self.counts.on_device:
             self.counts.take_back(self.counters, active.found_inf)
 
     def _odd_gradients(self, active: Active) -> list[tuple[int, torch.Tensor]]:

@@ -40,7 +40,8 @@ class Active:
     def select(self, positions: list[int]) -> "Active":
         """Only some of them."""
         params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
-        return Active(params, [self.locals[i] for i in positions], grads, self.version, self.keeps)
+        locals_ = [self.locals[i] for i in positions]
+        return Active(params, locals_, grads, self.version, self.keeps, self.found_inf)
 
 
 class Collector:

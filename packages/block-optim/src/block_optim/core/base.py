@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
+from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.active import Active, Collector
-from block_optim.core.finite import DeferredFlags, GradientCheck, agreed, cut_groups, norm_is_finite
+from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.options import answer_torch_options, rename, says_nothing
 from block_optim.core.params import Group
 from block_optim.core.policy import Policy, Wish, policy_of
 from block_optim.core.precision import take_over, write_back
+from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
 from layout_planner import Block
 
@@ -77,7 +79,7 @@ class BlockOptimizer(Stateful):
     def _begin(self) -> None:
         self._collector = Collector()
         self._skipped = 0
-        self._deferred = DeferredFlags()
+        self._flags = PendingFlags()
         self._cut_groups: list[dist.ProcessGroup] | None = None
         self._check = GradientCheck()
         super()._begin()
@@ -107,8 +109,14 @@ class BlockOptimizer(Stateful):
 
     @property
     def takes_found_inf(self) -> bool:
-        """Whether `update` obeys ``active.found_inf`` on the device, so that the host need not wait for it."""
+        """Whether `update` obeys ``active.found_inf`` on the device, so that the host need not wait for it.
+
+        Its writes are to be inside `core.skip.unless`; step counts on the host (states called ``step``) need not be.
+        """
         return False
+
+    def step_was_skipped(self) -> None:
+        """Drop what `update` left for later: its step turns out to have been skipped on the device."""
 
     # ---------------------------------------------------------------- block policy
 
@@ -189,12 +197,13 @@ class BlockOptimizer(Stateful):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because of non-finite gradients, since construction. On CUDA: waits for the device."""
-        self._report_deferred(wait=True)
+        self._read_flags(wait=True)
         return self._skipped
 
-    def _report_deferred(self, wait: bool = False) -> None:
-        for _ in range(self._deferred.skipped(wait)):
+    def _read_flags(self, *, wait: bool = False) -> None:
+        for _ in range(self._flags.skipped(wait=wait)):
             self._skipped += 1
+            self.step_was_skipped()
             _LOG.warning("step skipped: gradients were not finite (%d skipped so far)", self._skipped)
 
     @torch.no_grad()
@@ -214,7 +223,7 @@ class BlockOptimizer(Stateful):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._report_deferred()
+        self._read_flags()
         self._follow()
         active = self._collector.collect(self._trained)
         flag = self._nonfinite(active, grad_norm)
@@ -225,17 +234,17 @@ class BlockOptimizer(Stateful):
         else:
             scale = getattr(self, "grad_scale", None)
             if scale is not None and active.grads:
-                divisor = float(scale) if scale.device.type == "cpu" else scale
-                for dtype in {
-                    g.dtype for g in active.grads
-                }:  # mixed, they would be a kernel a tensor on CUDA
+                divisor = scale if devices.runs_ahead(scale.device) else float(scale)
+                for dtype in {g.dtype for g in active.grads}:  # mixed, they are a kernel a tensor on CUDA
                     foreach_div_([g for g in active.grads if g.dtype == dtype], divisor)
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
+            counts = [] if active.found_inf is None else self._host_counts()
+            before = torch.stack(counts) if counts else None
             take_over(self._mastered)
             self.update(active)
             write_back(self._mastered)
             if active.found_inf is not None:
-                self._deferred.add(active.found_inf)
+                self._flags.add(active.found_inf, counts, before)
         if not active.keeps:
             active.grads = []
         return loss
@@ -247,12 +256,22 @@ class BlockOptimizer(Stateful):
             if not self.skip_nonfinite:
                 return False
             if grad_norm is not None:
-                return not norm_is_finite(grad_norm)
+                finite = norm_is_finite(grad_norm)
+                return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
             if self._cut_groups is None:
                 self._cut_groups = cut_groups(self._trained)
             own = self._check(active.grads, active.version, next(iter(self._params)).device)
             found = agreed(own, self._cut_groups)
-        return found if found.device.type != "cpu" else bool(found.item())
+        return found if devices.runs_ahead(found.device) else bool(found.item())
+
+    def _host_counts(self) -> list[torch.Tensor]:
+        """The step counts that are on the host."""
+        counts = (self.state[param.tensor].get("step") for param in self._trained)
+        return [c for c in counts if isinstance(c, torch.Tensor) and c.device.type == "cpu"]
+
+    def _complete(self) -> None:
+        self._read_flags(wait=True)
+        super()._complete()
 
     def _count_skip(self, active: Active) -> None:
         self._skipped += 1

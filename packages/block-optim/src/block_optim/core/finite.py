@@ -10,18 +10,17 @@ Ranks along a Replicate axis hold the same gradients, so those axes are not aske
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial
 from torch.nn.utils import get_total_norm
 
+from block_optim.core import device as devices
 from block_optim.core._torch_compat import DISTRIBUTED, local_of, multiply_by_one_checked
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
 from block_optim.core.runs import Run, find_runs, is_dense
-from ragged_shard import DeviceLayer, device_layer
 
 MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each run
 
@@ -44,8 +43,8 @@ def agreed(flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Ten
     return flag
 
 
-def norm_is_finite(norm: torch.Tensor | float) -> bool:
-    """Whether the gradients' total norm, which is the same on every rank, is finite.
+def norm_is_finite(norm: torch.Tensor | float) -> bool | torch.Tensor:
+    """Whether the gradients' total norm, the same on every rank, is finite; where it is on a device, a 0-d tensor.
 
     A DTensor whose reduction is pending (torch's `clip_grad_norm_` returns one for DTensors) is reduced here, by
     one all-reduce; a plain, a Replicate or a ragged norm costs nothing.
@@ -53,6 +52,8 @@ def norm_is_finite(norm: torch.Tensor | float) -> bool:
     if isinstance(norm, DISTRIBUTED):
         pending = any(isinstance(p, Partial) for p in norm.placements)
         norm = norm.full_tensor() if pending else local_of(norm)
+    if isinstance(norm, torch.Tensor) and devices.runs_ahead(norm.device):
+        return norm.isfinite()
     return math.isfinite(float(norm))
 
 
@@ -66,32 +67,6 @@ def largest_is_not_finite(grads: Sequence[torch.Tensor], device: torch.device) -
     if not present:
         return torch.zeros((), dtype=torch.bool, device=device)
     return get_total_norm(present, math.inf).to(device).isfinite().logical_not()
-
-
-class DeferredFlags:
-    """Skip flags that stay on a device: counted when the device has got there, without waiting for it."""
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[DeviceLayer, Any, torch.Tensor]] = []  # layer, event, flag
-
-    def add(self, flag: torch.Tensor) -> None:
-        """Note the flag of a step that has been launched."""
-        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
-        layer = device_layer(flag.device)
-        self._pending.append((layer, layer.record(), host))
-
-    def skipped(self, wait: bool = False) -> int:
-        """How many of the steps noted so far were skipped and have not been reported yet."""
-        count = 0
-        while self._pending:
-            layer, event, host = self._pending[0]
-            if not wait and not layer.has_completed(event):
-                break
-            layer.wait_on_host(event)
-            del self._pending[0]
-            count += int(float(host) != 0)
-        return count
 
 
 class GradientCheck:
@@ -118,7 +93,7 @@ class GradientCheck:
             self._flag = torch.zeros((), dtype=torch.float32, device=device)
         flag = self._flag
         flag.zero_()
-        if device.type != "cpu":
+        if devices.runs_ahead(device):
             return flag.copy_(largest_is_not_finite(grads, device))
         if version != self._version:
             self._loose = [i for i, g in enumerate(grads) if not is_dense(g)]  # as autograd's expanded ones

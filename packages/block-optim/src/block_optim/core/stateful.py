@@ -89,6 +89,10 @@ class Stateful(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Complete work that runs next to the training step; called before states are saved, loaded or copied."""
 
+    def _complete(self) -> None:
+        """Bring states to where the last step leaves them."""
+        self.synchronize()
+
     # ---------------------------------------------------------------- parameters
 
     @property
@@ -189,7 +193,7 @@ class Stateful(torch.optim.Optimizer):
             if changed:
                 self._take_options(group, changed)
         if not self._seen.is_current(self.param_groups, self.state):
-            self.synchronize()
+            self._complete()
             state: Any = self.state  # torch's is a defaultdict; a user may have assigned another
             self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
             self._take_edits(states)
@@ -279,7 +283,7 @@ class Stateful(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after `synchronize`; without states of parameters that have left the groups."""
-        self.synchronize()
+        self._complete()
         self._follow()
         left = {
             t: self.state.pop(t)
@@ -326,7 +330,7 @@ class Stateful(torch.optim.Optimizer):
             hook(self)
 
     def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:
-        self.synchronize()
+        self._complete()
         frozen = [p for t, p in self._params.items() if t not in self._seen.states and saved.get(t)]
         self._train(frozen)
         try:
@@ -399,7 +403,7 @@ class Stateful(torch.optim.Optimizer):
         return {key: group[key] for key in self.format_options if key in group}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
+        self._complete()
         self._follow()
         kept = {name: getattr(self, name) for name in self.shared_options}
         return {**super().__getstate__(), **kept}

@@ -6,22 +6,28 @@ fragments here  ----------> packed: the owner's stack if --> stacks of equal    
                             else the exchange's `held`
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 
+from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
 from block_optim.core.exchange import Exchange, Lane, Wait, nothing, travels
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group
 from block_optim.core.precision import Writer, is_narrow
 from block_optim.core.scratch import Scratch
+from block_optim.core.skip import portions, unless
 from block_optim.muon.assignment import AssignedMatrix
 from block_optim.muon.local import LocalParam
 from block_optim.muon.momentum import decode
 from block_optim.muon.newton_schulz import Recipe, orthogonalize_
+
+_LOG = logging.getLogger("block_optim")
 
 PACKED = torch.bfloat16
 EXCHANGE_SLOTS = 3  # exchanges under way or unread at once: of the next bucket, this one, the last
@@ -115,7 +121,12 @@ class Bucket:
         lane: Lane,
     ) -> None:
         self.matrices, self.group, self.recipe, self.number = matrices, group, recipe, number
-        self.fell_back = 0
+        self._fell_back = 0
+        self._skip: torch.Tensor | None = None
+        self._checks: list[
+            tuple[devices.OnItsWay, list[int]]
+        ] = []  # of the last step, on their way from the device
+        self._distrusted: set[int] = set()
         self._params, self._scratch, self._lane, self._write = params, scratch, lane, Writer()
         self._rank = holding.rank
         self._normuon = bool(group["normuon"])
@@ -189,12 +200,12 @@ class Bucket:
 
     # ------------------------------------------------------------- a step
 
-    def send(self, active: frozenset[int]) -> Wait:
+    def send(self, active: frozenset[int], found_inf: torch.Tensor | None = None) -> Wait:
         """Pack what this rank holds, start the transfer to the owners; the result waits for what is owned here.
 
         Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing travels.
         """
-        self._active = active
+        self._active, self._skip = active, found_inf
         by_kind: dict[tuple[bool, torch.dtype], list[Fragment]] = defaultdict(list)
         for f in self._fragments:
             if f.param.index in active:
@@ -232,29 +243,55 @@ class Bucket:
                 momentum = value.copy_(f.grad).lerp_(momentum, mu)
             f.packed.copy_(momentum)
 
-    def _pieces(self, name: str, fragments: list[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
+    def _pieces(self, name: str, fragments: Sequence[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch for each fragment, side by side."""
         return self._scratch.take_each(name, [f.high - f.low for f in fragments], dtype)
 
     def compute(self) -> None:
         """Orthogonalise this rank's own matrices. Communicates nothing."""
+        self._read_checks()
         arrived = [a for a in self._arrivals if self._is_active(a.number)]
         if arrived:
             foreach_copy_([a.stack for a in arrived], [a.packed for a in arrived])
         for stack, own in self._stacks:
             active = [self._is_active(i) for i in own]
-            if all(active):
-                self.fell_back += orthogonalize_(stack, self.recipe, self._scratch)
-            else:
-                for k, here in enumerate(active):
-                    if here:
-                        self.fell_back += orthogonalize_(stack[k : k + 1], self.recipe, self._scratch)
+            if all(active) and not self._distrusted.intersection(own):
+                self._orthogonalize(stack, own, self.recipe)
+                continue
+            for k, i in enumerate(own):
+                if active[k]:
+                    recipe = replace(self.recipe, method="standard") if i in self._distrusted else self.recipe
+                    self._orthogonalize(stack[k : k + 1], [i], recipe)
         if self._normuon:
             for i in self._own:
                 if self._is_active(i):
                     self._normalise_rows(i)
         if arrived:
             foreach_copy_([a.packed for a in arrived], [a.stack for a in arrived])
+
+    def _orthogonalize(self, stack: torch.Tensor, own: list[int], recipe: Recipe) -> None:
+        found = orthogonalize_(stack, recipe, self._scratch)
+        if isinstance(found, int):
+            self._fell_back += found
+        else:  # not of a step that is skipped
+            failed = found if self._skip is None else found & (self._skip == 0)
+            self._checks.append((devices.host_copy(failed), own))
+
+    def _read_checks(self) -> None:
+        """Do without the Gram form for matrices of which the last step's result failed its check on the device."""
+        for failed, own in self._checks:
+            for i in compress(own, failed.read().tolist()):
+                m = self.matrices[i]
+                _LOG.warning("Gram Newton-Schulz of %s failed its check; from now on it is standard", m.name)
+                self._distrusted.add(i)
+                self._fell_back += 1
+        self._checks.clear()
+
+    @property
+    def fell_back(self) -> int:
+        """Matrices orthogonalised by a safer method. Waits for the device."""
+        self._read_checks()
+        return self._fell_back
 
     def _is_active(self, number: int) -> bool:
         return self.matrices[number].param in self._active
@@ -283,8 +320,9 @@ class Bucket:
         c = self._row_scale[i]
         torch.sum(s.div_(t), dim=0, out=c)
         c.mul_(m.columns).rsqrt_().mul_(min(m.rows, m.columns) ** 0.5).nan_to_num_(posinf=0.0)
-        for row, rows in places:
-            rows.copy_(v[row : row + len(rows)])
+        with unless(self._skip, [rows for _, rows in places]):
+            for row, rows in places:
+                rows.copy_(v[row : row + len(rows)])
         if self.side is not None:
             for rank, _ in self.matrices[i].held:
                 if rank != self._rank:
@@ -309,27 +347,33 @@ class Bucket:
             alpha = float(-lr * lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns))
             by_scale[alpha, is_narrow(f.local.dtype)].append(f)
         for (alpha, narrow), some in by_scale.items():
-            weights = [f.local for f in some]
-            if narrow:  # decayed and added to in fp32, and rounded once, whatever their cuts
-                weights = self._pieces("apply", some, torch.float32)
-                foreach_copy_(weights, [f.local for f in some])
-            if self.group["cautious_weight_decay"]:
-                self._decay_cautiously(some, weights, float(decay))
-            else:
-                foreach_mul_(weights, float(1 - decay))
-            updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
-            if updates[0].dtype != weights[0].dtype:  # on CUDA, mixed dtypes would be a kernel a tensor
-                copies = self._pieces("rescaled", some, weights[0].dtype)
-                foreach_copy_(copies, updates)
-                updates = copies
-            foreach_add_(weights, updates, alpha=alpha)
-            if narrow:
-                for f, wide in zip(some, weights, strict=True):
-                    step = 0 if f.param.steps is None else int(f.param.steps)
-                    self._write(f.param.param, wide, f.local, f.low, step)
+            for portion in portions(self._skip, some, lambda f: f.local.nbytes):
+                written = [f.local for f in portion] + [f.rows for f in portion if self._normuon and not own]
+                with unless(self._skip, written):
+                    self._apply(portion, alpha, decay, narrow)
+
+    def _apply(self, some: Sequence[Fragment], alpha: float, decay: LearningRate, narrow: bool) -> None:
+        weights = [f.local for f in some]
+        if narrow:  # decayed and added to in fp32, and rounded once, whatever their cuts
+            weights = self._pieces("apply", some, torch.float32)
+            foreach_copy_(weights, [f.local for f in some])
+        if self.group["cautious_weight_decay"]:
+            self._decay_cautiously(some, weights, float(decay))
+        else:
+            foreach_mul_(weights, float(1 - decay))
+        updates = self._rescaled(some) if self._normuon else [f.packed for f in some]
+        if updates[0].dtype != weights[0].dtype:  # on CUDA, mixed dtypes would be a kernel a tensor
+            copies = self._pieces("rescaled", some, weights[0].dtype)
+            foreach_copy_(copies, updates)
+            updates = copies
+        foreach_add_(weights, updates, alpha=alpha)
+        if narrow:
+            for f, wide in zip(some, weights, strict=True):
+                step = 0 if f.param.steps is None else int(f.param.steps)
+                self._write(f.param.param, wide, f.local, f.low, step)
 
     def _decay_cautiously(
-        self, fragments: list[Fragment], weights: list[torch.Tensor], amount: float
+        self, fragments: Sequence[Fragment], weights: list[torch.Tensor], amount: float
     ) -> None:
         """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
         factors = self._pieces("decay", fragments, torch.float32)
@@ -340,7 +384,7 @@ class Bucket:
             factor.mul_(-amount).add_(1)
             weight.mul_(factor)
 
-    def _rescaled(self, fragments: list[Fragment]) -> list[torch.Tensor]:
+    def _rescaled(self, fragments: Sequence[Fragment]) -> list[torch.Tensor]:
         """NorMuon's updates: each row divided by its second moment's root, times the matrix's factor."""
         updates = self._pieces("rescaled", fragments, torch.float32)
         for update, f in zip(updates, fragments, strict=True):
@@ -375,20 +419,26 @@ def lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
     return 1.0
 
 
-def run_pipeline(buckets: list[Bucket], active: frozenset[int], rates: Mapping[int, LearningRate]) -> None:
+def run_pipeline(
+    buckets: list[Bucket],
+    active: frozenset[int],
+    rates: Mapping[int, LearningRate],
+    found_inf: torch.Tensor | None = None,
+) -> None:
     """A step: the next bucket's transfer and the last one's return run during this one's Newton-Schulz.
 
     Args:
         buckets: in an order that all ranks share.
         active: the indices of the parameters to update.
         rates: the learning rate of each parameter group, by the id of its dict.
+        found_inf: as in `Active`.
     """
     if not buckets:
         return
-    arrive, last = buckets[0].send(active), None
+    arrive, last = buckets[0].send(active, found_inf), None
     returned: Wait = nothing
     for i, bucket in enumerate(buckets):
-        following = buckets[i + 1].send(active) if i + 1 < len(buckets) else nothing
+        following = buckets[i + 1].send(active, found_inf) if i + 1 < len(buckets) else nothing
         arrive()
         bucket.compute()
         leave = bucket.send_back()

@@ -12,6 +12,7 @@ from block_optim.core.exchange import Lane, Presence
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group, Param
 from block_optim.core.scratch import Scratch
+from block_optim.core.skip import portions, unless
 from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssignment, assign_domain
 from block_optim.muon.bucket import Bucket, run_pipeline
 from block_optim.muon.coefficients import resolve
@@ -142,9 +143,12 @@ class MuonEngine:
             local.grad = grad.reshape(-1)
             by_group.setdefault(id(local.param.group), []).append(local)
         for some in by_group.values():
-            update_momenta(some, some[0].param.group["momentum"], self._scratch[some[0].local.device])
+            mu, scratch = some[0].param.group["momentum"], self._scratch[some[0].local.device]
+            for portion in portions(given.found_inf, some, lambda p: p.momentum.nbytes):
+                with unless(given.found_inf, [t for p in portion for t in p.momenta]):
+                    update_momenta(portion, mu, scratch)
         rates = {id(group): _on_host(group["lr"]) for group in self._groups}
-        run_pipeline(self._buckets, active, rates)
+        run_pipeline(self._buckets, active, rates, given.found_inf)
         for i in active:  # gradients are not ours to keep
             self._locals[i].grad = self._locals[i].local
 

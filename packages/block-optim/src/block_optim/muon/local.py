@@ -1,5 +1,6 @@
 """A parameter of Muon on this rank, as flat tensors: its elements, its states, and in a step its gradient."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -41,6 +42,11 @@ class LocalParam:
         self._scale = local_of(state["momentum_scale"]).view(-1) if "momentum_scale" in state else None
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
+    @property
+    def momenta(self) -> list[torch.Tensor]:
+        """The buffer and its scales."""
+        return [self.momentum] if self._scale is None else [self.momentum, self._scale]
+
     def refresh(self) -> None:
         """See whether the parameter lies where it did."""
         local = self.param.local
@@ -69,7 +75,7 @@ class LocalParam:
             encode(value, self.momentum, self._scale, self.columns)
 
 
-def update_momenta(params: list[LocalParam], mu: float, scratch: Scratch) -> None:
+def update_momenta(params: Sequence[LocalParam], mu: float, scratch: Scratch) -> None:
     """m <- mu m + (1 - mu) g, as torch.optim.Muon has it, for parameters of one group."""
     plain = [p for p in params if not p.coded]
     for dtype in {p.momentum.dtype for p in plain}:

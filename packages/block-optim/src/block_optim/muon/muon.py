@@ -184,6 +184,11 @@ class Muon(BlockOptimizer):
         """Matrices that this rank has orthogonalised by a safer method, since construction."""
         return self._fell_back + (0 if self._engine is None else self._engine.fell_back)
 
+    @property
+    def takes_found_inf(self) -> bool:
+        """The host need not wait for the skip flag."""
+        return True
+
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients on some rank."""
         self._build().step(active)

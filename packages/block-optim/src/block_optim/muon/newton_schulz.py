@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from block_optim.core import device as devices
 from block_optim.core.options import check_choice
 from block_optim.core.scratch import Scratch
 from block_optim.muon.coefficients import Coefficients, Polynomials, polar_express, resolve
@@ -94,25 +95,32 @@ def orthogonalize(
     return stack
 
 
-def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int:
+def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int | torch.Tensor:
     """Replace each of a contiguous bf16 stack ``(n, rows, columns)`` by its polar factor; how many fell back.
 
-    Where results are checked (on CPU, and wherever the Gram form was used) the numbers are read by the host.
+    Results are checked on CPU, and wherever the Gram form was used. The host does not wait for a device to say so: what
+    failed there is zero, and the answer is a mask ``(n,)`` of it, for the next time.
     """
     n, rows, columns = stack.shape
     if not stack.numel():
         return 0
     batched = stack.device.type == "cuda" if recipe.batched is None else recipe.batched
     if n > 1 and not batched:
-        return sum(orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n))
+        found = [orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n)]
+        masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
+        return torch.cat(masks) if masks else sum(count for count in found if isinstance(count, int))
     gram = recipe.uses_gram(rows, columns, stack.device)
     result, norms = (_gram if gram else _standard)(stack, recipe, scratch)
     bad: list[int] = []
-    if gram or stack.device.type == "cpu":
+    if gram or not devices.runs_ahead(stack.device):
         limit = _SLACK * math.sqrt(min(rows, columns)) * recipe.polynomials.ceiling
         sizes = torch.linalg.vector_norm(
             result, dim=(-2, -1), dtype=torch.float32, out=scratch.take("size", (n,), torch.float32)
         )
+        if devices.runs_ahead(stack.device):
+            failed: torch.Tensor = ~((sizes <= limit) & norms.view(-1).isfinite())
+            stack.copy_(result).masked_fill_(failed[:, None, None], 0)
+            return failed
         pairs = zip(sizes.tolist(), norms.view(-1).tolist(), strict=True)
         bad = [i for i, (size, norm) in enumerate(pairs) if not size <= limit or not math.isfinite(norm)]
     # From the inputs, which the stack still holds.

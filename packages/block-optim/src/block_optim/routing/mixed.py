@@ -208,6 +208,16 @@ class Mixed(BlockOptimizer):
             for param in theirs:
                 del optimizer._seen.states[param.tensor]
 
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether all algorithms do."""
+        return all(optimizer.takes_found_inf for optimizer in self._optimizers.values())
+
+    def step_was_skipped(self) -> None:
+        """Tell the algorithms."""
+        for optimizer in self._optimizers.values():
+            optimizer.step_was_skipped()
+
     def update(self, active: Active) -> None:
         """Let each algorithm update its own."""
         version, split = self._split

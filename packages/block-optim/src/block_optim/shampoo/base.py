@@ -16,11 +16,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from block_optim.core import device as devices
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.options import check_betas, check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import Writer, is_narrow
+from block_optim.core.skip import portions, unless
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.grid import MATRICES, block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
@@ -87,7 +89,7 @@ class Preconditioned(BlockOptimizer):
         self._write = Writer()
         self._told = 0
         self.root_counts = RootCounts()
-        self.clamped_gradients = 0
+        self.clamped_gradients = 0  # on CPU; a device cuts them too, and does not say
 
     # ---------------------------------------------------------------- options and states
 
@@ -172,29 +174,38 @@ class Preconditioned(BlockOptimizer):
         """Update the parameters that have gradients, or blocks of which other ranks have gradients."""
         self.synchronize()
         works = self._gather(active)
-        self._directions(works)
+        self._directions(works, active.found_inf)
         by_number = {w.tensor.number: w for w in works}
         for exchange in self._exchanges():
             taking = [by_number[n] for n in exchange.numbers if n in by_number]
             exchange.scatter(
                 {w.tensor.number: w.update for w in taking}, {w.tensor.number: w.local_update for w in taking}
             )
-        self._apply(works)
+        self._apply(works, active.found_inf)
 
-    def _directions(self, works: Sequence[Work]) -> None:
-        """Write `work.update`; advance the states."""
+    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
+        """Write `work.update`; advance the states, but not where `skip` (`Active.found_inf`) is set."""
         raise NotImplementedError
 
-    def _apply(self, works: Sequence[Work]) -> None:
+    def _apply(self, works: Sequence[Work], skip: Tensor | None) -> None:
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once."""
         for group, step, members in by_step(works):
-            weights = [w.tensor.param.local.view(-1) for w in members]
-            wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, members, strict=True)]
-            if not self._move(group, step, members, wide):
-                continue
-            for work, weight, moved in zip(members, weights, wide, strict=True):
-                if is_narrow(weight.dtype):
-                    self._write(work.tensor.param, moved, weight, 0, step)
+            for portion in portions(skip, members, lambda w: w.local_update.nbytes):
+                weights = [w.tensor.param.local.view(-1) for w in portion]
+                with unless(skip, [*weights, *self._moved(portion)]):
+                    self._apply_to(group, step, portion, weights)
+
+    def _apply_to(self, group: Group, step: int, members: Sequence[Work], weights: list[Tensor]) -> None:
+        wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, members, strict=True)]
+        if not self._move(group, step, members, wide):
+            return
+        for work, weight, moved in zip(members, weights, wide, strict=True):
+            if is_narrow(weight.dtype):
+                self._write(work.tensor.param, moved, weight, 0, step)
+
+    def _moved(self, works: Sequence[Work]) -> list[Tensor]:
+        """The states that `_move` writes."""
+        return []
 
     def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
         """Update the local weights of works of one group and step, flat and in the compute dtype.
@@ -247,9 +258,13 @@ class Preconditioned(BlockOptimizer):
         return works
 
     def _limit(self, works: Sequence[Work]) -> None:
-        """Cut gradients whose squares would overflow; counted, and said."""
+        """Cut gradients whose squares would overflow; on CPU counted, and said."""
         some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
         if not some:
+            return
+        if devices.runs_ahead(some[0].grad.device):
+            for work in some:  # where the update comes later, block by block: no memory of its own
+                work.grad = torch.clamp(work.grad, -LARGEST, LARGEST, out=work.update)
             return
         peaks = torch.stack([torch.linalg.vector_norm(w.grad, torch.inf) for w in some]).tolist()
         for work, peak in zip(some, peaks, strict=True):
@@ -260,11 +275,23 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- work next to the step
 
-    def _run_later(self, device: torch.device, job: Callable[[], T], commit: Callable[[T], None]) -> None:
-        """Run `job` during what comes next; `commit` its result when the next step begins."""
+    def _run_later(
+        self, device: torch.device, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]
+    ) -> None:
+        """Run jobs during what comes next; `commit` their results when the next step begins."""
         if self._worker is None:
             self._worker = Worker(device)
-        self._worker.submit(job, commit)
+        self._worker.submit(jobs, commit)
+
+    @property
+    def takes_found_inf(self) -> bool:
+        """The host need not wait for the skip flag."""
+        return True
+
+    def step_was_skipped(self) -> None:
+        """Drop the refresh that began with the step."""
+        if self._worker is not None:
+            self._worker.drop()
 
     def synchronize(self) -> None:
         """Wait for a refresh that runs next to the step, and put its results in place."""

@@ -31,6 +31,10 @@ class Batch:
         """(capacity, rows, cols) of a state of the parameter's shape."""
         return self.matrices(block.views[name] for block in self.blocks)
 
+    def views(self, *names: str) -> list[Tensor]:
+        """The blocks' memory of states, as far as there are any of these names."""
+        return [block.views[name] for block in self.blocks for name in names if name in block.views]
+
     def put(self, name: str, values: Tensor) -> None:
         """Write a state of the parameter's shape back."""
         foreach_copy_([b.views[name] for b in self.blocks], list(values[: len(self.blocks)]))

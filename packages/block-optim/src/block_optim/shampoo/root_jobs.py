@@ -39,6 +39,12 @@ class RootJob:
         """The blocks' states of a kind: "factor", "root" or "basis"."""
         return [block.views[f"{kind}_{side}"] for block, side in self.items]
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The states that results are put into."""
+        kinds = ("root", "basis")
+        return [b.views[f"{k}_{side}"] for b, side in self.items for k in kinds if f"{k}_{side}" in b.views]
+
     def load(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Copies of what the roots are made from: corrected factors, last roots, last bases."""
         packed, compute = self.group["packed"], self.items[0][0].tensor.compute

@@ -12,6 +12,7 @@ and for the whole tensor:  D += weight_decay W;  momentum;  W -= lr D.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from block_optim.core._torch_compat import (
 )
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group
+from block_optim.core.skip import portions, unless
 from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
 from block_optim.shampoo.plan import COLS, ROWS, SIDES, TensorPlan
@@ -201,9 +203,11 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- the step
 
-    def _directions(self, works: Sequence[Work]) -> None:
+    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
         for group, step, members in by_step(works):
-            self._moments(group, members)
+            for portion in portions(skip, members, lambda w: 2 * w.grad.nbytes):
+                with unless(skip, self._averages(portion)):
+                    self._moments(group, portion)
             elementwise = [w for w in members if w.tensor.grid is None]
             for work in elementwise:
                 work.update.copy_(
@@ -211,9 +215,10 @@ class Shampoo(Preconditioned):
                 )
             own = StepBlocks(members)
             for batch in batches(own.blocks):
-                self._accumulate(group, step, batch, batch.matrices(own.grads(batch)))
+                with unless(skip, batch.views("factor_rows", "factor_cols")):
+                    self._accumulate(group, step, batch, batch.matrices(own.grads(batch)))
         # Roots of the whole model together, whatever their tensors.
-        overlapped = self._refresh(works)
+        overlapped = self._refresh(works, skip)
         for group, step, members in by_step(works):
             own = StepBlocks(members)
             for batch in batches(own.blocks):
@@ -222,15 +227,21 @@ class Shampoo(Preconditioned):
                 targets = own.updates(batch)
                 foreach_copy_(targets, list(direction(group, step, batch, filtered)[: len(targets)]))
         if overlapped:
-            loaded = [(job, job.load()) for job in overlapped]
             device = overlapped[0].views("factor")[0].device
             self._run_later(
-                device, lambda: [(job, job.run(inputs)) for job, inputs in loaded], self._put_roots
+                device, [partial(_rooted, job, job.load()) for job in overlapped], self._put_roots
             )
 
     def _flat(self, work: Work, name: str) -> Tensor | None:
         state = self.state[work.tensor.param.tensor].get(name)
         return None if state is None else local_of(state).view(-1)
+
+    def _averages(self, works: Sequence[Work]) -> list[Tensor]:
+        found = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
+        return [state for state in found if state is not None]
+
+    def _moved(self, works: Sequence[Work]) -> list[Tensor]:
+        return [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
 
     def _source(self, work: Work) -> Tensor:
         filtered = self._flat(work, "exp_avg")
@@ -277,14 +288,15 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- roots
 
-    def _refresh(self, works: Sequence[Work]) -> list[RootJob]:
+    def _refresh(self, works: Sequence[Work], skip: Tensor | None) -> list[RootJob]:
         """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
         later: list[RootJob] = []
         for job in root_jobs(works):
             if job.group["overlap"] and not job.first:
                 later.append(job)
             else:
-                self._put_roots([(job, job.run(job.load()))])
+                with unless(skip, job.written):
+                    self._put_roots([(job, job.run(job.load()))])
         return later
 
     def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
@@ -300,7 +312,7 @@ class Shampoo(Preconditioned):
         updates = [w.local_update for w in works]
         if group["weight_decay"]:
             foreach_add_(updates, weights, alpha=group["weight_decay"])
-        buffers = [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
+        buffers = self._moved(works)
         if buffers:
             keep, mu = 1 - group["dampening"], group["momentum"]
             foreach_mul_(buffers, mu)
@@ -313,3 +325,7 @@ class Shampoo(Preconditioned):
                 updates = buffers
         take(weights, updates, group["lr"])
         return True
+
+
+def _rooted(job: RootJob, inputs: tuple[Tensor, Tensor, Tensor | None]) -> tuple[RootJob, Roots]:
+    return job, job.run(inputs)

@@ -11,6 +11,7 @@ and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from block_optim.core._torch_compat import (
 )
 from block_optim.core.options import check_range
 from block_optim.core.params import Group
+from block_optim.core.skip import unless
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
@@ -33,6 +35,7 @@ from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
 from block_optim.shampoo.rule import apply_side, outer, side_states, take
 
+_BLOCK_STATES = ("exp_avg", "exp_avg_sq", "factor_rows", "factor_cols", "basis_rows", "basis_cols")
 _Refreshed = tuple[Batch, dict[str, tuple[Roots, Tensor]]]
 
 
@@ -137,38 +140,42 @@ class SOAP(Preconditioned):
 
     # ---------------------------------------------------------------- the step
 
-    def _directions(self, works: Sequence[Work]) -> None:
+    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
         due: list[Batch] = []
         for group, step, members in by_step(works):
             updates = updates_at(group, step)
-            self._elementwise(group, updates, [w for w in members if w.tensor.grid is None])
+            self._elementwise(group, updates, [w for w in members if w.tensor.grid is None], skip)
             own = StepBlocks(members)
             for batch in batches(own.blocks):
-                grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
-                if step == 1:
-                    self._accumulate(group, batch, grads)
-                    self._first_bases(group, batch)
-                if updates == 0:
-                    for target in targets:
-                        target.zero_()
-                    continue
-                foreach_copy_(targets, list(_direction(group, updates, batch, grads)[: len(targets)]))
-                if step > 1:
-                    self._accumulate(group, batch, grads)
+                with unless(skip, batch.views(*_BLOCK_STATES)):
+                    self._update_blocks(group, step, batch, own)
             if step > 1:
                 frequency, stagger = group["precondition_frequency"], group["stagger"]
                 turn = [b for b in own.blocks if (updates - (b.number if stagger else 0)) % frequency == 0]
                 due += batches(turn)
         for batch in due:
             if not _group(batch)["overlap"]:
-                self._turn([(batch, _refreshed(_load(batch)))])
-        loaded = [(batch, _load(batch)) for batch in due if _group(batch)["overlap"]]
-        if loaded:
-            self._run_later(
-                due[0].device, lambda: [(batch, _refreshed(inputs)) for batch, inputs in loaded], self._turn
-            )
+                with unless(skip, batch.views(*_BLOCK_STATES)):
+                    self._turn([(batch, _refreshed(_load(batch)))])
+        later = [batch for batch in due if _group(batch)["overlap"]]
+        if later:
+            self._run_later(due[0].device, [partial(_turned_by, b, _load(b)) for b in later], self._turn)
 
-    def _elementwise(self, group: Group, updates: int, works: Sequence[Work]) -> None:
+    def _update_blocks(self, group: Group, step: int, batch: Batch, own: StepBlocks) -> None:
+        updates = updates_at(group, step)
+        grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
+        if step == 1:
+            self._accumulate(group, batch, grads)
+            self._first_bases(group, batch)
+        if updates == 0:
+            for target in targets:
+                target.zero_()
+            return
+        foreach_copy_(targets, list(_direction(group, updates, batch, grads)[: len(targets)]))
+        if step > 1:
+            self._accumulate(group, batch, grads)
+
+    def _elementwise(self, group: Group, updates: int, works: Sequence[Work], skip: Tensor | None) -> None:
         """Adam, where there is nothing to rotate."""
         if updates == 0:
             for work in works:
@@ -180,9 +187,10 @@ class SOAP(Preconditioned):
         firsts = [local_of(s["exp_avg"]).view(-1) for s in states]
         seconds = [local_of(s["exp_avg_sq"]).view(-1) for s in states]
         grads = [w.grad for w in works]
-        foreach_lerp_(firsts, grads, 1 - group["betas"][0])
-        foreach_mul_(seconds, group["betas"][1])
-        foreach_addcmul_(seconds, grads, grads, 1 - group["betas"][1])
+        with unless(skip, [*firsts, *seconds]):
+            foreach_lerp_(firsts, grads, 1 - group["betas"][0])
+            foreach_mul_(seconds, group["betas"][1])
+            foreach_addcmul_(seconds, grads, grads, 1 - group["betas"][1])
         for work, first, second in zip(works, firsts, seconds, strict=True):
             work.update.copy_(_adam(group, updates, first, second))
 
@@ -282,3 +290,7 @@ def _load(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _refreshed(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Roots, Tensor]]:
     return {side: power_bases(factor, basis) for side, (factor, basis) in inputs.items()}
+
+
+def _turned_by(batch: Batch, inputs: dict[str, tuple[Tensor, Tensor]]) -> _Refreshed:
+    return batch, _refreshed(inputs)

@@ -1,12 +1,15 @@
 """Work next to the training step: a thread of its own, on an accelerator with a stream of its own.
 
-    step t:    ... update | submit(job)         job: snapshots in, results out; reads nothing else
-                               \\------- runs during the next forward and backward -------\\
+    step t:    ... update | submit(jobs)        a job: a snapshot in, a result out; reads nothing else
+                               \\------- run one by one during the next forward and backward -------\\
     step t+1:  finish() | ...                                                            results are used from here
+
+A snapshot is freed when its job has completed, while the next one runs. On CUDA it belongs to the step's stream, which
+may use its memory again at once: so the thread first waits for the event behind the job.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -17,17 +20,23 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs one job at a time. The thread exists from the first job on, and goes with this object."""
+    """Runs one list of jobs at a time. The thread exists from the first one on, and goes with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._layer = device_layer(device)
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
-        self._finish: Callable[[], None] | None = None
+        self._join: Callable[[], object] | None = None
+        self._commit: Callable[[], None] | None = None
 
-    def submit(self, job: Callable[[], T], commit: Callable[[T], None]) -> None:
-        """Start a job; `finish` gives its result to ``commit``. Until then tensors that it reads must not change."""
-        assert self._finish is None, "one job at a time"
+    def submit(self, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]) -> None:
+        """Start jobs; `finish` gives their results to ``commit``. Until then tensors that they read must not change.
+
+        Args:
+            jobs: is emptied as they run, so that what a job alone holds goes when it has completed.
+            commit: takes the results, in order.
+        """
+        assert self._join is None, "one list of jobs at a time"
         if self._threads is None:
             # A new thread has a default of its own: other bits, and other cores.
             count = torch.get_num_threads()
@@ -37,31 +46,34 @@ class Worker:
         if self._stream is None:
             self._stream = self._layer.new_stream()
         ready = self._layer.record()
-        launched = self._threads.submit(_on_stream, job, self._layer, self._stream, ready)
-        self._finish = lambda: self._commit(launched, job, commit)
+        running = self._threads.submit(_in_turn, jobs, self._layer, self._stream, ready)
+        self._join, self._commit = running.result, lambda: self._use(*running.result(), commit)
 
-    def _commit(
-        self, launched: "Future[tuple[T, Any]]", job: Callable[[], T], commit: Callable[[T], None]
-    ) -> None:
-        """Use the result on the current stream. What the job read is held until here: the side stream may read late."""
-        value, done = launched.result()
+    def _use(self, results: list[T], done: Any, commit: Callable[[list[T]], None]) -> None:
+        """Commit the results on the current stream."""
         self._layer.wait(done)
-        del job
-        commit(value)
-        self._layer.wait(self._layer.record(), self._stream)  # whose pool the result goes back to
+        commit(results)
+        self._layer.wait(self._layer.record(), self._stream)  # whose pool the results go back to
 
     def finish(self) -> None:
-        """Wait for the job, if there is one, and commit it; the current stream waits for its kernels.
+        """Wait for the jobs, if there are any, and commit their results. Raises what a job raised."""
+        commit, self._join, self._commit = self._commit, None, None
+        if commit is not None:
+            commit()
 
-        Raises what the job raised.
-        """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+    def drop(self) -> None:
+        """Wait for the jobs, if there are any, and forget their results."""
+        join, self._join, self._commit = self._join, None, None
+        if join is not None:
+            join()
 
 
-def _on_stream(job: Callable[[], T], layer: DeviceLayer, stream: Any, ready: Any) -> tuple[T, Any]:
-    """Run the job after `ready`: its result, and an event at its end."""
+def _in_turn(jobs: list[Callable[[], T]], layer: DeviceLayer, stream: Any, ready: Any) -> tuple[list[T], Any]:
+    """Run jobs after `ready`: their results, and an event at their end."""
+    results = []
     with torch.no_grad(), layer.on(stream, (ready,)):
-        value = job()
-        return value, layer.record()
+        while jobs:
+            results.append(jobs[0]())
+            layer.wait_on_host(layer.record())  # the snapshot is freed to the step's stream
+            del jobs[0]
+        return results, layer.record()

@@ -24,18 +24,22 @@ their process group, for the next call.
 from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._device import CaptureError, SimulatedDevice
+from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
 from ragged_shard.testing._pool import RankError, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 
 __all__ = [
     "CaptureError",
     "Collective",
+    "HostWaits",
     "Network",
+    "OnItsWay",
     "RaceError",
     "RankError",
     "Record",
     "SimulatedDevice",
     "Simulation",
+    "host_waits",
     "record_collectives",
     "run_ranks",
     "shut_down",

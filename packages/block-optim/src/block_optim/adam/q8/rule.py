@@ -33,6 +33,7 @@ from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
+from block_optim.core.skip import unless
 from ragged_shard import RaggedShard
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements of a tile step
@@ -131,7 +132,9 @@ class _Plan(StepPlan[Codes]):
         if self.calls:
             counts = [round(float(self.entries[i].step)) for i in self.samples]
             for call in self.calls:
-                call.tiles(call.grad(step), *step.rates[call.kind], counts[call.kind])
+                tensors = call.tiles.tensors
+                with unless(step.found_inf, [tensors.param, *tensors.codes, *tensors.scales]):
+                    call.tiles(call.grad(step), *step.rates[call.kind], counts[call.kind])
         super()._run(step)
 
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:

@@ -1,0 +1,60 @@
+"""What differs between a CPU and a device on which the host runs ahead."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ragged_shard import device_layer
+
+
+class OnItsWay(Protocol):
+    """A small tensor that is being copied to the host."""
+
+    def has_arrived(self) -> bool:
+        """Whether `read` will not wait."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the host; waits for it."""
+        ...
+
+
+class _HostCopy:
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._layer = device_layer(value.device)
+        self._event = self._layer.record()
+
+    def has_arrived(self) -> bool:
+        return self._layer.has_completed(self._event)
+
+    def read(self) -> torch.Tensor:
+        self._layer.wait_on_host(self._event)
+        return self._host
+
+
+_stand_in: Callable[[torch.Tensor], OnItsWay] | None = None
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host queues work for the device, so that reading a number from it waits for all that is queued."""
+    return device.type != "cpu" or _stand_in is not None
+
+
+def host_copy(value: torch.Tensor) -> OnItsWay:
+    """Start copying a small tensor to the host, behind what is queued now. Nothing waits."""
+    return (_stand_in or _HostCopy)(value)
+
+
+@contextmanager
+def stand_in(copy: Callable[[torch.Tensor], OnItsWay]) -> Iterator[None]:
+    """For checks without a device: take the CPU for one, with ``copy`` for what is copied to the host."""
+    global _stand_in
+    before, _stand_in = _stand_in, copy
+    try:
+        yield
+    finally:
+        _stand_in = before

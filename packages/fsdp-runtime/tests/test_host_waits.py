@@ -1,0 +1,54 @@
+"""On a device no part of a training step waits for it. Found on the CPU, whose memory stands for the device's."""
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from block_optim import AdamW
+from block_optim.core import device as devices
+from layout_planner import Rows
+from ragged_shard.testing import OnItsWay, host_waits, simulated_ranks
+
+pytestmark = [
+    pytest.mark.gpu_guard,
+    pytest.mark.filterwarnings("ignore:.*returned a view"),  # F.linear does under a mode
+]
+
+OPTIONS = {
+    "dense": {},
+    "blocks": {"block_policy": lambda name, p: Rows(3)},
+    "mixed precision": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+    "kept": {"reshard_after_forward": False},
+    "two axes": {},
+}
+
+
+def step(model, optimizer, number, clip):
+    """Two batches, of which the first only accumulates; the loss stays where it is."""
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)
+        loss_of(model, tokens(2 * number + part)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1) if clip else None
+    optimizer.step(grad_norm=norm)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_no_part_of_a_step_waits(case, clip):
+    with simulated_ranks(4), devices.stand_in(OnItsWay):
+        shape, names = ((2, 2), ("replicate", "shard")) if case == "two axes" else ((4,), ("shard",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = shard(seeded(), mesh=mesh, **OPTIONS[case])
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        for number in range(2):
+            step(model, optimizer, number, clip)
+        batch = [tokens(6), tokens(7)]
+        with host_waits([*model.parameters(), *batch]) as waits:
+            step(model, optimizer, 3, clip)
+        assert waits.found == []

@@ -1,0 +1,171 @@
+"""Where the host would wait for a device, found on a CPU: some tensors stand for a device's memory, and what is
+computed from them is on the device too.
+
+    op on device memory                                               what a device does
+    ----------------------------------------------------------------  ------------------------------------------
+    item, bool, int, float, tolist, numpy, cpu, equal, allclose       the host waits for all that is queued
+    nonzero, unique, masked_select, a mask as an index, bincount      the result's shape must be known: it waits
+    eigh, svd, solve, inverse, Cholesky without _ex                   their error codes are read: it waits
+    copy_ from host memory that is not pinned, torch.tensor(.., dev)  the host waits for the copy
+"""
+
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ragged_shard._tensor import RaggedDTensor
+
+_WAITS = {
+    "_local_scalar_dense", "equal", "is_nonzero", "allclose", "nonzero", "nonzero_static", "masked_select", "bincount",
+    "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "repeat_interleave",
+    "_linalg_eigh", "_linalg_svd", "_linalg_check_errors", "linalg_eig",
+}  # fmt: skip
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu}
+_WRAPPERS = (DTensor, RaggedDTensor)
+_recording: "list[HostWaits]" = []
+
+
+class HostWaits:
+    """What was found: a line for each wait, the op and where it was called.
+
+    Attributes:
+        found: the lines, in order.
+    """
+
+    def __init__(self, *, refuse: bool) -> None:
+        self.found: list[str] = []
+        self._refuse = refuse
+        self._device: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address comes twice
+        self._host: dict[int, torch.UntypedStorage] = {}
+
+    def put_on_device(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors stand for a device's memory, and everything that shares theirs."""
+        for tensor in tensors:
+            storage = _plain(tensor).untyped_storage()
+            self._device[storage.data_ptr()] = storage
+
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors be host memory, such as a pinned buffer that a copy ends in."""
+        for tensor in tensors:
+            storage = _plain(tensor).untyped_storage()
+            self._device.pop(storage.data_ptr(), None)
+            self._host[storage.data_ptr()] = storage
+
+    def is_on_device(self, tensor: object) -> bool:
+        """Whether a tensor is one of the device's."""
+        return _has(self._device, tensor)
+
+    def is_pageable(self, tensor: object) -> bool:
+        """Whether a tensor was made from numbers on the host."""
+        return _has(self._host, tensor)
+
+    def note(self, what: str) -> None:
+        """Write down a wait, or raise."""
+        frames = [
+            f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__
+        ]
+        line = f"{what} in {frames[-1].name} ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})"
+        self.found.append(line)
+        if self._refuse:
+            raise AssertionError(f"the host waits for the device: {line}")
+
+
+class OnItsWay:
+    """A copy to pinned host memory, as optimizers make them of flags; it has arrived when somebody looks."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = value.clone()
+        for waits in _recording:
+            waits.put_on_host([self._host])
+
+    def has_arrived(self) -> bool:
+        """Yes."""
+        return True
+
+    def read(self) -> torch.Tensor:
+        """The tensor."""
+        return self._host
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # its own ops come here
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        waits, name = self._waits, func.overloadpacket.__name__
+        on_device = any(waits.is_on_device(t) for t in given)
+        if on_device:
+            if name in _WAITS or _has_mask(name, args):
+                waits.note(name)
+            if name in ("copy_", "_foreach_copy_") and any(waits.is_pageable(t) for t in given):
+                waits.note("a pageable copy")
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if on_device:
+            written = tree_leaves(args[0]) if name.endswith("_") and args else []
+            waits.put_on_device([*made, *(t for t in written if isinstance(t, torch.Tensor))])
+            waits.put_on_device(t for t in tree_leaves((kwargs or {}).get("out")) if t is not None)
+        elif name == "lift_fresh":
+            waits.put_on_host(made)
+        return out
+
+
+class _Methods(TorchFunctionMode):
+    """What reads a CPU tensor without an op."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and self._waits.is_on_device(args[0]):
+            self._waits.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def host_waits(on_device: Iterable[torch.Tensor], *, refuse: bool = False) -> Iterator[HostWaits]:
+    """Record where the host would wait for a device in whose memory these tensors and all that comes of them are.
+
+    Sees what the calling thread does, and autograd for it.
+
+    Args:
+        on_device: what stands for the device's memory: parameters, inputs, states.
+        refuse: raise AssertionError at the first one.
+    """
+    waits = HostWaits(refuse=refuse)
+    waits.put_on_device(on_device)
+    _recording.append(waits)
+    try:
+        with _Methods(waits), _Ops(waits):
+            yield waits
+    finally:
+        _recording.remove(waits)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, _WRAPPERS) else tensor
+
+
+def _has(storages: dict[int, torch.UntypedStorage], tensor: object) -> bool:
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    pointer = _plain(tensor).untyped_storage().data_ptr()
+    return pointer != 0 and pointer in storages
+
+
+def _has_mask(name: str, args: Any) -> bool:
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
