@@ -107,7 +107,8 @@ class Late:
         return True
 
     def write(self):
-        peer_memory.read_memory(os.getpid(), torch.full((4,), 9.0).data_ptr(), self.address, 16)
+        source = torch.full((4,), 9.0)  # held: freed memory may hold the recycler's pattern
+        peer_memory.read_memory(os.getpid(), source.data_ptr(), self.address, source.nbytes)
 
 
 def a_late_writer_after_a_failure():

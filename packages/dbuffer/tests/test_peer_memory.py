@@ -268,17 +268,23 @@ def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
 
 
 def threads_after(times):
+    before = set(threading.enumerate())  # an earlier test's group may have a thread of its own
+
+    def added():
+        return [t.name for t in threading.enumerate() if t.name == "dbuffer peers" and t not in before]
+
     for _ in range(times):
         peers = peers_of()
         theirs = torch.zeros(SIZE)
         swap(peers, torch.ones(SIZE), [theirs]).wait()
         assert bool(theirs.all())
+        assert added()
         dist.barrier()
         del peers
     deadline = time.monotonic() + 10
-    while any(t.name == "dbuffer peers" for t in threading.enumerate()) and time.monotonic() < deadline:
+    while added() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return [t.name for t in threading.enumerate() if t.name == "dbuffer peers"]
+    return added()
 
 
 def test_the_thread_ends_with_the_connections():
