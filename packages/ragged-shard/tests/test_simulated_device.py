@@ -25,7 +25,10 @@ def test_a_read_on_another_stream_needs_an_event_after_the_write(device):
     side, x = device.new_stream(), torch.zeros(4)
     written = device.record()
     x.add_(1)
-    with device.on(side, (written,)), pytest.raises(RaceError, match=r"read .* stream 2 has no order .* write"):
+    with (
+        device.on(side, (written,)),
+        pytest.raises(RaceError, match=r"read .* stream 2 has no order .* write"),
+    ):
         x.sum()
     with device.on(side):
         x.sum()

@@ -125,12 +125,11 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     specs = [_spec(param, request.blocks) for param in params]
     layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
     geometry = geometry_of(layout, data.shard_rank)
-    offload = request.offload if data.device.type != "cpu" else None
     return GroupPlan(
         data=data,
         dtypes=dtypes,
         precision=request.precision,
-        offload=offload if isinstance(offload, CPUOffloadPolicy) else None,
+        offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
         layout=layout,
         geometry=geometry,
