@@ -62,7 +62,7 @@ def order_on(rank, depth):
                 ("other way", (2, 2), ("shard", "replicate")),
             )
         }
-        axes = {}
+        axes: dict[str, str] = {}
         for name, mesh in meshes.items():
             for axis in mesh.mesh_dim_names:
                 axes.setdefault(mesh.get_group(axis).group_name, f"{name} {axis}")
