@@ -126,6 +126,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def order_mutants(session: nox.Session) -> None:
+    """Take out each wait, event and record in turn: do the tests on the simulated device notice? Takes minutes."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements("block-optim", "fsdp-runtime")))
+    session.run("python", "tools/order_mutants.py", *session.posargs)
+
+
+@nox.session
 def memory(session: nox.Session) -> None:
     """Run dbuffer's and fsdp-runtime's tests so that writes into released memory are found; slow."""
     _prepare(session)

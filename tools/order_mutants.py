@@ -9,14 +9,18 @@ A mutant is a copy of the sources with one call changed:
     x.on(stream, after)                           waits for nothing
     partial(x.wait, event)                        does nothing
 
-Prints a table, and exits with 1 where fewer than 90 % are caught or one that is not has no explanation below.
+The tests run once on sources that note which test makes which of these calls; a mutant gets only the tests that make
+its call. Prints a table, and exits with 1 where fewer than 90 % are caught or one that is not has no explanation below.
 """
 
 import argparse
 import ast
+import builtins
 import contextlib
+import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -43,7 +47,7 @@ TESTS = (
     "packages/block-optim/tests/test_happens_before.py",
 )
 WAITS = ("wait", "wait_on_host", "synchronize")
-CALLED_WAITS = ("wait", "arrive", "returned", "answer")  # results of functions that start something
+CALLED_WAITS = ("wait", "arrive", "returned")  # results of functions that start something
 LIMIT = 150  # seconds for the tests of a mutant
 SHARE = 0.9
 
@@ -71,7 +75,7 @@ class Mutant:
 
 
 class _Change(ast.NodeTransformer):
-    """Finds the calls of a file that can be changed, and changes the one of a number."""
+    """Finds the calls of a file that can be changed, and changes the one of a number; -1: has each noted when made."""
 
     def __init__(self, path: str, number: int | None = None) -> None:
         self.path, self.number = path, number
@@ -101,6 +105,11 @@ class _Change(ast.NodeTransformer):
         number = len(self.found)
         function = ".".join(self._functions)
         self.found.append(Mutant(self.path, node.lineno, function, ast.unparse(node), number))
+        if self.number == -1:
+            note = f"__import__('builtins').note_call({self.path!r}, {number})"
+            return ast.Subscript(
+                ast.Tuple([ast.parse(note, mode="eval").body, node], ast.Load()), ast.Constant(1), ast.Load()
+            )
         return changed if number == self.number else node
 
 
@@ -148,47 +157,68 @@ def _copied() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _caught(mutant: Mutant | None) -> bool:
-    """Whether the tests fail with a mutant; None: with the sources as they are."""
+def _write(folder: Path, path: str, number: int) -> None:
+    """Change one file of a copy."""
+    tree = _Change(path, number).visit(ast.parse((ROOT / "packages" / path).read_text()))
+    (folder / path).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def _tests_of_calls() -> dict[tuple[str, int], list[str]] | None:
+    """For each call, by file and number, the tests that make it; None: the tests fail."""
     with _copied() as folder:
-        if mutant is not None:
-            change = _Change(mutant.path, mutant.number)
-            tree = change.visit(ast.parse((ROOT / "packages" / mutant.path).read_text()))
-            (folder / mutant.path).write_text(ast.unparse(ast.fix_missing_locations(tree)))
-        child = os.fork()
-        if child == 0:
-            _run_tests(folder)
-        end = time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return status != 0
-            time.sleep(0.05)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        return True
+        for path in {mutant.path for mutant in mutants()}:
+            _write(folder, path, -1)
+        notes = folder / "notes.json"
+        if not _passes(folder, list(TESTS), notes, 10 * LIMIT):
+            return None
+        return {(path, number): tests for path, number, tests in json.loads(notes.read_text())}
 
 
-def _run_tests(folder: Path) -> None:
-    """In a child: run the tests on the copy, and leave."""
+def _caught(mutant: Mutant, tests: list[str]) -> bool:
+    """Whether one of the tests fails with a mutant."""
+    if not tests:
+        return False
+    with _copied() as folder:
+        _write(folder, mutant.path, mutant.number)
+        return not _passes(folder, tests, None, LIMIT)
+
+
+def _passes(folder: Path, tests: list[str], notes: Path | None, limit: float) -> bool:
+    """Whether tests pass on a copy, in a child that is ended after so many seconds."""
+    child = os.fork()
+    if child == 0:
+        _run_tests(folder, tests, notes)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _run_tests(folder: Path, tests: list[str], notes: Path | None) -> None:
+    """In a child: run the tests, and leave. Write which test made which calls to `notes`."""
     import pytest
 
+    found: dict[tuple[str, int], dict[str, None]] = {}
+
+    def note_call(path: str, number: int) -> None:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        found.setdefault((path, number), {})[test] = None
+
+    builtins.note_call = note_call  # type: ignore[attr-defined]
     sys.path[:0] = [str(folder / package / "src") for package in PACKAGES]
+    os.chdir(ROOT)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:randomly",
-        f"--rootdir={ROOT}",
-    ]
-    os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in TESTS)])))
+    status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests]))
+    if notes is not None:
+        notes.write_text(json.dumps([(path, number, list(names)) for (path, number), names in found.items()]))
+    os._exit(status)
 
 
 def _import_torch() -> None:
@@ -233,12 +263,14 @@ def main() -> int:
     given = parser.parse_args()
     chosen = [m for m in mutants() if given.only in f"{m.path} {m.function} {m.code}"]
     _import_torch()
-    if _caught(None):
+    tests = _tests_of_calls()
+    if tests is None:
         print("the tests fail without any mutant; run them first", file=sys.stderr)
         return 1
     results: list[tuple[Mutant, bool]] = []
     with ThreadPoolExecutor(given.jobs) as pool:
-        for mutant, found in zip(chosen, pool.map(_caught, chosen), strict=True):
+        asked = [tests.get((mutant.path, mutant.number), []) for mutant in chosen]
+        for mutant, found in zip(chosen, pool.map(_caught, chosen, asked), strict=True):
             results.append((mutant, found))
             print(
                 f"{'caught    ' if found else 'NOT CAUGHT'} {mutant.path}:{mutant.line} {mutant.code}",

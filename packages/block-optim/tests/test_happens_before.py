@@ -1,6 +1,10 @@
 """Optimizers on a simulated device, where an access to memory without an order between streams raises."""
 
+import io
+import pickle
+
 import pytest
+import torch
 from runs import MATRICES, Run
 
 from block_optim import SOAP, Muon, Shampoo
@@ -27,6 +31,23 @@ def test_muons_transfers_and_newton_schulz_have_an_order(layout, normuon):
 def test_refreshes_next_to_the_step_have_an_order(kind, overlap, layout):
     options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "overlap": overlap}
     assert run(kind, layout, shapes=LARGE, lr=0.01, **options) > 500
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_state_dicts_have_an_order_after_a_refresh_next_to_the_step(kind):
+    options = {"shapes": LARGE, "lr": 0.01, "precondition_frequency": 1, "overlap": True}
+    with SimulatedDevice(), simulated_ranks(4):
+        run = Run(kind, "planned", (4,), **options).steps(0, 3)
+        torch.save(run.optimizer.state_dict(), io.BytesIO())
+        run.steps(3, 4)
+        pickle.dumps(run.optimizer)
+        run.steps(4, 5)
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        other = Run(kind, "planned", (4,), **options).steps(0, 3)
+        other.optimizer.load_state_dict(run.optimizer.state_dict())
+        other.steps(3, 5)
+        other.optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(4)))]})
+        other.optimizer.step()
 
 
 def test_a_refresh_that_does_not_wait_for_the_step_races(monkeypatch):

@@ -9,9 +9,9 @@ from runtime_helpers import loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Handle
-from fsdp_runtime import _plan
+from fsdp_runtime import _plan, fully_shard
 from fsdp_runtime._model import member_of
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
 
 
 def hybrid_steps(max_buffers, late_all_reduce, small):
@@ -45,6 +45,47 @@ def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(max_buff
     first, *others = run_ranks(4, hybrid_steps, max_buffers, late_all_reduce, small, timeout=120)
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(first)
     assert all(kinds == first for kinds in others)
+
+
+def order_on(rank, depth):
+    """Which mesh axis each collective of some steps is on, and its bytes, while completions come at random moments."""
+    chance = random.Random(rank)
+    with (
+        SimulatedDevice(completes=lambda: chance.random() < 0.5),
+        simulated_ranks(4, rank=rank) as simulation,
+    ):
+        meshes = {
+            name: init_device_mesh("cpu", shape, mesh_dim_names=names)
+            for name, shape, names in (
+                ("hybrid", (2, 2), ("replicate", "shard")),
+                ("flat", (4,), ("shard",)),
+                ("other way", (2, 2), ("shard", "replicate")),
+            )
+        }
+        axes: dict[str, str] = {}
+        for name, mesh in meshes.items():
+            for axis in mesh.mesh_dim_names:
+                axes.setdefault(mesh.get_group(axis).group_name, f"{name} {axis}")
+        model = seeded(blocks=6)
+        for index, block in enumerate(model.blocks):
+            fully_shard(
+                block, mesh=(meshes["hybrid"], meshes["flat"], meshes["other way"]["shard"])[index % 3]
+            )
+        fully_shard(model, mesh=meshes["hybrid"])
+        model.set_prefetch_depth(depth)
+        model.set_reduce_scatter_max_input_buffers(2)
+        start = len(simulation.calls)
+        for step in range(3):
+            loss_of(model, tokens(step, rank=rank)).backward()
+    return [(axes[group], nbytes) for group, nbytes in simulation.calls[start:]]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+@pytest.mark.parametrize("depth", [1, 3])
+def test_units_on_several_meshes_communicate_in_the_same_order_on_all_ranks(depth):
+    first, *others = [order_on(rank, depth) for rank in range(4)]
+    assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard", "flat shard"}
+    assert all(order == first for order in others)
 
 
 class Recorder:

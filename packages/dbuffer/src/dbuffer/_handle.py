@@ -88,8 +88,11 @@ class Handle:
 
     @property
     def completed(self) -> bool:
-        """Whether the collective itself has completed, so that `wait` is without delay. Does not block."""
-        return self._work is None or compat.is_completed(self._work)
+        """Whether the collective itself has completed, so that `wait` is without delay. Does not block.
+
+        False while a graph is captured, where nobody may ask.
+        """
+        return self._work is None or (not self._layer.capturing and compat.is_completed(self._work))
 
     def wait(self) -> None:
         """Let what follows on the current stream see the result.

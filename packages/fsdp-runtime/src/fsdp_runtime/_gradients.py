@@ -196,6 +196,11 @@ class Gradients:
         ]
         if all_of_them or not missing:
             return missing
+        if self._streams.layer.capturing:
+            raise RuntimeError(
+                f"{[param.name for param in missing]} of {self._name} got no gradient, and a graph cannot look "
+                "at what other ranks contributed; use every parameter, or set_reduce_scatter_unused_params(True)"
+            )
         asked = [p for p in missing if p.sharded.grad is None and views[p.index].numel()]
         largest = compat.largest([views[p.index] for p in asked]) if asked else ()
         return [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN

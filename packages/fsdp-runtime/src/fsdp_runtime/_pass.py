@@ -59,6 +59,19 @@ class Pass:
         layer = self.streams.layer
         layer.wait(layer.record() if event is None else event, self.streams.gather)
 
+    def _check_capture(self, event: Any) -> None:
+        """Raise where a graph cannot capture this model's pass."""
+        if event is not None:
+            raise RuntimeError(
+                "set_post_optim_event: a graph cannot wait for an event from before its capture"
+            )
+        for unit in self.units:
+            if any(group.plan.offload is not None for group in unit.groups):
+                raise RuntimeError(
+                    f"{unit.name} is offloaded: its optimizer runs on the CPU, which a graph cannot capture; "
+                    "shard without offload_policy"
+                )
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def is_begun_by(self, unit: Unit, module: nn.Module) -> bool:
@@ -72,6 +85,8 @@ class Pass:
             self.reset()  # the pass before was cut off by an exception
         with label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
+            if self.streams.layer.capturing:
+                self._check_capture(event)
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None

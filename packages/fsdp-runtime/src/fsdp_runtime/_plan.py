@@ -157,11 +157,6 @@ def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> 
     return all(policy.select(param.name, param.example, place.module) for place in param.places)
 
 
-def _offload(request: "Request") -> CPUOffloadPolicy | None:
-    offload = request.offload if request.data.device.type != "cpu" else None
-    return offload if isinstance(offload, CPUOffloadPolicy) else None
-
-
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
     """Plan where parameters of one dtype lie.
 
@@ -177,7 +172,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         data=data,
         dtypes=dtypes,
         precision=request.precision,
-        offload=_offload(request),
+        offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
         wire=policy.wire(shared) if policy is not None and selected else None,
         shares_amax=shared,

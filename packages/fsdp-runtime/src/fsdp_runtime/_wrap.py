@@ -120,7 +120,8 @@ def fully_shard(
         _check_placements(found, shard_placement_fn)
     neighbors = None if count is None else data.neighbors(count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
-    request = Request(data, mp_policy, offload_policy, block_policy, transport, planner, quantize)
+    offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
+    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize)
     check_quantized([one.param for one in found], request)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))

@@ -19,17 +19,14 @@ class DeviceLayer:
     Attributes:
         device: with its index, where the kind of device has one.
         asynchronous: whether work is queued on streams, so that events mean something.
+        capturing: whether work is recorded into a graph, so that the CPU may neither wait for the device nor ask it.
     """
 
     asynchronous = False
+    capturing: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def capturing(self) -> bool:
-        """Whether work is recorded into a graph now, so that the CPU may neither wait for the device nor ask it."""
-        return False
 
     def new_stream(self, priority: int = 0) -> Any:
         """A new stream, or None on CPU. A lower priority number runs earlier."""
@@ -76,7 +73,7 @@ class StreamLayer(DeviceLayer):
     asynchronous = True
 
     @property
-    def capturing(self) -> bool:
+    def capturing(self) -> bool:  # type: ignore[override]  # a plain attribute on CPU, where it is asked often
         """Whether the current stream records into a graph."""
         return compat.is_capturing(self.current_stream())
 

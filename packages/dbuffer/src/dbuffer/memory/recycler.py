@@ -79,8 +79,12 @@ class Recycler:
     stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
     use of a block has always completed.
 
+    All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
+    stream that it was allocated on, so blocks of another stream would stand next to the activations' peak.
+
     Attributes:
         device: where the blocks are, with index.
+        home: the stream from whose pool blocks come. None: the one that is current when memory is asked for.
 
     Args:
         device: where the blocks are.
@@ -91,6 +95,7 @@ class Recycler:
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
         self._layer = device_layer(device)
         self.device = self._layer.device
+        self.home: Any = None
         self._lean = lean
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
@@ -130,11 +135,24 @@ class Recycler:
             return
         if self._lean:
             self.trim()
-        self._layer.resize(storage, nbytes)
+        if self._layer.asynchronous:
+            self._homes[storage] = self._resize_at_home(storage, nbytes)
+        else:
+            self._layer.resize(storage, nbytes)
+            self._homes[storage] = None
         check_aligned(storage.data_ptr())
-        self._homes[storage] = self._layer.current_stream() if self._layer.asynchronous else None
         self._allocations += 1
         self._peak = max(self._peak, self._lent() + self._parked_bytes)
+
+    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
+        """Allocate in the home stream's pool, for use on the current stream. Returns the home stream."""
+        layer, here = self._layer, self._layer.current_stream()
+        home = here if self.home is None else self.home
+        with layer.on(home, ()):
+            layer.resize(storage, nbytes)
+            allocated = layer.record()
+        layer.wait(allocated)  # what had the memory before was queued there
+        return home
 
     def take_back(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty. The current stream must be behind the last use of its memory."""
@@ -201,6 +219,10 @@ class DebugRecycler(Recycler):
         self._watched_bytes = 0
 
     def _park(self, block: _Block, nbytes: int) -> None:
+        if self._layer.capturing:
+            raise RuntimeError(
+                f"{DEBUG_VARIABLE} waits for the device, which a graph cannot capture; unset it"
+            )
         self._layer.synchronize()
         _bytes_of(block.storage).fill_(_POISON)
         self._watched.append(block)

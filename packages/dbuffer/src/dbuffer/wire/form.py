@@ -100,22 +100,22 @@ class CastOnWire:
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """One that needs no memory."""
-        return _Cast(gathered)
+        return _Cast(gathered, recycler.device)
 
 
 class _Cast:
     decodes = False
     scratch: Sequence[Scratch] = ()
 
-    def __init__(self, gathered: GatheredMemory) -> None:
-        self._own, self._raw = gathered.own, gathered.raw
+    def __init__(self, gathered: GatheredMemory, device: torch.device) -> None:
+        self._own, self._raw, self._device = gathered.own, gathered.raw, device
         self._sent: Flats = ()  # by the last gather
         self._pairs: Pairs = []
 
     def encode(self, shards: Flats) -> Pairs:
         """Send the shards themselves, or their casts in this rank's slices."""
         own = self._own
-        if shards[0].dtype == own[0].dtype and shards[0].device == own[0].device:
+        if shards[0].dtype == own[0].dtype and shards[0].device == self._device:
             sent = shards
         else:
             compat.copy(own, shards, non_blocking=True)

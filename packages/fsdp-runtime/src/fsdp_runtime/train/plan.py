@@ -33,6 +33,8 @@ from .systems import Runtime, wrap_order
 from .timeline import Buffers, Replay, record
 from .trainer import MEASURED_STEP, losses_of, model_config
 
+_PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -79,6 +81,14 @@ class MemoryPlan:
         Half-way between the bounds: where in the next unit's backward a reduction ends is a matter of the wire.
         """
         return sum(self.bounds) // 2
+
+    @property
+    def reserved(self) -> int:
+        """An estimate of what CUDA's caching allocator reserves: the later bound in whole pieces of 2 MiB.
+
+        Gathered memory and activations share one pool. Fragmentation, and what NCCL and libraries hold, is not counted.
+        """
+        return -(-self.bounds[1] // _PIECE) * _PIECE
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -264,6 +274,7 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("temporaries of the optimizer's step", plan.optimizer_step),
         ("peak if reductions are over at once", plan.bounds[0]),
         ("peak if they take the next unit's backward", plan.bounds[1]),
+        ("reserved on CUDA, at least (an estimate)", plan.reserved),
         ("expected peak, half-way", plan.peak),
         ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
         ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),

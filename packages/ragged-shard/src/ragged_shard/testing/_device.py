@@ -165,7 +165,7 @@ class SimulatedDevice(StreamLayer):
     # -- the layer --------------------------------------------------------------------------------------------------
 
     @property
-    def capturing(self) -> bool:
+    def capturing(self) -> bool:  # type: ignore[override]
         """Whether the current stream takes part in a capture."""
         return bool(self.current_stream().capture)
 
@@ -255,6 +255,7 @@ class SimulatedDevice(StreamLayer):
         home = self.current_stream()
         block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned)
         self._blocks[block.address] = block
+        self._outside.discard(block.address)
         if not on_host:
             time = self._tick(home)
             block.accesses.append(
@@ -310,12 +311,18 @@ class SimulatedDevice(StreamLayer):
         return time
 
     def run(
-        self, op: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], waits: bool
+        self,
+        op: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        waits: bool,
+        to_device: bool = False,
     ) -> None:
         """Check one op's accesses.
 
         Args:
             waits: whether the host waits for it where it uses memory of both.
+            to_device: whether it copies to new memory of the device.
         """
         with self._lock:
             given = [(t, False) for t in reads] + [(t, True) for t in writes]
@@ -323,12 +330,12 @@ class SimulatedDevice(StreamLayer):
             if not found:
                 return
             on_host = [block.on_host for _, _, block in found]
-            mixed = any(on_host) and not all(on_host)
+            mixed = any(on_host) and (to_device or not all(on_host))
             waits = waits or any(block.on_host and not block.pinned for _, _, block in found)
             stream = self.current_stream()
             if mixed and waits:
                 self.refuse_in_capture(f"waits for {op}, a copy that is pageable or blocking,")
-            if all(on_host):
+            if all(on_host) and not to_device:
                 self.refuse_in_capture(f"runs {op}")
                 stream = SimulatedStream(_HOST, "the host", self.host)
             what = f"{op} at {where()}"
@@ -387,17 +394,26 @@ class _Stamp(TorchDispatchMode):
             r.alias_info and not r.alias_info.is_write for r in schema.returns
         )
         if not is_view and func.namespace == "aten" and not makes_room(func):
-            device.run(str(func), reads, writes, not is_non_blocking(schema, args, kwargs))
+            waits = not is_non_blocking(schema, args, kwargs)
+            device.run(str(func), reads, writes, waits, self._to_device(kwargs))
         result = func(*args, **kwargs)
         if not is_view:
-            self._see_results(func, result, reads + writes, pinned)
+            self._see_results(func, result, reads + writes, pinned, self._to_device(kwargs))
         return result
 
-    def _see_results(self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool) -> None:
+    def _to_device(self, kwargs: Any) -> bool:
+        """Whether the device was asked for, where its name is not the CPU's."""
+        device = self._device.device
+        return bool(device != torch.device("cpu") and kwargs.get("device") == device)
+
+    def _see_results(
+        self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool, to_device: bool
+    ) -> None:
         device = self._device
         known = {t.untyped_storage().data_ptr() for t in given}
         blocks = [device.block_of(t.untyped_storage()) for t in given]
-        on_host = pinned or (any(blocks) and all(block.on_host for block in blocks if block))
+        all_on_host = any(blocks) and all(block.on_host for block in blocks if block)
+        on_host = pinned or (all_on_host and not to_device)
         made = []
         for tensor in tensors_in(result):
             if tensor.untyped_storage().data_ptr() not in known:

@@ -52,6 +52,7 @@ class Simulation:
         collectives: as for `simulated_ranks`.
         network: may be exchanged at any time.
         received: bytes that this rank would have received from others so far.
+        calls: the collectives so far: the process group's name, and the bytes received.
     """
 
     world_size: int
@@ -59,6 +60,7 @@ class Simulation:
     collectives: Collectives
     network: Network
     received: float = 0.0
+    calls: list[tuple[str, float]] = field(default_factory=list)
     _streams: dict[DeviceLayer, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
     def stream(self, layer: DeviceLayer) -> tuple[Any, float]:
@@ -145,6 +147,7 @@ class SimulatedGroup(_ProcessGroup):
                 f"a collective on {self._size} simulated ranks, which cannot communicate (collectives='refuse')"
             )
         simulation.received += received
+        simulation.calls.append((self._name, received))
         if simulation.collectives == "skip":
             return SimulatedWork(results)
         layer = device_layer(results[0].device) if results and not results[0].is_meta else None
