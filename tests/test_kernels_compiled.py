@@ -24,7 +24,7 @@ MOST = {
 EVERYWHERE = list(MOST)[:4]  # one of each kernel and of each way to hold a tile
 CHOSEN = [(name, arch) for arch in ARCHITECTURES for name in (MOST if arch == 90 else EVERYWHERE)]
 MOST_REGISTERS = {"tile:128x128 fp32": 168}
-# Of an H200's bandwidth, estimated: 1.3 times the memory's time for 8 bits (1.4 where tiles lie next to each other), 1.1
+# Of an H200's bandwidth, estimated: 1.3 times the memory's time for 8 bits, 1.4 where tiles lie next to each other, 1.1
 # times for fp32 moments.
 LEAST_SHARE = {
     "elements:256 fp32": 0.9,
