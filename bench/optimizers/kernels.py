@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
 """block-optim: what its Triton kernels compile to, without a GPU, and how fast that could be.
 
 python -m bench kernels [--arch 90] [NAME ...]
