@@ -135,7 +135,7 @@ def check_quantized(params: Sequence[ManagedParam[Any]], request: Request) -> No
     policy = request.quantize
     if policy is None:
         return
-    if policy.weights is not None and _offload(request) is not None:
+    if policy.weights is not None and isinstance(request.offload, CPUOffloadPolicy):
         raise ValueError(
             "quantize: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy keeps their "
             "shards elsewhere. Leave one of the two out"

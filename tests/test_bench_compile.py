@@ -1,0 +1,32 @@
+"""torch.compile of sharded models: the losses of eager, in as many graphs as with FSDP2."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.counts import compile as compiled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, on importing inductor
+    # Dynamo looks at the gradient of every input, also of those that are no leaves.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+eager = functools.cache(lambda system: compiled.train(system, None)["losses"])
+
+
+@pytest.mark.parametrize("how", compiled.HOW)
+def test_a_compiled_model_has_the_losses_of_eager_and_the_graphs_of_fsdp2(how):
+    ours, fsdp2 = (compiled.train(system, how) for system in ("ours", "fsdp2"))
+    assert compiled.agree(ours["losses"], eager("ours"))
+    assert ours["graphs"] == fsdp2["graphs"] > 0
+    assert ours["breaks"] == fsdp2["breaks"]
+
+
+def test_inductor_gives_the_losses_of_eager():
+    found = compiled.train("ours", "blocks, after", "inductor")
+    assert compiled.agree(found["losses"], eager("ours"))
+    assert found["graphs"] > 0
