@@ -140,7 +140,7 @@ def memory(session: nox.Session) -> None:
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
     environment = {"DBUFFER_DEBUG_MEMORY": "1"}
     if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's own checks need it from 2.34 on
-        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"}
+        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
     else:
         session.warn("no libc_malloc_debug here: only dbuffer's own memory is checked")
     tests = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]

@@ -15,11 +15,13 @@ class Backward:
     Attributes:
         waiting: the units with gradients that no reduction has taken.
         is_last: whether the end of backward waits for all reductions and shows the gradients.
+        by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.is_last = True
+        self.by_hand = False
         self.max_reductions = 1
         self.waiting: set[Unit] = set()
         self._streams = streams

@@ -14,6 +14,7 @@ from typing_extensions import deprecated
 from . import _hooks
 from ._custom_comm import checked, gathering_by, reducing_by
 from ._model import Member, member_of
+from ._pass import Pass
 from ._scaling import AllReduceHook
 from ._torch_state import StateForTorch
 from ._unit import Unit
@@ -43,6 +44,19 @@ class UnshardHandle(fsdp.UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.unshard()
+
+
+class GradientReductionHandle:
+    """Reductions under way; from `FSDPModule.finalize_backward(async_op=True)`."""
+
+    def __init__(self, passes: Pass) -> None:
+        self._passes: Pass | None = passes
+
+    def wait(self) -> None:
+        """Wait for the reductions (on CUDA: make the current stream wait) and show the gradients."""
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes.publish()
 
 
 class FSDPModule(fsdp.FSDPModule):
@@ -96,19 +110,55 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             RuntimeError: this is not the root.
         """
-        member = _member(self)
-        if not member.unit.root:
-            raise RuntimeError(
-                f"{member.unit.name}: reset_iter_state must be called on the root module, the outermost that "
-                "fully_shard was called on"
-            )
-        member.passes.reset()
+        _root(self, "reset_iter_state").passes.reset()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends the step: then it waits for all reductions and shows the gradients."""
         _member(self).passes.backward.is_last = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether `finalize_backward` ends a step, whatever `set_is_last_backward` says.
+
+        Torch's pipelining calls it from torch 2.15 on.
+
+        Raises:
+            RuntimeError: this is not the root, or a backward is under way.
+        """
+        passes = _root(self, "set_manual_backward_finalization").passes
+        if passes.in_backward and enabled != passes.backward.by_hand:
+            raise RuntimeError("set_manual_backward_finalization cannot change during a backward")
+        passes.backward.by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End a step after all its backwards: reduce what they left, reshard, and show the gradients.
+
+        Gradients that a schedule wrote past autograd's hooks are taken too. Communicates one reduction for each unit
+        whose gradients wait, as the end of backward does.
+
+        Args:
+            async_op: return a handle when the reductions are under way; its `wait` comes before the gradients are read.
+
+        Raises:
+            RuntimeError: this is not the root, `set_manual_backward_finalization(True)` was not called, or a backward
+                is under way.
+        """
+        passes = _root(self, "finalize_backward").passes
+        if not passes.backward.by_hand:
+            raise RuntimeError(
+                "finalize_backward: call set_manual_backward_finalization(True) before forward"
+            )
+        if passes.in_backward:
+            raise RuntimeError("finalize_backward: call it after the backward, not inside it")
+        for unit in reversed(passes.units):
+            passes.leave_backward_by_hand(unit)
+        passes.finish_backward()
+        handle = GradientReductionHandle(passes)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype."""
@@ -364,6 +414,16 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 
 def _change_reduction(unit: Unit, **changes: Any) -> None:
     unit.configure(reduction=replace(unit.options.reduction, **changes))
+
+
+def _root(module: FSDPModule, method: str) -> Member:
+    member = _member(module)
+    if not member.unit.root:
+        raise RuntimeError(
+            f"{member.unit.name}: {method} must be called on the root module, the outermost that "
+            "fully_shard was called on"
+        )
+    return member
 
 
 def _listed(modules: Iterable[Any]) -> tuple[Unit, ...]:

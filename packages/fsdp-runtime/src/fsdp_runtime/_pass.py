@@ -218,10 +218,14 @@ class Pass:
             if self._has_work_left(unit):
                 self.leave_backward(unit)
         self._left_backward.clear()
-        if self.backward.is_last:
-            self.backward.finish()
-            self._left = []
-            recycler.trim()  # the optimizer has the memory to itself
+        if self.backward.is_last and not self.backward.by_hand:
+            self.publish()
+
+    def publish(self) -> None:
+        """Wait for the reductions of a step and show the gradients."""
+        self.backward.finish()
+        self._left = []
+        self.streams.recycler.trim()  # the optimizer has the memory to itself
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
