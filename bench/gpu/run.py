@@ -48,7 +48,8 @@ class Piece:
 def pieces(gpus: int, dry: bool) -> list[Piece]:
     """What to run, the most telling first."""
     device, precision = ("cpu", "float32") if dry else ("cuda", "bfloat16")
-    base = {"device": device, "precision": precision, "rounds": 2 if dry else 6, "steps": 1 if dry else 3}
+    rounds_and_steps = {"rounds": 2, "steps": 1} if dry else {"rounds": 6, "steps": 3}
+    base: dict[str, Any] = {"device": device, "precision": precision, **rounds_and_steps}
     dense, stacked = ("tiny", "tiny-moe") if dry else ("gpu-dense", "gpu-stacked")
     everyone = ["plain", "ours", "fsdp2", "ddp", "fsdp1"]
     request = {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone}

@@ -2,6 +2,7 @@
 
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_a_snapshot_is_freed_when_its_job_has_completed(kind):
     params = [parameter((16, 8)), parameter((12, 20))]
     options = {"max_preconditioner_dim": 16, "precondition_frequency": 2, "stagger": False}
     optimizer = kind(params, lr=0.1, overlap=True, **options)
-    worker = optimizer._worker = Watched()
+    worker: Any = Watched()
+    optimizer._worker = worker
     for _ in range(5):
         for p in params:
             p.grad = torch.randn_like(p)
@@ -59,7 +61,8 @@ def test_a_snapshot_is_freed_when_its_job_has_completed(kind):
 
 
 def test_results_of_a_skipped_step_are_dropped_and_errors_are_raised():
-    worker, committed = Worker(CPU), []
+    committed: list[list[int]] = []
+    worker = Worker(CPU)
     worker.submit([lambda: 1, lambda: 2], committed.append)
     worker.drop()
     worker.finish()
@@ -67,6 +70,7 @@ def test_results_of_a_skipped_step_are_dropped_and_errors_are_raised():
     worker.submit([lambda: 3], committed.append)
     worker.finish()
     assert committed == [[3]]
-    worker.submit([lambda: 1 / 0], committed.append)
+    failing: list[Any] = [lambda: 1 / 0]
+    worker.submit(failing, committed.append)
     with pytest.raises(ZeroDivisionError):
         worker.finish()

@@ -1,5 +1,7 @@
 """On a device no part of a training step waits for it. Found on the CPU, whose memory stands for the device's."""
 
+from typing import Any
+
 import pytest
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
@@ -17,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*returned a view"),  # F.linear does under a mode
 ]
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {},
     "blocks": {"block_policy": lambda name, p: Rows(3)},
     "mixed precision": {

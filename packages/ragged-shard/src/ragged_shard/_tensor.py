@@ -58,7 +58,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         return wrapper
 
     @staticmethod
-    def from_local(  # type: ignore[override]  # a ragged tensor needs the global shape
+    def from_local(
         local: torch.Tensor,
         device_mesh: DeviceMesh,
         placements: Sequence[Placement],
@@ -124,7 +124,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         wrapper._sharding = sharding
         return wrapper
 
-    @overload  # type: ignore[override]  # a handle with async_op; no dtypes
+    @overload
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = ...,
@@ -228,17 +228,17 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
                 f"{type(value).__name__}; distribute it first with ragged_shard.distribute_like"
             )
         _DATA.__set__(self, value)  # torch's setter exchanges shape and dtype only
-        self._local_tensor = value._local_tensor  # a slot of the base class
+        self._local_tensor = value._local_tensor  # type: ignore[misc]  # a slot of the base class
         self._sharding = value._sharding
-        self._spec = value._sharding.spec(value._local_tensor.dtype)
+        self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return HANDLERS[func](func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RaggedDTensor({self._sharding}, local={self._local_tensor})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":

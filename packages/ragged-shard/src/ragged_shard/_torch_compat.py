@@ -7,7 +7,7 @@ Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as 
 replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,10 +64,7 @@ class EqualToDTensor(type(torch.Tensor)):  # type: ignore[misc]
 # What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
 IMPORTED_LATE = ("torch._dynamo",)
 
-if TYPE_CHECKING or SUBCLASSES_DTENSOR:  # noqa: SIM108  # mypy reads the branch
-    BASE_CLASS = DTensor
-else:
-    BASE_CLASS = TensorWrapper
+BASE_CLASS: Any = DTensor if SUBCLASSES_DTENSOR else TensorWrapper
 
 
 class RaggedSpec(DTensorSpec):
