@@ -295,7 +295,8 @@ class DBuffer:
         """
         if self.memory.in_flight is not None:
             self.memory.check_idle("release")
-        self.memory.encoder.kept()
+        if self.memory.encoder.decodes:
+            self.memory.encoder.kept()
         self.memory.gathered.release()
 
     def shrink(self, group: dist.ProcessGroup) -> None:

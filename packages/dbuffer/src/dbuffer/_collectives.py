@@ -195,10 +195,7 @@ class ReduceScatter:
             for memory in self._memories
         ]
         for memory, there, sums in zip(self._memories, straight, self._exchange.sums(straight), strict=True):
-            if memory.spec.offloaded:
-                _store_offloaded(memory, sums, memory.geometry.gaps_in(sums), accumulate, scale)
-            else:
-                _store(memory, sums, there, accumulate, scale)
+            _store(memory, sums, there, accumulate, scale)
 
     def _send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Work | None:
         if self._size == 1:
@@ -210,22 +207,18 @@ class ReduceScatter:
     def _store(self) -> None:
         for memory in self._memories:
             straight = not (memory.spec.casts or memory.spec.offloaded) and (self._size > 1 or memory.aliased)
-            self._bring(memory, straight, False)
+            _store(memory, memory.gathered.own, straight, False, self._scale)
 
     def _add(self) -> None:
         for memory in self._memories:
-            self._bring(memory, False, True)
-
-    def _bring(self, memory: BufferMemory, straight: bool, accumulate: bool) -> None:
-        own = memory.gathered.own
-        if memory.spec.offloaded:
-            _store_offloaded(memory, own, memory.gathered.own_gaps, accumulate, self._scale)
-        else:
-            _store(memory, own, straight, accumulate, self._scale)
+            _store(memory, memory.gathered.own, False, True, self._scale)
 
 
 def _store(memory: BufferMemory, own: Flats, straight: bool, accumulate: bool, scale: float) -> None:
     """Bring the reduced slice into the shard: no kernel, or one; and zero its padding."""
+    if memory.spec.offloaded:
+        _store_offloaded(memory, own, accumulate, scale)
+        return
     shard = memory.shard.flats
     if accumulate:
         compat.add(shard, own, alpha=scale)
@@ -240,11 +233,11 @@ def _store(memory: BufferMemory, own: Flats, straight: bool, accumulate: bool, s
         compat.zero(memory.shard.gaps)
 
 
-def _store_offloaded(
-    memory: BufferMemory, own: Flats, gaps: list[torch.Tensor], accumulate: bool, scale: float
-) -> None:
+def _store_offloaded(memory: BufferMemory, own: Flats, accumulate: bool, scale: float) -> None:
     """Copy the reduced slice to a shard on the CPU; an addition there needs it at once."""
     shard = memory.shard.flats
+    gathered = memory.gathered
+    gaps = gathered.own_gaps if own is gathered.own else memory.geometry.gaps_in(own)
     compat.zero(gaps)  # before it travels: the copy may come later
     if scale != 1.0:
         compat.scale(own, scale)

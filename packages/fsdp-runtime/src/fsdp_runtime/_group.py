@@ -234,7 +234,7 @@ class Group:
 
     def forget_codes(self) -> None:
         """Quantize the parameters again before the next gather: an optimizer may have written to them."""
-        if self.buffer is not None and self.plan.wire is not None:
+        if self.buffer is not None:
             self.buffer.forget_encoding()
 
     # -- staleness --------------------------------------------------------------------------------------------------

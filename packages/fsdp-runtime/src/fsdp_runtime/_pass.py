@@ -13,6 +13,7 @@ from torch import nn
 
 from . import _torch_compat as compat
 from ._backward import Backward
+from ._group import Group
 from ._labels import label
 from ._schedule import Schedule
 from ._streams import Streams
@@ -90,10 +91,14 @@ class Pass:
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None
+            quantized: list[Group] = []
             for unit in self.units:
                 unit.prepare()
+                if unit.quantized:
+                    quantized += unit.groups
             self._gathers_follow(event)
-            share_amax([group for unit in self.units for group in unit.groups], self.streams, _AT_ONCE)
+            if quantized:
+                share_amax(quantized, self.streams, _AT_ONCE)
             self._root = root
             self._order = self._forward.setdefault(root, Schedule())
             self._order.begin()

@@ -130,11 +130,10 @@ class Request:
     quantize: QuantizationPolicy | None
 
 
-def check_quantized(params: Sequence[ManagedParam[Any]], request: Request) -> None:
+def check_quantized(
+    params: Sequence[ManagedParam[Any]], request: Request, policy: QuantizationPolicy
+) -> None:
     """Raise ValueError, naming the parameter or option, where one cannot travel as asked."""
-    policy = request.quantize
-    if policy is None:
-        return
     if policy.weights is not None and isinstance(request.offload, CPUOffloadPolicy):
         raise ValueError(
             "quantize: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy keeps their "
@@ -150,11 +149,11 @@ def check_quantized(params: Sequence[ManagedParam[Any]], request: Request) -> No
             raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
 
 
-def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> bool:
+def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
     """Whether a policy quantizes a parameter: it selects it wherever it is used."""
-    if policy is None or not policy.selects:
-        return False
-    return all(policy.select(param.name, param.example, place.module) for place in param.places)
+    return policy.selects and all(
+        policy.select(param.name, param.example, place.module) for place in param.places
+    )
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
@@ -165,8 +164,13 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     """
     data, policy = request.data, request.quantize
     dtypes = dtypes_for(params[0].dtype, request.precision)
-    selected = is_selected(params[0], policy)
-    layout, shared = _lay_out(params, request, dtypes, policy if selected else None)
+    selected = policy is not None and is_selected(params[0], policy)
+    shared = False
+    if policy is not None and selected:
+        layout, shared = _lay_out(params, request, dtypes, policy)
+    else:
+        specs = [_spec(param, request.blocks, None) for param in params]
+        layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
     geometry = geometry_of(layout, data.shard_rank)
     return GroupPlan(
         data=data,
@@ -184,18 +188,16 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
 
 
 def _lay_out(
-    params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes, policy: QuantizationPolicy | None
+    params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes, policy: QuantizationPolicy
 ) -> tuple[Layout, bool]:
-    """The layout of parameters that a policy quantizes, or of others (None); and whether it may cut tiles."""
-    weights = None if policy is None else policy.weights
+    """The layout of parameters that a policy quantizes; and whether it may cut tiles."""
+    weights = policy.weights
     align = _ALIGNMENT if weights is not None else max(8, _ALIGNMENT // dtypes.narrowest)
 
-    def planned(rows: int | None) -> Layout:
+    def planned(rows: int) -> Layout:
         specs = [_spec(param, request.blocks, rows) for param in params]
         return request.planner(specs, request.data.shard_size, align=align)
 
-    if policy is None:
-        return planned(None), False
     if weights is None or not weights.shares_amax:
         return planned(1), False
     if policy.cut == "shared":

@@ -128,7 +128,8 @@ class Reduction:
                 self._event
             )  # the optimizer on the CPU reads what a copy from the device wrote
         for group, memory, used in zip(self.groups, self._memories, self._used, strict=True):
-            group.forget_codes()
+            if group.plan.wire is not None:
+                group.forget_codes()
             if not group.gradients.partial:
                 group.gradients.publish(memory, used, all_unused=self._unused)
 

@@ -93,6 +93,7 @@ class Unit:
         data, mp_policy: of `fully_shard`.
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
+        quantized: whether a policy says what of it travels quantized.
         groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
@@ -115,6 +116,7 @@ class Unit:
         self.groups: list[Group] = []
         self.around_others = False
         self.root = True
+        self.quantized = request.quantize is not None
         self._request = request
         self._neighbors = neighbors  # to gather from again after forward
         self._streams = streams
@@ -175,8 +177,9 @@ class Unit:
         self._forget_calls()
         kinds: dict[tuple[torch.dtype, bool, int, bool], list[Param]] = {}
         children = children_of(params) if around_others else {}
+        policy = self._request.quantize
         for param in params:
-            selected = is_selected(param, self._request.quantize)
+            selected = policy is not None and is_selected(param, policy)
             kind = (param.dtype, param.requires_grad, children.get(param.name, 0), selected)
             kinds.setdefault(kind, []).append(param)
         for members in kinds.values():
@@ -264,7 +267,7 @@ class Unit:
             if calls is None:
                 calls = self._gathers[key] = self._gathers_of(absent)
             stream = self._streams.gather
-            if share_amax(absent, self._streams, after):
+            if self.quantized and share_amax(absent, self._streams, after):
                 after = ()
             for call in calls:
                 self._handles.append(call.start(stream, after))

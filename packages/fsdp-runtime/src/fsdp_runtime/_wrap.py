@@ -122,7 +122,8 @@ def fully_shard(
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize)
-    check_quantized([one.param for one in found], request)
+    if quantize is not None:
+        check_quantized([one.param for one in found], request, quantize)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
