@@ -1,10 +1,15 @@
 """Ten steps on 1 to 4 ranks end where one process ends, and where FSDP2 ends, for each feature of each model."""
 
 import pytest
+import torch
 from parity_matrix import TESTED, runs_of
 from parity_runs import Report, Run, compare_all
 
 from ragged_shard.testing import run_ranks
+
+
+# FSDP2 of torch 2.13; that of 2.15 adds up low-precision microbatches otherwise, and is compared by its numbers alone.
+SUMS_ALIKE = torch.__version__ < (2, 14)
 
 
 def problems(run: Run, report: Report) -> list[str]:
@@ -34,5 +39,6 @@ def test_ten_steps_end_where_one_process_and_fsdp2_end(model: str, ranks: int) -
     runs = runs_of(model, ranks)
     reports = run_ranks(ranks, compare_all, runs, timeout=280)[0]
     if ranks <= 2:  # a sum of two is the same in either order
-        assert [str(run) for run, report in zip(runs, reports, strict=True) if not report.same_bits] == []
+        differing = [run for run, report in zip(runs, reports, strict=True) if not report.same_bits]
+        assert [str(run) for run in differing if SUMS_ALIKE or not (run.low and run.microbatches > 1)] == []
     assert not [text for run, report in zip(runs, reports, strict=True) for text in problems(run, report)]
