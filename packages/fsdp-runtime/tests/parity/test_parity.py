@@ -7,7 +7,6 @@ from parity_runs import Report, Run, compare_all
 
 from ragged_shard.testing import run_ranks
 
-
 # FSDP2 of torch 2.13; that of 2.15 adds up low-precision microbatches otherwise, and is compared by its numbers alone.
 SUMS_ALIKE = torch.__version__ < (2, 14)
 
