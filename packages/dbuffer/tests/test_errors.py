@@ -101,7 +101,7 @@ def build_with(name, value):
         ("dtype", torch.complex64, ValueError, "dtype torch.complex64: buffers hold real numbers"),
         ("dtype", "float32", ValueError, "dtype float32"),
         ("full_dtype", torch.bool, ValueError, "dtype torch.bool"),
-        ("device", "meta", ValueError, "device meta: buffers live on cpu or cuda"),
+        ("device", "meta", ValueError, "device meta: expected cpu or the accelerator"),
         ("shard_dim", "tp", ValueError, "shard_dim 'tp' is not among"),
         ("shard_dim", 1, ValueError, "shard_dim 1 is out of range"),
         ("replicate_dim", 0, ValueError, "name each axis once"),

@@ -272,12 +272,12 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("activations and temporaries, at most", plan.activations),
         ("the last three together, at most", plan.pass_peaks[1]),
         ("temporaries of the optimizer's step", plan.optimizer_step),
+        ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
+        ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),
         ("peak if reductions are over at once", plan.bounds[0]),
         ("peak if they take the next unit's backward", plan.bounds[1]),
         ("reserved on CUDA, at least (an estimate)", plan.reserved),
         ("expected peak, half-way", plan.peak),
-        ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
-        ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),
     ]
     return [*lines, "", *(f"{text + ':':<48}{_mb(nbytes):>12} MB" for text, nbytes in held)]
 
