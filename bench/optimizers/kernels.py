@@ -37,6 +37,7 @@ HEAD = [
 ]  # fmt: skip
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z0-9_.]+)(.*?);")
 _ACCESS = re.compile(r"(?:LDG|STG)\.")
+_ASSEMBLY = re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Facts:
         usual: instructions on the usual path by name, loops as often as they run.
         accesses: how many loads and stores of global memory have a width in bytes.
         stored: the same of stores alone.
-        fused, flushed: multiply-adds, and operations that flush denormals, in the PTX.
+        fused, flushed: multiply-adds, and operations that flush denormals, in the PTX outside inline assembly.
     """
 
     registers: int
@@ -186,6 +187,7 @@ def read(cubin: bytes, ptx: str, loops: int) -> Facts:
     while code[-1].op == "NOP":
         code.pop()
     accesses = [i.op for i in code if _ACCESS.match(i.op)]
+    ptx = _ASSEMBLY.sub("", ptx)
     return Facts(
         int(usage[1]),
         int(usage[2]),

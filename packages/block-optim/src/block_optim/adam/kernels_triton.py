@@ -103,13 +103,22 @@ def _store(
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x, rounded correctly: `tl.div_rn` would take a whole division."""
+    """1 / x, rounded correctly, of NaN and of numbers from 2**-126 to 2**126: `rcp.rn` less its path for others."""
     if INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
         return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+            """
+            {
+            .reg .f32 y, e, n;
+            rcp.approx.ftz.f32 y, $1;
+            neg.f32 n, $1;
+            fma.rn.f32 e, n, y, 0f3F800000;
+            fma.rn.f32 $0, y, e, y;
+            }
+            """,
+            "=&f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -182,8 +191,38 @@ def _largest(magnitude):
 
 @triton.jit
 def _root(v):
-    """v / sqrt(v) as the CPU gets it: its plain square root is not rounded correctly everywhere."""
-    return _reciprocal(tl.sqrt_rn(v)) * v
+    """v / sqrt(v) as the CPU gets it: its plain square root is not rounded correctly everywhere.
+
+    Of NaN and of numbers from SQUARE_MIN to SQUARE_MAX: `sqrt.rn` and `rcp.rn` less their paths for others. Numbers
+    below 2**-100, whose residual would be denormal, are scaled by 2**24 and their roots by 2**-12.
+    """
+    if INTERPRETED:
+        return tl.div_rn(1.0, tl.sqrt_rn(v)) * v
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred small;
+            .reg .f32 x, y, g, h, n, r, s, e;
+            setp.lt.f32 small, $1, 0f0D800000;
+            mov.f32 x, $1;
+            @small mul.rn.f32 x, x, 0f4B800000;
+            rsqrt.approx.ftz.f32 y, x;
+            mul.rn.f32 g, x, y;
+            mul.rn.f32 h, y, 0f3F000000;
+            neg.f32 n, g;
+            fma.rn.f32 r, n, g, x;
+            fma.rn.f32 s, r, h, g;
+            rcp.approx.ftz.f32 y, s;
+            neg.f32 n, s;
+            fma.rn.f32 e, n, y, 0f3F800000;
+            fma.rn.f32 y, y, e, y;
+            mul.rn.f32 $0, y, x;
+            @small mul.rn.f32 $0, $0, 0f39800000;
+            }
+            """,
+            "=&f,f", [v], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -227,11 +266,10 @@ def _encode_second(
 
 @triton.jit
 def _update(
-    address, start, j, p, m, root, rate, row, step, mask,
+    address, start, j, p, update, rate, row, step, mask,
     TYPE: tl.constexpr, VECTOR: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Decay and update parameters: elements ``start + j`` of the stretch."""
-    update = tl.div_rn(m * tl.load(rate + 6), root + tl.load(rate + 5))
     p = p * tl.load(rate) - update
     random = 0
     if ROUND:
@@ -251,7 +289,8 @@ def _finish(
 ):  # fmt: skip
     """Update the parameters and write the codes of some elements."""
     root = _root(v)
-    _update(param, start, j, p, m, root, rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
+    update = m * tl.load(rate + 6) * _reciprocal(root + tl.load(rate + 5))
+    _update(param, start, j, p, update, rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
     code = _encode_first(
         m * first_inverse[:, None, None], first_base, first_limit, ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO,
         FIRST_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
@@ -448,6 +487,7 @@ def wide_adamw(
     v = _load(second, start + j, mask, 0, VECTOR) * tl.load(rate + 3) + g * g * tl.load(rate + 4)
     step = tl.load(counts + kind).to(tl.int64)
     p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
-    _update(param, start, j, p, m, tl.sqrt_rn(v), rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
+    update = tl.div_rn(m * tl.load(rate + 6), tl.sqrt_rn(v) + tl.load(rate + 5))
+    _update(param, start, j, p, update, rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
     _store(first, start + j, m, mask, 0, VECTOR, False, 0)
     _store(second, start + j, v, mask, 0, VECTOR, False, 0)

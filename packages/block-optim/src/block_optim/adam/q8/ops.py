@@ -111,10 +111,11 @@ class TileStep:
         self._scale(first, second, root, small)
         _root_of(second.values, root.values)
         torch.add(root.values, rates.eps * rates.root, out=update.values)
+        update.values.reciprocal_()
         # Whichever of second moment and root is not to be stored makes room for the update.
         kept, free = (root, second) if self.map.stores_root else (second, root)
         torch.mul(first.values, rates.step_size * rates.root, out=free.values)
-        free.values.div_(update.values)
+        free.values.mul_(update.values)
         self._write(free, wide_param, rates, count)
         self._encode(first, kept, [free, update, *spare], small)
 

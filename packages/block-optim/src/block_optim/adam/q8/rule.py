@@ -36,7 +36,7 @@ from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.skip import unless
 from ragged_shard import RaggedShard
 
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements of a tile step
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements of a tile step
 
 
 @dataclass
