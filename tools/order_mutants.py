@@ -60,6 +60,14 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("Stateful._complete", "self.synchronize()"): (
         "no: a state dict without it holds values from before the refresh, in order; other tests compare the values"
     ),
+    (
+        "Worker._use",
+        "self._layer.wait(done)",
+    ): "no: the thread has waited on the host for each job before it ends",
+    (
+        "_in_turn",
+        "layer.record()",
+    ): "no, where it is the last: the thread has waited on the host for each job before",
     ("Gradients.discard", "self.memory.buffer.wait()"): (
         "no: no reduction uses memory that accepts gradients; only an interrupt of the host could leave one there"
     ),
