@@ -129,7 +129,7 @@ def tests(session: nox.Session) -> None:
 def order_mutants(session: nox.Session) -> None:
     """Take out each wait, event and record in turn: do the tests on the simulated device notice? Takes minutes."""
     _prepare(session)
-    session.install(*_workspace(*_test_requirements("block-optim", "fsdp-runtime")))
+    session.install(*_workspace(*_test_requirements("dbuffer", "block-optim", "fsdp-runtime")))
     session.run("python", "tools/order_mutants.py", *session.posargs)
 
 

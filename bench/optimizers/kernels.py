@@ -66,7 +66,8 @@ class Case:
         from block_optim.adam.variants import Types, quantized_variant, wide_variant
 
         named = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        types = Types(*(named[d] for d in self.dtypes), self.rounds)
+        param, grad = (named[d] for d in self.dtypes)
+        types = Types(param, grad, self.rounds)
         if self.tile is None:
             return wide_variant(types, not self.scalar)
         return quantized_variant(

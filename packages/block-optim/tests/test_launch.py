@@ -94,7 +94,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
         yield
         entered.append("left")
 
-    kernel.calls = entered  # type: ignore[assignment]  # in one list, for their order
+    kernel.calls = entered
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     launch = Launch([row_of(64)], None, [], variants(kernel)(True, True), variants(kernel)(False, True))
     grads = [torch.zeros(64)]

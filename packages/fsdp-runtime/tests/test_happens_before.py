@@ -6,16 +6,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import block_optim
-from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy, _plan, gathered_memory
+from dbuffer import BlockFP8, BlockInt8
+from dbuffer.transport import collectives
+from fsdp_runtime import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    _plan,
+    _torch_compat,
+    gathered_memory,
+)
+from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice, simulated_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
 COMPLETES = {"at once": lambda: True, "late": lambda: False, "at random": None}
 
 
@@ -35,6 +48,16 @@ class Net(Body):
             if self.fails:
                 raise KeyError("on purpose")
         return self.head(self.norm(x))
+
+
+class OwnGather:
+    """FSDP2's protocol. Returns a work, although it was asked not to."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return collectives.compat.all_gather([(output_tensor, input_tensor)], group)
 
 
 @contextmanager
@@ -239,6 +262,66 @@ class TestNoRace:
                 loss_of(model, tokens(step)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    @pytest.mark.parametrize("neighbors", [True, 2])
+    def test_when_weights_travel_as_codes(self, neighbors):
+        with device():
+            model = shard(
+                seeded(Net, width=16),
+                mesh=mesh_of(4),
+                mp_policy=BF16,
+                quantize=FP8,
+                reshard_after_forward=neighbors,
+            )
+            train(model, steps=2)
+
+    @pytest.mark.parametrize(
+        "gradients", ["bf16", BlockInt8(64, rounding="stochastic")], ids=["bf16", "int8"]
+    )
+    def test_when_gradients_are_exchanged(self, gradients):
+        with device("at random"):
+            policy = QuantizationPolicy(gradients=gradients)
+            train(shard(seeded(Net, width=16), mesh=mesh_of(4), mp_policy=BF16, quantize=policy), steps=2)
+
+    @pytest.mark.parametrize("quantize", [None, FP8], ids=["as they are", "as codes"])
+    def test_when_a_unit_is_gathered_by_hand(self, quantize):
+        with device():
+            model = shard(seeded(Net, width=16), mesh=mesh_of(4), quantize=quantize)
+            train(model, steps=2)
+            block = model.blocks[0]
+            block.unshard(async_op=True).wait()
+            assert not isinstance(block.weight, RaggedDTensor)
+            block(torch.ones(2, 16))
+            block.reshard()
+            train(model, steps=1)
+            block.unshard()
+            assert not isinstance(block.weight, RaggedDTensor)
+            block.reshard()
+
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_when_a_step_is_ended_by_hand(self, async_op):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            model.set_manual_backward_finalization(True)
+            loss_of(model, tokens()).backward()
+            handle = model.finalize_backward(async_op=async_op)
+            if async_op:
+                handle.wait()
+            assert all(p.grad is not None for p in model.parameters())
+            torch.optim.AdamW(model.parameters(), lr=0.01).step()
+
+    def test_when_collectives_of_the_users_own_return_a_work(self):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            model.blocks[1].set_custom_all_gather(OwnGather())
+            train(model, steps=2)
+
+    def test_when_another_parallelism_leaves_a_gradient_on_its_way(self):
+        with device():
+            mesh = mesh_of(4)
+            coming = funcol.all_reduce(torch.ones(8), "sum", mesh)
+            grad = DTensor.from_local(coming, mesh, [Replicate()], run_check=False)
+            assert _torch_compat.local_of_dtensor_grad(grad, (Replicate(),)).sum() == 32
 
     @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "Muon", "Shampoo", "SOAP"])
     def test_with_the_optimizers_of_block_optim(self, kind):

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fsdp_runtime
+from ragged_shard._torch_compat import TORCH_VERSION
 from ragged_shard.testing import record_collectives, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "NOTHING_SILENT.md"
@@ -127,7 +128,7 @@ def check(name):
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
-    if name in V_SHAPED and torch.__version__ < (2, 12):
+    if name in V_SHAPED and TORCH_VERSION < (2, 12):
         pytest.skip("torch 2.11 fails in its V-shaped schedules over gloo, with FSDP2 too")
     for (ours, theirs), (freed, freed_by_fsdp2) in run_ranks(4, check, name, timeout=120):
         assert ours == theirs

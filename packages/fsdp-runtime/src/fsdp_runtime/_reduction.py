@@ -100,7 +100,6 @@ class Reduction:
             for memory, how in zip(self._memories, self._scalings, strict=True):
                 handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
                 self._handles.append(handle)
-            self._event = layer.record()
 
     def _call_hook(self, hook: AllReduceHook) -> None:
         layer = self._streams.layer

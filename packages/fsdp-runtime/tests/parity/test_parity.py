@@ -1,14 +1,14 @@
 """Ten steps on 1 to 4 ranks end where one process ends, and where FSDP2 ends, for each feature of each model."""
 
 import pytest
-import torch
 from parity_matrix import TESTED, runs_of
 from parity_runs import Report, Run, compare_all
 
+from ragged_shard._torch_compat import TORCH_VERSION
 from ragged_shard.testing import run_ranks
 
 # FSDP2 of torch 2.13; that of 2.15 adds up low-precision microbatches otherwise, and is compared by its numbers alone.
-SUMS_ALIKE = torch.__version__ < (2, 14)
+SUMS_ALIKE = TORCH_VERSION < (2, 14)
 
 
 def problems(run: Run, report: Report) -> list[str]:

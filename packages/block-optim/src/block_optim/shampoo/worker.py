@@ -47,11 +47,10 @@ class Worker:
             self._stream = self._layer.new_stream()
         ready = self._layer.record()
         running = self._threads.submit(_in_turn, jobs, self._layer, self._stream, ready)
-        self._join, self._commit = running.result, lambda: self._use(*running.result(), commit)
+        self._join, self._commit = running.result, lambda: self._use(running.result(), commit)
 
-    def _use(self, results: list[T], done: Any, commit: Callable[[list[T]], None]) -> None:
-        """Commit the results on the current stream."""
-        self._layer.wait(done)
+    def _use(self, results: list[T], commit: Callable[[list[T]], None]) -> None:
+        """Commit the results, for which the thread has waited, on the current stream."""
         commit(results)
         self._layer.wait(self._layer.record(), self._stream)  # whose pool the results go back to
 
@@ -68,12 +67,12 @@ class Worker:
             join()
 
 
-def _in_turn(jobs: list[Callable[[], T]], layer: DeviceLayer, stream: Any, ready: Any) -> tuple[list[T], Any]:
-    """Run jobs after `ready`: their results, and an event at their end."""
+def _in_turn(jobs: list[Callable[[], T]], layer: DeviceLayer, stream: Any, ready: Any) -> list[T]:
+    """Run jobs after `ready`; returns when the device has completed them."""
     results = []
     with torch.no_grad(), layer.on(stream, (ready,)):
         while jobs:
             results.append(jobs[0]())
             layer.wait_on_host(layer.record())  # the snapshot is freed to the step's stream
             del jobs[0]
-        return results, layer.record()
+    return results

@@ -1,0 +1,105 @@
+"""Collectives and recycled memory on a simulated device, where an access without an order between streams raises."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import fill_views, full_tensors, make, mesh_of
+from test_wire import Quantized
+
+from dbuffer import Recycler, _torch_compat
+from dbuffer.memory import recycler as recycler_module
+from dbuffer.memory.recycler import DebugRecycler
+from ragged_shard.testing import SimulatedDevice, simulated_ranks
+
+NBYTES = 1 << 10
+
+
+@contextmanager
+def device():
+    with SimulatedDevice() as found, simulated_ranks(4, rank=1):
+        yield found
+
+
+def read(buffer):
+    return [view.clone() for view in buffer.views.values()]
+
+
+def bytes_in(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def test_collectives_on_another_stream_start_after_the_current_one():
+    with device() as found:
+        side = found.new_stream()
+        buffer = make(mesh=mesh_of(2, 2))
+        buffer.load_full(full_tensors())
+        buffer.all_gather(stream=side).wait()
+        read(buffer)
+        fill_views(buffer, full_tensors())
+        buffer.reduce_scatter(stream=side).wait()
+        buffer.mul_(2.0)
+        buffer.all_reduce(op="sum", stream=side).wait()
+        buffer.mul_(2.0)
+
+
+@pytest.mark.parametrize("wire", [None, Quantized()], ids=["cast", "decoded"])
+def test_every_stream_that_waits_for_a_gather_may_read(wire):
+    with device() as found:
+        options = {} if wire is None else {"wire": wire}
+        buffer = make(mesh=mesh_of(4), align=16, full_dtype=torch.bfloat16, **options)
+        buffer.load_full(full_tensors())
+        handle = buffer.all_gather(stream=found.new_stream())
+        handle.wait()
+        other = found.new_stream()
+        with found.on(other, ()):
+            handle.wait()
+            read(buffer)
+        found.wait(found.record(other))
+
+
+def test_memory_of_a_wire_forms_own_is_kept_until_it_was_decoded():
+    with device() as found:
+        stream = found.new_stream()
+        buffer = make(mesh=mesh_of(4), align=16, full_dtype=torch.bfloat16, wire=Quantized())
+        buffer.load_full(full_tensors())
+        after = [found.record()]
+        for _ in range(3):
+            buffer.all_gather(stream=stream, after=after).wait()
+            after = []  # the next gather waits for nothing of this stream's by itself
+
+
+def test_slices_that_neighbors_keep_are_there_before_they_are_gathered():
+    with device() as found:
+        group = dist.new_group([0, 1])
+        buffer = make(mesh=mesh_of(4), recycler=Recycler("cpu"))
+        buffer.load_full(full_tensors())
+        buffer.all_gather().wait()
+        buffer.shrink(group)
+        buffer.memory.recycler.trim()  # new memory waits for no last use
+        buffer.all_gather(stream=found.new_stream(), after=()).wait()
+        read(buffer)
+
+
+def test_memory_goes_back_after_its_last_use_where_storages_cannot_exchange_theirs(monkeypatch):
+    monkeypatch.setattr(_torch_compat, "CAN_SWAP", False)
+    with device() as found:
+        buffer = make(mesh=mesh_of(4), recycler=Recycler("cpu"))
+        buffer.load_full(full_tensors())
+        buffer.all_gather(stream=found.new_stream()).wait()  # from whose pool the memory is
+        read(buffer)
+        buffer.release()
+
+
+def test_watched_memory_is_checked_after_it_was_filled_on_another_stream(monkeypatch):
+    monkeypatch.setattr(recycler_module, "_QUARANTINED_BYTES", NBYTES)
+    with device() as found:
+        recycler = DebugRecycler("cpu")
+        for stream in (found.new_stream(), found.new_stream()):
+            with found.on(stream, ()):
+                storage = torch.UntypedStorage(0)
+                recycler.lend(storage, NBYTES)
+                bytes_in(storage).zero_()
+                recycler.take_back(storage)
+        recycler.check()
