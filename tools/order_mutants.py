@@ -57,6 +57,12 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("_gather_neighbors", "layer.on(stream, after)"): (
         "no: the slices' event and the memory's last use are waited for one by one; these events are the caller's own"
     ),
+    ("share_amax", "streams.layer.on(streams.gather, after)"): (
+        "no: the next gather takes memory of the compute stream's pool, and so waits for that stream anyway"
+    ),
+    ("_HostCopy.__init__", "self._layer.record()"): (
+        "no: not reached; nothing that lies on a CPU is copied to the host, and such copies need pinned memory"
+    ),
     ("Stateful._complete", "self.synchronize()"): (
         "no: a state dict without it holds values from before the refresh, in order; other tests compare the values"
     ),
