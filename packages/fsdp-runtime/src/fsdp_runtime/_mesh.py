@@ -15,9 +15,11 @@ from ragged_shard import RaggedShard, StridedRaggedShard
 from . import _torch_compat as compat
 from ._errors import WrongCallError
 
-# For each shard axis's process group one more of the same ranks, for reductions.
+# For each shard axis's process group: one more of its ranks, for reductions, and those of neighbors by their count.
 _REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-_NEIGHBORS: "weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
+_NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class DataMesh:
         """
         if count in (1, self.shard_size):
             return None
-        known = _NEIGHBORS.setdefault(self.mesh, {})
+        # Not by the mesh: one that is equal may be left over from process groups that have been destroyed.
+        known = _NEIGHBORS.setdefault(self.mesh.get_group(self.mesh.ndim - 1), {})
         if count not in known:
             known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
         return known[count].get_group(1)
