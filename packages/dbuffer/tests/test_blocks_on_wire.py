@@ -152,6 +152,44 @@ def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
     run_ranks(2, kept)
 
 
+class Broken:
+    """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
+
+    name = "broken"
+
+    def all_gather(self, pairs, label):
+        self.sent = [send for _, send in pairs]
+        return self
+
+    quiet, under_way = False, False
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise RuntimeError("a peer died")
+
+
+def failed():
+    broken, recycler = Broken(), Recycler("cpu")
+    buffer = make(FORMATS[0], recycler=recycler, transport=lambda _: broken)
+    buffer.load_full(tensors())
+    with pytest.raises(RuntimeError, match="a peer died"):
+        buffer.all_gather().wait()
+    sent, quarantined = broken.sent, recycler.stats.quarantined_bytes
+    codes = [one.clone() for one in sent]
+    assert quarantined >= sum(len(flat) for flat in buffer.shard) * dist.get_world_size()
+    buffer.shard[0].mul_(-3)
+    with pytest.raises(RuntimeError, match="a peer died"):
+        buffer.all_gather().wait()
+    assert all(map(torch.equal, sent, codes))
+    assert not {one.data_ptr() for one in sent} & {one.data_ptr() for one in broken.sent}
+
+
+def test_codes_of_a_failed_gather_are_never_written_again():
+    run_ranks(2, failed)
+
+
 def bad(cut):
     buffer, full = make(FORMATS[0], cut), tensors()
     full["short"][20, 20] = torch.nan

@@ -178,6 +178,9 @@ def others_are_read_while_this_rank_computes():
         work.wait()
         assert bool((theirs == 0).all())
     dist.barrier()
+    deadline = time.monotonic() + 30  # that rank 1 is done is on its way
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert work.is_completed()
 
 

@@ -23,7 +23,6 @@ class Quantized:
 
 class QuantizedEncoder:
     decodes = True
-    scratch = ()
 
     def __init__(self, gathered):
         self.gathered = gathered

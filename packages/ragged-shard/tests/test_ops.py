@@ -675,3 +675,44 @@ def masked():
 
 def test_a_mask_of_the_same_placements_selects_what_to_overwrite():
     run_ranks(3, masked)
+
+
+WRITES = {
+    "in place": lambda x: x.mul_(2),
+    "out=": lambda x: torch.add(x, x, out=x),
+    "copy_": lambda x: x.copy_(x * 2),
+    "fill": lambda x: x.zero_(),
+    "through .data": lambda x: x.data.mul_(2),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "a fused optimizer": lambda x: torch._fused_sgd_(
+        [x],
+        [x * 1],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    ),
+    "random numbers": lambda x: x.uniform_(),
+}
+
+
+def counted(kind):
+    x = spread(plain())
+    local = x.to_local()
+    assert local._version == x._local_tensor._version
+    before, values = local._version, local.clone()
+    WRITES[kind](x)
+    assert local._version > before, kind
+    assert values.numel() == 0 or not torch.equal(local, values), kind
+    before = local._version
+    x.sum(), x + 1, x.detach().mul(2), torch._foreach_mul([x], 2.0)
+    assert local._version == before, kind
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_write_counts_in_the_local_tensors_version(kind):
+    run_ranks(3, counted, kind)

@@ -46,7 +46,8 @@ class BufferMemory:
         """Keep this memory out of use for good: a failed collective may still write there."""
         self.gathered.condemn()
         hold_forever(self.shard.flats)
-        for one in (*self.scratch, *self.encoder.scratch):
+        self.encoder.condemn()
+        for one in self.scratch:
             one.condemn()
         if self.neighbor is not None:
             hold_forever(self.neighbor.flats)

@@ -60,6 +60,11 @@ class QuantizationPolicy:
             groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
             (tiles of 128x128 from about 128 ranks on).
 
+    Weights are quantized again when they have changed, which torch's version counters tell. After a write that these do
+    not count (through `.data` of a local tensor, or by a kernel of your own) call
+    `torch.autograd.graph.increment_version(param.to_local())`. With cut="shared" write weights on all ranks or on none,
+    also where a rank's local tensor is empty: otherwise some wait in the all-reduce of the amax until its timeout.
+
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.
         NotImplementedError: `compute="scaled"`.

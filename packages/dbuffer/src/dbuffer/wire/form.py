@@ -8,7 +8,6 @@
 any number of buffers share; `encoder` makes the object that serves one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,6 @@ from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
-from ..memory.scratch import Scratch
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (receive, send), as for a transport
 
@@ -29,15 +27,9 @@ class Encoder(Protocol):
 
     Attributes:
         decodes: whether `decode` does anything.
-        scratch: memory from the recycler that a gather under way may write to, in addition to the gathered memory.
     """
 
     decodes: bool
-
-    @property
-    def scratch(self) -> Sequence[Scratch]:
-        """See above."""
-        ...
 
     def encode(self, shards: Flats) -> Pairs:
         """Before the collective, on the stream that launches it; the gathered memory is present.
@@ -56,6 +48,10 @@ class Encoder(Protocol):
         Returns:
             whether it read memory other than the gathered memory, which the launching stream must not reuse earlier.
         """
+        ...
+
+    def condemn(self) -> None:
+        """Never use memory of its own again: a gather that failed may still read it, or write there."""
         ...
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
@@ -105,7 +101,6 @@ class CastOnWire:
 
 class _Cast:
     decodes = False
-    scratch: Sequence[Scratch] = ()
 
     def __init__(self, gathered: GatheredMemory, device: torch.device) -> None:
         self._own, self._raw, self._device = gathered.own, gathered.raw, device
@@ -128,6 +123,9 @@ class _Cast:
     def decode(self) -> bool:
         """Nothing: what arrives is what is computed with."""
         return False
+
+    def condemn(self) -> None:
+        """Nothing: it has no memory."""
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
         """Nothing: gathered memory has all."""

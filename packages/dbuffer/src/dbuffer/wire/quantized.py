@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory, slices_among
 from ..memory.geometry import Geometry
-from ..memory.recycler import Recycler
+from ..memory.recycler import Recycler, hold_forever
 from ..memory.scratch import Scratch
 from .blocks import VALUES, BlockFormat
 from .form import Encoder, Pairs
@@ -155,6 +155,14 @@ class BlockEncoder:
         pairs = list(zip(self._received, codes, strict=True))
         self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
         self.codes = tuple(codes)
+
+    def condemn(self) -> None:
+        """Quantize into other memory from now on; keep what peers may still read, and what may still be written."""
+        for one in self.scratch:
+            one.condemn()
+        hold_forever((*self.codes, self.scales))
+        self.codes, self._pairs = (), []
+        self.forget()
 
     def forget(self) -> None:
         """Quantize again at the next gather, whatever the version counters say."""

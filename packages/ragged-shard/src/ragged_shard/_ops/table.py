@@ -12,6 +12,7 @@ import torch
 from ragged_shard._ops import elementwise, reduce, special, views
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._registry import HANDLERS, Handler
+from ragged_shard._tensor import RaggedDTensor
 
 
 class Rule(NamedTuple):
@@ -61,7 +62,13 @@ RULES: dict[str, Rule] = {
         "a tensor with the same sharding",
         "nothing",
         elementwise.like,
-        "_to_copy clone detach alias lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
+        "_to_copy clone lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
+    ),
+    "same": Rule(
+        "a tensor around the same local tensor, so that a write to either counts in its version",
+        "nothing",
+        views.same,
+        "alias detach",
     ),
     "new": Rule(
         "a tensor of the same shape with the same sharding, or a Replicate 0-d one",
@@ -136,11 +143,37 @@ def _overloads(name: str, takes_out: bool) -> list[Any]:
     return found
 
 
+def _counting(op: Any, handle: Handler) -> Handler:
+    """The handler of an op that writes, with each write in the local tensors' version counters.
+
+    Below autograd, where handlers run, torch does not count; who keeps something made from a local tensor looks there.
+    """
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def handle_and_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handle(func, args, kwargs)
+        found: list[torch.Tensor] = []
+        for position, name in written:
+            values = args[position] if position < len(args) else kwargs.get(name)
+            listed = values if isinstance(values, (list, tuple)) else (values,)
+            found += [value._local_tensor for value in listed if isinstance(value, RaggedDTensor)]
+        if found:
+            torch.autograd.graph.increment_version(found)
+        return result
+
+    return handle_and_count
+
+
 def _fill() -> None:
     for rule in RULES.values():
         for name in rule.ops.split():
             for op in _overloads(name, rule is RULES["pointwise"]):
-                HANDLERS[op] = rule.make(op)
+                handle = rule.make(op)
+                HANDLERS[op] = _counting(op, handle) if op._schema.is_mutable else handle
     HANDLERS.fallback = fallback
 
 

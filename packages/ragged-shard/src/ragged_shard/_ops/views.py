@@ -36,6 +36,18 @@ def view(op: Op) -> Handler:
     return handle
 
 
+def same(op: Op) -> Handler:
+    """Another tensor around the same local tensor, its version counter included."""
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        if source._sharding.axis is None:
+            return fallback(func, args, kwargs)
+        return RaggedDTensor._wrap(source._local_tensor, source._sharding)
+
+    return handle
+
+
 def _target_shape(func: Op, shape: torch.Size, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
     """The full shape of the result, computed by the op itself on a meta tensor."""
     name = func._schema.name
