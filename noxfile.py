@@ -87,6 +87,7 @@ def _workspace(*requirements: str) -> list[str]:
 def _pytest(session: nox.Session, *selected: str) -> list[str]:
     """The command that runs all tests that need no GPU, on all cores; ranks are many, so each has one thread."""
     session.env["OMP_NUM_THREADS"] = "1"
+    session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in a thread of gloo's is to say where
     return ["pytest", "-n", "auto", "-m", "not gpu", *(session.posargs or selected)]
 
 

@@ -1,12 +1,17 @@
 """The harness that starts ranks."""
 
+import ctypes
 import dataclasses
 import functools
 import os
+import platform
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +104,57 @@ def die():
 def test_a_rank_that_dies_is_named_with_its_signal():
     with pytest.raises(RankError, match=r"rank 0 of 2 failed[\s\S]*signal 9"):
         run_ranks(2, die)
+
+
+def crash_in_a_native_thread():
+    """Of gloo's, which Python does not know: it has no Python stack."""
+    print("a warning", file=sys.stderr)
+    threads = {int(comm.parent.name): comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")}
+    (victim, *_) = [number for number, name in threads.items() if name.startswith("gloo")]
+    if dist.get_rank() == 0:
+        ctypes.CDLL(None).syscall(234, os.getpid(), victim, signal.SIGSEGV)  # tgkill
+        time.sleep(10)
+
+
+def warn():
+    print("another warning", file=sys.stderr)
+
+
+CRASHES = """
+from pathlib import Path
+from ragged_shard.testing import RankError, run_ranks
+from test_run_ranks import crash_in_a_native_thread, warn
+if __name__ == "__main__":
+    run_ranks(2, warn)
+    try:
+        run_ranks(2, crash_in_a_native_thread)
+    except RankError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="a system call by its number"
+)
+def test_with_native_stacks_a_crash_shows_what_each_native_thread_did(tmp_path):
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    env = {**os.environ, "RAGGED_SHARD_NATIVE_STACKS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "crashes.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert "rank 0 of 2 failed" in ended.stdout
+    assert "the process died (signal 11)" in ended.stdout
+    assert "gloo::transport::tcp::Loop::run" in ended.stdout
+    assert ended.stdout.count("a warning") == 1
+    assert "another" not in ended.stdout
+    assert ended.stderr.count("another warning") == 2
 
 
 def leave_a_thread():

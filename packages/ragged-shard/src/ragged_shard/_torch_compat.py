@@ -4,7 +4,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
 `OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
-replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
+replication is allowed), and for the test harness `distributed_c10d._world` (which groups there are) and
+`torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 
 from typing import Any
@@ -143,6 +144,11 @@ def implicitly_replicated() -> bool:
 def num_groups() -> int:
     """How many process groups this process has, the default one included."""
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def print_native_stacks_on_fatal_signals() -> None:
+    """Let torch write the native stack of every thread to stderr before the process dies of a signal."""
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

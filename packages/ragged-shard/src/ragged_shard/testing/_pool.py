@@ -39,7 +39,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     device: str = "cpu",
     seed: int | None = None,
     **kwargs: Any,
@@ -56,6 +56,10 @@ def run_ranks(
         timeout: seconds after which ranks that have not answered count as hanging.
         device: "cpu" or "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.
+
+    With the environment variable `RAGGED_SHARD_NATIVE_STACKS=1` a rank that dies of a signal also leaves the native
+    stack of every thread, for crashes in threads that are not Python's. What ranks write to stderr then appears after
+    each call.
 
     Raises:
         RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has
@@ -178,6 +182,7 @@ class _Rank:
 
     def __init__(self, pid: int, connection: Connection, stacks: Path) -> None:
         self.pid, self.connection, self.stacks = pid, connection, stacks
+        self.written = 0  # bytes of the file of stacks when the call began
 
     def kill(self, fork_server: _ForkServer) -> int:
         self.connection.close()
@@ -185,15 +190,19 @@ class _Rank:
             os.kill(self.pid, signal.SIGKILL)
         return fork_server.wait_for(self.pid)
 
+    def size(self) -> int:
+        """Bytes of the file of stacks."""
+        return self.stacks.stat().st_size if self.stacks.exists() else 0
+
     def stack(self) -> str:
         """Every thread's Python stack, as the rank's own fault handler writes it."""
-        before = self.stacks.stat().st_size if self.stacks.exists() else 0
+        before = self.size()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         deadline, size = time.monotonic() + 2.0, -1
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = self.stacks.stat().st_size
+            now = self.size()
             if now > before and now == size:
                 break
             size = now
@@ -219,6 +228,7 @@ class _Pool:
     def run(self, job: bytes, timeout: float, what: str) -> tuple[list[Any], bool]:
         """Results by rank, and whether the job left the ranks unusable for another one."""
         for rank in self.ranks:
+            rank.written = rank.size()
             rank.connection.send_bytes(job)
         answers = self._collect(timeout, what)
         return [answer[1] for answer in answers], any(answer[2] for answer in answers)
@@ -257,7 +267,8 @@ class _Pool:
     def _death_notice(self, i: int) -> str:
         status = self.fork_server.wait_for(self.ranks[i].pid)
         reason = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return f"the process died ({reason})\n{self.ranks[i].stacks.read_text()}"
+        left = self.ranks[i].stacks.read_bytes()[self.ranks[i].written :]
+        return f"the process died ({reason})\n{left.decode(errors='replace')}"
 
     def _error(
         self,
