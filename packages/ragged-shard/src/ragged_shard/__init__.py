@@ -10,6 +10,7 @@ from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._device import DeviceLayer, device_layer, use_device_layer
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
+from ragged_shard._pinned import PinnedMemory
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._state_dict import (
     full_optimizer_state_dict,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DeviceLayer",
     "HuggingFaceStorageWriter",
+    "PinnedMemory",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",

@@ -7,6 +7,7 @@ Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as 
 replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -159,6 +160,12 @@ def is_capturing(stream: Any) -> bool:
     if asked is not None:
         return bool(asked())
     return bool(stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def clear_error(device: torch.device) -> None:
+    """Forget the error that a failed call of the device's runtime left behind: the next kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(1)
 
 
 def mode_is_active(mode: Any) -> bool:
