@@ -1,9 +1,12 @@
 """Streams, events and memory of a device behind one small interface, the same for every accelerator and for CPU.
 
+All that depends on the name of a device is decided here, for the other packages too.
+
 On CPU work happens where it is called: there are no streams, events are None, and every method does nothing.
 Nothing here calls `record_stream`: code that frees memory records an event after its last use.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,6 +14,30 @@ from typing import Any
 import torch
 
 from ragged_shard import _torch_compat as compat
+
+CPU = torch.device("cpu")
+#: The kinds of device that a simulated process group stands for.
+SIMULATED = [CPU.type, "cuda", "meta"]
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether work happens where it is called."""
+    return device.type == CPU.type
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of an accelerator's kind this machine has. Raises ValueError where torch knows no such kind."""
+    try:
+        named = torch.device(kind)
+    except RuntimeError:
+        raise ValueError(f"device {kind!r}: expected 'cpu' or an accelerator such as 'cuda'") from None
+    here: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if here is None or here.type != named.type else torch.accelerator.device_count()
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and the kernels of these packages have been written for this kind of device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 class DeviceLayer:
@@ -89,7 +116,11 @@ class StreamLayer(DeviceLayer):
     @property
     def capturing(self) -> bool:  # type: ignore[override]  # a plain attribute on CPU, where it is asked often
         """Whether the current stream records into a graph."""
-        return compat.is_capturing(self.current_stream())
+        stream = self.current_stream()
+        asked = getattr(stream, "is_capturing", None)  # torch 2.11 has it for CUDA's own streams only
+        if asked is not None:
+            return bool(asked())
+        return stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, priority: int = 0) -> Any:
         """A new stream of this device."""
@@ -175,8 +206,8 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
     found = _layers.get(device)
     if found is not None:
         return found
-    if device.type == "cpu":
-        return _layers.setdefault(device, DeviceLayer(torch.device("cpu")))
+    if is_cpu(device):
+        return _layers.setdefault(device, DeviceLayer(CPU))
     accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         here = "there is none" if accelerator is None else f"it is {accelerator.type}"

@@ -4,7 +4,7 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
 `OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
-replication is allowed), and `distributed_c10d._world` (which groups there are, for the test harness).
+replication is allowed), `distributed_c10d._world` (which groups there are, for the test harness), and `_sleep` of CUDA.
 """
 
 import contextlib
@@ -154,12 +154,9 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     raise KeyError(name)
 
 
-def is_capturing(stream: Any) -> bool:
-    """Whether work queued on a stream is recorded into a graph."""
-    asked = getattr(stream, "is_capturing", None)  # 2.11 has it for CUDA's own streams only
-    if asked is not None:
-        return bool(asked())
-    return bool(stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+def sleeper(device: torch.device) -> Any:
+    """The function that keeps a stream of this kind of device busy for so many cycles; None: it has none."""
+    return getattr(torch.get_device_module(device), "_sleep", None)
 
 
 def clear_error(device: torch.device) -> None:

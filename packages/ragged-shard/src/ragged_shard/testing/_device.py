@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_shard import _torch_compat as compat
-from ragged_shard._device import StreamLayer, use_device_layer
+from ragged_shard._device import CPU, StreamLayer, use_device_layer
 from ragged_shard.testing._accesses import (
     SYNCS,
     Access,
@@ -120,7 +120,7 @@ class SimulatedDevice(StreamLayer):
         CaptureError: inside `capture`, for what a graph cannot record.
     """
 
-    def __init__(self, device: str = "cpu", completes: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, device: str = CPU.type, completes: Callable[[], bool] = lambda: True) -> None:
         super().__init__(torch.device(device))
         self.completes = completes
         self.host: Clock = {}
@@ -425,7 +425,7 @@ class _Stamp(TorchDispatchMode):
     def _to_device(self, kwargs: Any) -> bool:
         """Whether the device was asked for, where its name is not the CPU's."""
         device = self._device.device
-        return bool(device != torch.device("cpu") and kwargs.get("device") == device)
+        return bool(device != CPU and kwargs.get("device") == device)
 
     def _see_results(
         self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool, to_device: bool
