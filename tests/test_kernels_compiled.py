@@ -18,7 +18,7 @@ MOST = {
     "tile:128x128 fp32": (105, 130),
     "fp32 moments, bf16": (55, 75),
     "elements:256 fp32": (80, 85),
-    "elements:256 bf16 stochastic": (106, 110),
+    "elements:256 bf16 stochastic": (92, 95),
     "tile:32x32 bf16": (83, 87),
 }
 EVERYWHERE = list(MOST)[:4]  # one of each kernel and of each way to hold a tile
@@ -28,7 +28,7 @@ MOST_REGISTERS = {"tile:128x128 fp32": 168}
 LEAST_SHARE = {
     "elements:256 fp32": 0.9,
     "elements:256 bf16": 0.9,
-    "elements:256 bf16 stochastic": 0.67,
+    "elements:256 bf16 stochastic": 0.77,
     "tile:32x32 bf16": 0.85,
     "tile:128x128 fp32": 0.9,
     "tile:128x128 bf16": 0.9,

@@ -24,7 +24,7 @@ SHAPES = [(40, 70), (64, 64), (2, 20, 24)]
 def run(kernels, make, dtype, skip=False):
     """Parameters and states after three steps, the last one to be skipped if ``skip``."""
     for module in (launch, rule, q8_rule):
-        vars(module)["has_kernels"] = lambda device: kernels
+        vars(module)["has_triton"] = lambda device: kernels
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
@@ -95,7 +95,7 @@ def run_extremes(kernels, make, dtype):
     Of three rows each, one has an extreme in some gradients, one in some weights, one in its states.
     """
     for module in (launch, rule, q8_rule):
-        vars(module)["has_kernels"] = lambda device: kernels
+        vars(module)["has_triton"] = lambda device: kernels
     values, generator = extreme_values(dtype), torch.Generator().manual_seed(0)
     shape = (3 * len(values), 256)
     p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))

@@ -1,5 +1,6 @@
 """Collectives and recycled memory on a simulated device, where an access without an order between streams raises."""
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -103,3 +104,22 @@ def test_watched_memory_is_checked_after_it_was_filled_on_another_stream(monkeyp
                 bytes_in(storage).zero_()
                 recycler.take_back(storage)
         recycler.check()
+
+
+def test_offloaded_shards_are_page_locked_to_the_byte_and_gradients_reuse_their_pages():
+    with SimulatedDevice("cpu:0") as found, simulated_ranks(4, rank=1):
+        buffer = make("split", mesh=mesh_of(4), device="cpu:0", shard_device="cpu", pin_memory=True)
+        needed = [segment.shard_size * 4 for segment in buffer.layout.segments]
+        assert list(found.registered.values()) == needed
+        addresses, reads = list(found.registered), found.new_stream()
+        for _ in range(2):
+            fill_views(buffer, full_tensors())
+            buffer.reduce_scatter().wait()
+            with found.on(reads):  # a copy of the user's, which the host does not wait for
+                [shard.to("cpu:0", non_blocking=True) for shard in buffer.shard]
+            buffer.give_shard()
+            buffer.new_shard()
+            assert [shard.data_ptr() for shard in buffer.shard] == addresses
+        del buffer
+        gc.collect()
+        assert not found.registered

@@ -28,12 +28,17 @@ PACKAGE = os.path.dirname(dbuffer.__file__)
 
 
 @contextlib.contextmanager
-def interrupted_at(number):
-    """Raise at so many bytecodes of this package from here on, in this thread; yields what was counted."""
+def interrupted_at(number, without=()):
+    """Raise at so many bytecodes of this package from here on, in this thread; yields what was counted.
+
+    Args:
+        without: names of files whose bytecodes do not count.
+    """
     counted = [0]
 
     def trace(frame, event, _):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        path = frame.f_code.co_filename
+        if not path.startswith(PACKAGE) or path.endswith(without):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -50,9 +55,9 @@ def interrupted_at(number):
         sys.settrace(None)
 
 
-def sweep(attack):
-    """`attack(number)` with an interrupt at each bytecode in turn, until it comes to none."""
-    for number in range(1, 5000):
+def sweep(attack, step=1):
+    """`attack(number)` with an interrupt at each bytecode in turn, or each `step`th, until it comes to none."""
+    for number in range(1, 5000, step):
         if attack(number):
             return number
     raise AssertionError("there was always another bytecode")

@@ -49,7 +49,7 @@ class DBuffer:
         shard_device: "cpu" keeps the shard in CPU memory while `device` computes (offload): a gather copies it
             into the gathered memory's own slice, a reduction copies the reduced slice back. On CUDA synchronize with
             an event recorded after the reduction's `wait` before the CPU reads the shard. Defaults to `device`.
-        pin_memory: page-lock a shard on the CPU, so that these copies do not block.
+        pin_memory: page-lock a shard on the CPU, so that these copies do not block; on CUDA exactly its bytes.
         full_dtype: of the gathered memory: what is computed with, or what gradients are reduced in. Defaults to
             `dtype`.
         shard_dim: the mesh axis that cuts, by name or index.
@@ -277,7 +277,11 @@ class DBuffer:
             self.memory.shard.give()
 
     def new_shard(self) -> None:
-        """Give the buffer a shard again after `give_shard`; uninitialised, padding too. Nothing where it has one."""
+        """Give the buffer a shard again after `give_shard`; uninitialised, padding too. Nothing where it has one.
+
+        Page-locked memory is used again where no tensor holds the last shard; the host waits for the device then, once
+        for all buffers whose shards were dropped before.
+        """
         self.memory.shard.renew()
 
     def materialize(self) -> None:

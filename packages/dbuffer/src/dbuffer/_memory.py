@@ -31,7 +31,9 @@ class BufferMemory:
         self.spec = spec
         self.recycler = recycler
         self.geometry = geometry_of(spec.layout, spec.view.rank)
-        self.shard = ShardMemory(self.geometry, spec.dtype, spec.shard_device, spec.pin_memory)
+        self.shard = ShardMemory(
+            self.geometry, spec.dtype, spec.shard_device, spec.layer if spec.pin_memory else None
+        )
         self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
         self.gathered = GatheredMemory(
             self.geometry, spec.full_dtype, recycler, self.shard.flats if self.aliased else None

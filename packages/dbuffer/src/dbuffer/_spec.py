@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from layout_planner import Layout
-from ragged_shard import DeviceLayer
+from ragged_shard import DeviceLayer, is_cpu
 
 from ._mesh import MeshView
 from .memory.geometry import alignment_problem, first_difference
@@ -82,7 +82,7 @@ class BufferSpec:
             return ValueError(
                 f"{first}: device {device} on a mesh of {view.mesh.device_type}; they must be of one kind"
             )
-        if self.offloaded and self.shard_device.type != "cpu":
+        if self.offloaded and not is_cpu(self.shard_device):
             return ValueError(f"{first}: shard_device {self.shard_device} is neither {device} nor the CPU")
         try:
             travelling = self.wire.dtypes(self.dtype, self.full_dtype)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from ragged_shard import CPU
+
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 # 2.13 deprecates the names that are the only ones in 2.11.
@@ -88,7 +90,7 @@ def has_failed(work: Any) -> bool:
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:
     """How long the CPU collectives of a group wait for a rank."""
-    backend: Any = group._get_backend(torch.device("cpu"))
+    backend: Any = group._get_backend(CPU)
     return float(backend.options._timeout.total_seconds())
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dbuffer import RecyclerStats, exchange_scratch_bytes, reduction_scratch_bytes
+from ragged_shard import is_cpu
 
 from ._model import Member, member_of
 from ._unit import Unit
@@ -108,7 +109,7 @@ def _scratch(unit: Unit, reducing: int) -> int:
     encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
     if encoded:
         return exchange_scratch_bytes(encoded) if ranks > 1 else 0
-    return reduction_scratch_bytes(reducing, ranks) if unit.data.device.type == "cpu" else 0
+    return reduction_scratch_bytes(reducing, ranks) if is_cpu(unit.data.device) else 0
 
 
 def gathered_memory(module: nn.Module) -> RecyclerStats:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 import ragged_shard
 from dbuffer import BlocksOnWire, CodePlanes, Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
-from ragged_shard import RaggedDTensor
+from ragged_shard import CPU, RaggedDTensor
 
 from ._dtypes import Dtypes, dtypes_for
 from ._mesh import DataMesh, OtherParallelism, place
@@ -101,7 +101,7 @@ class GroupPlan:
             "reduction": self.reduction,
         }
         if self.offload is not None:
-            options.update(shard_device="cpu", pin_memory=self.offload.pin_memory)
+            options.update(shard_device=CPU, pin_memory=self.offload.pin_memory)
         return options
 
     def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":

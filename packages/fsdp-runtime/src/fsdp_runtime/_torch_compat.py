@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ragged_shard import CPU
+
 T = TypeVar("T")
 _VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
@@ -133,7 +135,7 @@ def set_fsdp_state(module: torch.nn.Module, state: Any) -> None:
 def default_device_type() -> str:
     """The accelerator's type if the machine has one, else cpu."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+    return CPU.type if accelerator is None else accelerator.type
 
 
 def local_of_dtensor_grad(grad: torch.Tensor, like: tuple[Any, ...]) -> torch.Tensor:

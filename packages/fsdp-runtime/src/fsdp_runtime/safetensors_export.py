@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import BlockFP8
-from ragged_shard import RaggedDTensor
+from ragged_shard import CPU, RaggedDTensor
 
 from .safetensors_fp8 import SCALES, formats_of, quantize_whole, quantized_nbytes, write_config
 
@@ -120,7 +120,7 @@ def _gathered(entries: list[Entry], dtype: torch.dtype | None) -> Iterator[tuple
             yield from quantize_whole(key, full, fmt)
         elif _is_writer():
             wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
-            yield key, full.to("cpu", wanted).contiguous()
+            yield key, full.to(CPU, wanted).contiguous()
 
 
 def _file_name(number: int, count: int) -> str:

@@ -7,9 +7,10 @@ import torch as _torch
 
 from ragged_shard import _tensor
 from ragged_shard._checkpoint import HuggingFaceStorageWriter
-from ragged_shard._device import DeviceLayer, device_layer, use_device_layer
+from ragged_shard._device import CPU, DeviceLayer, device_layer, has_triton, is_cpu, use_device_layer
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
+from ragged_shard._pinned import PinnedMemory
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._state_dict import (
     full_optimizer_state_dict,
@@ -21,8 +22,10 @@ from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 
 __version__ = "0.1.0"
 __all__ = [
+    "CPU",
     "DeviceLayer",
     "HuggingFaceStorageWriter",
+    "PinnedMemory",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",
@@ -32,6 +35,8 @@ __all__ = [
     "distribute_tensor",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "has_triton",
+    "is_cpu",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "redistribute",

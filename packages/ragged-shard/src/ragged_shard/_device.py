@@ -1,9 +1,12 @@
 """Streams, events and memory of a device behind one small interface, the same for every accelerator and for CPU.
 
+All that depends on the name of a device is decided here, for the other packages too.
+
 On CPU work happens where it is called: there are no streams, events are None, and every method does nothing.
 Nothing here calls `record_stream`: code that frees memory records an event after its last use.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,6 +14,30 @@ from typing import Any
 import torch
 
 from ragged_shard import _torch_compat as compat
+
+CPU = torch.device("cpu")
+#: The kinds of device that a simulated process group stands for.
+SIMULATED = [CPU.type, "cuda", "meta"]
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether work happens where it is called."""
+    return device.type == CPU.type
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of an accelerator's kind this machine has. Raises ValueError where torch knows no such kind."""
+    try:
+        named = torch.device(kind)
+    except RuntimeError:
+        raise ValueError(f"device {kind!r}: expected 'cpu' or an accelerator such as 'cuda'") from None
+    here: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if here is None or here.type != named.type else torch.accelerator.device_count()
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and the kernels of these packages have been written for this kind of device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 class DeviceLayer:
@@ -20,10 +47,12 @@ class DeviceLayer:
         device: with its index, where the kind of device has one.
         asynchronous: whether work is queued on streams, so that events mean something.
         capturing: whether work is recorded into a graph, so that the CPU may neither wait for the device nor ask it.
+        registers_memory: whether CPU memory that was allocated without the device can be page-locked for its copies.
     """
 
     asynchronous = False
     capturing: bool = False
+    registers_memory: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,6 +92,18 @@ class DeviceLayer:
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Page-lock CPU memory, so that copies to and from the device do not block. Where `registers_memory`.
+
+        Raises:
+            RuntimeError: the device refuses, say because too much is page-locked already.
+        """
+        raise NotImplementedError(f"{self.device} registers no memory")
+
+    def unregister_memory(self, address: int) -> None:
+        """End what `register_memory` began, after the last use."""
+        raise NotImplementedError(f"{self.device} registers no memory")
+
     #: resize(storage, nbytes) gives a storage memory of the current stream's pool; 0 bytes give it back there.
     resize: Callable[[torch.UntypedStorage, int], object] = staticmethod(torch.UntypedStorage.resize_)
 
@@ -75,7 +116,11 @@ class StreamLayer(DeviceLayer):
     @property
     def capturing(self) -> bool:  # type: ignore[override]  # a plain attribute on CPU, where it is asked often
         """Whether the current stream records into a graph."""
-        return compat.is_capturing(self.current_stream())
+        stream = self.current_stream()
+        asked = getattr(stream, "is_capturing", None)  # torch 2.11 has it for CUDA's own streams only
+        if asked is not None:
+            return bool(asked())
+        return stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, priority: int = 0) -> Any:
         """A new stream of this device."""
@@ -129,6 +174,24 @@ class StreamLayer(DeviceLayer):
         """Block the CPU until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
 
+    @property
+    def registers_memory(self) -> bool:  # type: ignore[override]
+        """Whether the device's runtime has a call for it that torch offers: CUDA's, and ROCm's under the same name."""
+        return self.device.type == "cuda"
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Page-lock CPU memory for all devices of this kind."""
+        portable = 1  # cudaHostRegisterPortable
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(address, nbytes, portable))
+        if code:
+            compat.clear_error(self.device)
+            raise RuntimeError(f"cudaHostRegister gave error {code}")
+
+    def unregister_memory(self, address: int) -> None:
+        """End what `register_memory` began."""
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
 
 _layers: dict[torch.device, DeviceLayer] = {}
 
@@ -143,8 +206,8 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
     found = _layers.get(device)
     if found is not None:
         return found
-    if device.type == "cpu":
-        return _layers.setdefault(device, DeviceLayer(torch.device("cpu")))
+    if is_cpu(device):
+        return _layers.setdefault(device, DeviceLayer(CPU))
     accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         here = "there is none" if accelerator is None else f"it is {accelerator.type}"

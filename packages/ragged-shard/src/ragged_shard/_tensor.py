@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
+from ragged_shard._device import CPU
 from ragged_shard._registry import HANDLERS
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
@@ -360,7 +361,7 @@ def _examine(
                 f"from_local: this rank's tensor of shape {tuple(local.shape)} and stride {local.stride()} is not "
                 "contiguous; pass local.contiguous()"
             )
-        if local.device.type not in (mesh.device_type, "meta", "cpu"):
+        if local.device.type not in (mesh.device_type, "meta", CPU.type):
             raise ValueError(f"from_local: a tensor on {local.device} for {mesh}")
     except (TypeError, ValueError, NotImplementedError) as error:
         return None, error

@@ -4,10 +4,11 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
 `OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
-replication is allowed), and for the test harness `distributed_c10d._world` (which groups there are) and
+replication is allowed), `_sleep` of CUDA, and for the test harness `distributed_c10d._world` (which groups there are) and
 `torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -159,12 +160,15 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     raise KeyError(name)
 
 
-def is_capturing(stream: Any) -> bool:
-    """Whether work queued on a stream is recorded into a graph."""
-    asked = getattr(stream, "is_capturing", None)  # 2.11 has it for CUDA's own streams only
-    if asked is not None:
-        return bool(asked())
-    return bool(stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+def sleeper(device: torch.device) -> Any:
+    """The function that keeps a stream of this kind of device busy for so many cycles; None: it has none."""
+    return getattr(torch.get_device_module(device), "_sleep", None)
+
+
+def clear_error(device: torch.device) -> None:
+    """Forget the error that a failed call of the device's runtime left behind: the next kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(1)
 
 
 def mode_is_active(mode: Any) -> bool:

@@ -13,9 +13,11 @@ from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.device import has_fused_adamw
 from block_optim.core.options import check_count
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
+from ragged_shard import CPU
 
 QuantizeRule = Callable[[str, torch.Tensor], bool]
 
@@ -106,7 +108,7 @@ class AdamW8bit(BlockOptimizer):
 
     def setup(self) -> None:
         """Make a rule for each kind of state."""
-        self._wide = AdamWRule(fused="cuda")
+        self._wide = AdamWRule(fused=has_fused_adamw)
         self._narrow = QuantizedRule()
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
@@ -126,7 +128,7 @@ class AdamW8bit(BlockOptimizer):
             check_count("min_8bit_numel", least)
         block = check_block(group["block"])
         group["block"] = str(block)
-        map_of(group["state_map"], torch.device("cpu"))
+        map_of(group["state_map"], CPU)
         if group["state_map"] == "dynamic" and isinstance(block, Tile):
             raise ValueError(
                 f"state_map='dynamic' with block={block!r}: its zero for small second moments makes updates explode in "

@@ -16,14 +16,16 @@ import torch
 from block_optim.adam.plan import Step
 from block_optim.adam.scalars import Rates
 from block_optim.core import _torch_compat as compat
+from block_optim.core.device import per_device
 from block_optim.core.precision import Origin
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import Run
 from block_optim.core.scratch import Scratch
 from block_optim.core.skip import unless
+from ragged_shard import is_cpu
 
 # Elements worked on together: what the scratch holds. Below this many, slices are put into one foreach call.
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
 VECTOR = (
     16  # elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work
 )
@@ -164,12 +166,12 @@ class ListKernel:
         self.batch = batch
         self.kinds = [s.kind for s in batch.slices]
         self.roots = batch.like("roots")
-        self.single = len(batch.slices) == 1 and batch.params[0].device.type == "cpu"
+        self.single = len(batch.slices) == 1 and is_cpu(batch.params[0].device)
 
     @staticmethod
     def over(slices: list[RunSlice], grad_dtype: torch.dtype) -> "list[ListKernel]":
         """Kernels that together do all slices."""
-        limit = CHUNK.get(slices[0].param.device.type, CHUNK["cuda"])
+        limit = per_device(slices[0].param.device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
         return [ListKernel(batch) for batch in _batches(slices, limit, grad_dtype)]
 
     def __call__(self, step: Step) -> None:
@@ -239,9 +241,11 @@ class FusedKernel:
             same = [s for s in slices if s.kind == kind]
             tails = [s.range(s.numel - s.numel % VECTOR, s.numel) for s in same if s.numel % VECTOR]
             bodies = [s.range(0, s.numel - s.numel % VECTOR) for s in same if s.numel >= VECTOR]
-            if device.type != "cpu":
+            if not is_cpu(device):
                 bodies, tails = same, []
-            limit = CHUNK.get(device.type, CHUNK["cuda"]) if narrow else sum(s.numel for s in bodies)
+            limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+            if not narrow:
+                limit = sum(s.numel for s in bodies)
             kernels += [FusedKernel(batch) for batch in _batches(bodies, limit, grad_dtype)]
             if tails:
                 (batch,) = _batches(tails, len(tails) * VECTOR, grad_dtype)

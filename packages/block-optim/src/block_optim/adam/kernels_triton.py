@@ -55,26 +55,22 @@ def _load(address, offset, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _mix(x):
-    """The 32-bit mixer of `core.rounding`, on uint32."""
+def _hash(x):
+    """The 32-bit mixer of `core.rounding`, on uint32, without its last step."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
+    return x * 0x846CA68B
 
 
 @triton.jit
 def _random(element, j, row, step):
     """The 16 random bits of elements ``element + j`` (int64 and int32) of the global tensor, as int32."""
-    low, high = (element & 0xFFFFFFFF).to(tl.uint32), (element >> 32).to(tl.uint32)
-    first = (tl.load(row + 11) + step * 0x9E3779B9).to(tl.uint32)
-    second = tl.load(row + 12).to(tl.uint32)
-    here = second ^ _mix(high * 0x9E3779B9 + step.to(tl.uint32))
-    above = second ^ _mix((high + 1) * 0x9E3779B9 + step.to(tl.uint32))  # where the lower half starts again
-    index = low + j.to(tl.uint32)
-    x = _mix(_mix(index + first) ^ tl.where(index < low, above, here))
-    return (x & 0xFFFF).to(tl.int32)
+    key = tl.load(row + 11) + step * 0x9E3779B9 + element
+    here = _hash(step.to(tl.uint32))
+    other = tl.load(row + 12).to(tl.uint32) ^ here ^ (here >> 16)
+    x = _hash(((key & 0xFFFFFFFF).to(tl.uint32) + j.to(tl.uint32)) ^ other)
+    return (x >> 16).to(tl.int32)
 
 
 @triton.jit
@@ -89,7 +85,7 @@ def _store(
         tl.store(_at(address, tl.bfloat16, align) + offset, value.to(tl.bfloat16), mask=mask)
     elif TYPE == 1:
         bits = value.to(tl.int32, bitcast=True)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000  # adding to it would make it infinity or zero
+        is_nan = value != value  # adding to it would make it infinity or zero
         quiet = bits | 0x400000
         if ROUND:
             bits += random

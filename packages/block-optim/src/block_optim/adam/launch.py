@@ -7,7 +7,6 @@ scalars    a row for each class of parameters, worked out on the device from ste
 flag       whether to skip, on the device too
 """
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +23,6 @@ ALIGNMENT = (
 )
 
 VariantOf = Callable[[bool, bool], Variant]
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton works on this device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

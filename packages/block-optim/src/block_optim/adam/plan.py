@@ -11,6 +11,7 @@ from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
 from block_optim.core.active import Active
 from block_optim.core.params import Group, Param
+from ragged_shard import CPU, is_cpu
 
 
 class Counts:
@@ -29,9 +30,9 @@ class Counts:
     @property
     def on_device(self) -> bool:
         """Whether a device counts, and the host is not to read. What the host counts `BlockOptimizer` takes back."""
-        return any(buffer.device.type != "cpu" for buffer in self.buffers)
+        return any(not is_cpu(buffer.device) for buffer in self.buffers)
 
-    def new(self, number: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+    def new(self, number: int, device: torch.device = CPU) -> tuple[torch.Tensor, ...]:
         """Counts of more parameters, 0-d each."""
         self.buffers.append(torch.zeros(number, dtype=torch.float32, device=device))
         return self.buffers[-1].unbind()

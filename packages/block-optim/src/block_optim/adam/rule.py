@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSlice
-from block_optim.adam.launch import Row, Scalars, has_kernels, launches_of
+from block_optim.adam.launch import Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.variants import VECTOR, Types, Variant, wide_variant
 from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.precision import Origin, origin_of
 from block_optim.core.runs import FlatSpace, Run, gap_index, is_dense, joint_runs
+from ragged_shard import CPU, has_triton, is_cpu
 
 
 @dataclass
@@ -41,10 +42,10 @@ class AdamWRule(Rule[Moments]):
 
     Args:
         fused: torch's fused kernel and its numbers, instead of the op list and those of torch's for-loop and foreach;
-            or "cuda": only there, so that the host need not wait for `found_inf`.
+            or the devices on which.
     """
 
-    def __init__(self, *, fused: bool | str = False) -> None:
+    def __init__(self, *, fused: bool | Callable[[torch.device], bool] = False) -> None:
         super().__init__()
         self._fused = fused
 
@@ -54,16 +55,16 @@ class AdamWRule(Rule[Moments]):
             chosen = [p for p in params if (p.device, _state_dtype(p)) == (device, dtype)]
             space = FlatSpace([p.local for p in chosen])
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
-            on_device = self._is_fused(device) and device.type != "cpu"
+            on_device = self._is_fused(device) and not is_cpu(device)
             slot = self._counts.size
-            steps = self._counts.new(len(chosen), device if on_device else "cpu")
+            steps = self._counts.new(len(chosen), device if on_device else CPU)
             for i, (param, m, v, step) in enumerate(zip(chosen, first, second, steps, strict=True), slot):
                 state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
                 self._entries[param.tensor] = Moments(param, step, i, m, v)
         self._plan = None
 
     def _is_fused(self, device: torch.device) -> bool:
-        return self._fused is True or self._fused == device.type
+        return self._fused(device) if callable(self._fused) else self._fused
 
     def _plan_of(self, active: Active) -> "_Plan":
         return _Plan(self._entries, self._counts, active, self._is_fused)
@@ -122,7 +123,7 @@ class _Plan(StepPlan[Moments]):
         for (device, dtype, grad_dtype, seed), slices in batches.items():
             fused = self.fused(device)
             narrow = dtype != torch.float32 or grad_dtype != torch.float32
-            if fused and narrow and slices[0].first.dtype == torch.float32 and has_kernels(device):
+            if fused and narrow and slices[0].first.dtype == torch.float32 and has_triton(device):
                 rows = [row for s in slices for row in _rows(s, grad_dtype)]
                 launches = launches_of(
                     rows, seed, [], partial(_variant, Types(dtype, grad_dtype, seed is not None))

@@ -17,6 +17,7 @@ import torch
 
 from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, map_of
 from block_optim.adam.q8.ops import SQUARE_MAX, SQUARE_MIN
+from ragged_shard import CPU
 
 VECTOR = 8  # elements of an access: 8 bytes of codes, 16 of bf16, twice 16 of fp32
 WARP = 32
@@ -87,7 +88,7 @@ def quantized_variant(
     piece = tiles * span // pieces
     column_span = min(columns, piece // tiles)
     constants = {
-        **map_of(state_map, torch.device("cpu")).kernel_constants(),
+        **map_of(state_map, CPU).kernel_constants(),
         **types.constants,
         "TILES": tiles,
         "TILE_ROWS": tile[0],

@@ -28,6 +28,7 @@ from block_optim.core.precision import take_over, write_back
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
 from layout_planner import Block
+from ragged_shard import is_cpu
 
 _LOG = logging.getLogger("block_optim")
 
@@ -267,7 +268,7 @@ class BlockOptimizer(Stateful):
     def _host_counts(self) -> list[torch.Tensor]:
         """The step counts that are on the host."""
         counts = (self.state[param.tensor].get("step") for param in self._trained)
-        return [c for c in counts if isinstance(c, torch.Tensor) and c.device.type == "cpu"]
+        return [c for c in counts if isinstance(c, torch.Tensor) and is_cpu(c.device)]
 
     def _complete(self) -> None:
         self._read_flags(wait=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ragged_shard import device_layer
+from ragged_shard import device_layer, is_cpu
 
 
 class OnItsWay(Protocol):
@@ -41,7 +41,22 @@ _stand_in: Callable[[torch.Tensor], OnItsWay] | None = None
 
 def runs_ahead(device: torch.device) -> bool:
     """Whether the host queues work for the device, so that reading a number from it waits for all that is queued."""
-    return device.type != "cpu" or _stand_in is not None
+    return not is_cpu(device) or _stand_in is not None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work is queued there and wide: one call for many matrices pays, and so do fp16 products."""
+    return not is_cpu(device) and device.type != "meta"
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether torch's fused kernel reads the skip flag on this device, so that the host need not wait for it."""
+    return device.type == "cuda"
+
+
+def per_device(device: torch.device, *, cpu: int, accelerator: int) -> int:
+    """A size that depends on whether work is done in cache or by many multiprocessors."""
+    return cpu if is_cpu(device) else accelerator
 
 
 def host_copy(value: torch.Tensor) -> OnItsWay:

@@ -1,12 +1,13 @@
 """Stochastic rounding of fp32 to bf16 with random bits that belong to an element, not to a rank or a call.
 
-    bits      = hash(seed, step, parameter's name; element's index in the global tensor)        32 bits
-    rounded   = (fp32's bits + lowest 16 of these) with its lowest 16 cleared
+    bits      = hash(seed, step, parameter's name; element's index in the global tensor, modulo 2**32)        16 bits
+    rounded   = (fp32's bits + these) with its lowest 16 cleared
     NaN       = its sign and upper 16 bits, quiet; nothing is added, which could make it infinity or zero
 
 so a number between two bf16 neighbours goes to the upper one with the probability of its place between them, and the
-same run gives the same bits however tensors are cut. The hash is two rounds of a 32-bit integer mixer (xor-shifts and
-multiplications), keyed before each; integer arithmetic, so torch and Triton agree.
+same run gives the same bits however tensors are cut. The hash is a 32-bit integer mixer (xor-shifts and
+multiplications) of the index, to which one key is added and another xored; the bits are the upper half of its last
+product. Integer arithmetic, so torch and Triton agree.
 """
 
 import functools
@@ -21,10 +22,10 @@ CHUNK = 1 << 18  # elements rounded together
 _MASK = 0xFFFFFFFF
 
 
-def keys_of(seed: int, name: str, step: int, high: int) -> tuple[int, int]:
-    """Two 32-bit keys for a parameter and a step; ``high`` is the element index's upper half."""
+def keys_of(seed: int, name: str, step: int) -> tuple[int, int]:
+    """Two 32-bit keys for a parameter and a step."""
     first, second = base_keys(seed, name)
-    return (first + step * GOLDEN) & _MASK, (second ^ mix(high * GOLDEN + step)) & _MASK
+    return (first + step * GOLDEN) & _MASK, second ^ mix(step)
 
 
 @functools.cache
@@ -61,8 +62,7 @@ class Rounder:
     ) -> None:
         """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
         while wide.numel():
-            room = (1 << 32) - start % (1 << 32)  # then the lower half of the index starts again
-            n = min(wide.numel(), self._count.numel(), room)
+            n = min(wide.numel(), self._count.numel())
             self._round(wide[:n], out[:n], seed, name, step, start)
             wide, out, start = wide[n:], out[n:], start + n
 
@@ -70,23 +70,20 @@ class Rounder:
         self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
     ) -> None:
         n, bits = wide.numel(), wide.view(torch.int32)
-        first, second = keys_of(seed, name, step, start >> 32)
+        first, second = keys_of(seed, name, step)
         x, spare = self._hash[:n], self._spare[:n]
         torch.add(self._count[:n], signed(start + first & _MASK), out=x)
-        _mix(x, spare)
         x.bitwise_xor_(signed(second))
-        _mix(x, spare)
-        x.bitwise_and_(0xFFFF)
+        for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1])):
+            _shift(x, shift, out=spare)
+            x.bitwise_xor_(spare).mul_(signed(multiplier))
+        _shift(x, 16, out=x)
         torch.bitwise_and(bits, 0x7FFFFFFF, out=spare).le_(INFINITY).neg_()  # 0 for NaN, else all ones
         bits.add_(x.bitwise_and_(spare))
         bits.bitwise_or_(spare.bitwise_not_().bitwise_and_(QUIET)).bitwise_and_(-0x10000)
         out.copy_(wide)
 
 
-def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
-    """`mix` on int32 tensors, whose products wrap and whose right shifts need their sign bits masked."""
-    for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1]), (16, None)):
-        torch.bitwise_right_shift(x, shift, out=spare)
-        x.bitwise_xor_(spare.bitwise_and_((1 << 32 - shift) - 1))
-        if multiplier is not None:
-            x.mul_(signed(multiplier))
+def _shift(x: torch.Tensor, by: int, *, out: torch.Tensor) -> None:
+    """An unsigned right shift of int32, whose own copies the sign."""
+    torch.bitwise_right_shift(x, by, out=out).bitwise_and_((1 << 32 - by) - 1)

@@ -54,7 +54,7 @@ class Recipe:
         """Whether the Gram form is used for this shape: where it saves FLOPs; "auto" also wants a GPU and some size."""
         if self.method == "standard":
             return False
-        if self.method == "auto" and (device.type != "cuda" or min(rows, columns) < _AUTO_LEAST):
+        if self.method == "auto" and (not devices.is_accelerator(device) or min(rows, columns) < _AUTO_LEAST):
             return False
         return _gram_flops(rows, columns, self.polynomials) < _standard_flops(rows, columns, self.polynomials)
 
@@ -104,7 +104,7 @@ def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int
     n, rows, columns = stack.shape
     if not stack.numel():
         return 0
-    batched = stack.device.type == "cuda" if recipe.batched is None else recipe.batched
+    batched = devices.is_accelerator(stack.device) if recipe.batched is None else recipe.batched
     if n > 1 and not batched:
         found = [orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n)]
         masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
@@ -203,7 +203,7 @@ def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.
 
 def gram_dtype(device: torch.device) -> torch.dtype:
     """In which the Gram form computes: fp16 on GPUs, fp32 where fp16 products are slow."""
-    return torch.float16 if device.type == "cuda" else torch.float32
+    return torch.float16 if devices.is_accelerator(device) else torch.float32
 
 
 def _scale_aol(x: torch.Tensor, g: torch.Tensor, spare: torch.Tensor, eps: float, scratch: Scratch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from block_optim.core._torch_compat import foreach_copy_
 from block_optim.shampoo import linalg
 from block_optim.shampoo.plan import COLS, ROWS, OwnedBlock
+from ragged_shard import is_cpu
 
 
 @dataclass
@@ -77,8 +78,8 @@ def batches(blocks: Iterable[OwnedBlock]) -> list[Batch]:
 
 
 def capacity(count: int, size: int, device: torch.device) -> int:
-    """Matrices in a batched operand: all that fit on CUDA, where the number must not depend on who owns what."""
-    return count if device.type == "cpu" else size
+    """Matrices in a batched operand: all that fit on an accelerator, where their number must not depend on owners."""
+    return count if is_cpu(device) else size
 
 
 def gather(views: Sequence[Tensor], count: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:

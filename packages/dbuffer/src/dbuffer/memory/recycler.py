@@ -120,10 +120,12 @@ class Recycler:
             RuntimeError: the storage is in quarantine, on a torch release that cannot give it other memory.
         """
         if storage.nbytes():
-            raise RuntimeError(
-                f"this storage of {storage.nbytes()} bytes is in quarantine since a collective on it failed, and torch "
-                f"{torch.__version__} cannot give it other memory; build the buffer again"
-            )
+            if not compat.CAN_SWAP:
+                raise RuntimeError(
+                    f"this storage of {storage.nbytes()} bytes is in quarantine since a collective on it failed, and "
+                    f"torch {torch.__version__} cannot give it other memory; build the buffer again"
+                )
+            self.quarantine(storage)  # an interrupt kept it from being taken back
         block = self._pop_parked(nbytes)
         if block is not None:
             if block.last_use is not None:
@@ -168,7 +170,7 @@ class Recycler:
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""
-        self._homes.pop(storage)
+        self._homes.pop(storage, None)
         self._quarantined += storage.nbytes()
         holder = storage
         if compat.CAN_SWAP:

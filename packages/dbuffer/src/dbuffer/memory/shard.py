@@ -5,6 +5,8 @@ from types import MappingProxyType
 
 import torch
 
+from ragged_shard import DeviceLayer, PinnedMemory
+
 from .geometry import Geometry
 from .recycler import check_aligned
 
@@ -14,6 +16,10 @@ _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 class ShardMemory:
     """This rank's slices and the views into them.
 
+    Args:
+        device: where they are.
+        pinned_for: the device whose copies page-locked memory is for; None: the memory is not page-locked.
+
     Attributes:
         flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
         views: this rank's slice of each tensor, in its local shape.
@@ -21,10 +27,12 @@ class ShardMemory:
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pin_memory: bool
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pinned_for: DeviceLayer | None
     ) -> None:
         self._geometry = geometry
-        self._dtype, self._device, self._pinned = dtype, device, pin_memory
+        self._dtype, self._device = dtype, device
+        sizes = [segment.shard_size for segment in geometry.layout.segments]
+        self._pinned = [PinnedMemory(pinned_for, size, dtype) for size in sizes] if pinned_for else None
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
@@ -32,11 +40,13 @@ class ShardMemory:
 
     def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
         geometry = self._geometry
-        flats: list[torch.Tensor] = []
-        for segment in geometry.layout.segments:
-            flat = make(segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
+        if self._pinned is None:
+            sizes = [segment.shard_size for segment in geometry.layout.segments]
+            flats = [make(size, dtype=self._dtype, device=self._device) for size in sizes]
+        else:
+            flats = [memory.zeros() if make is torch.zeros else memory.empty() for memory in self._pinned]
+        for flat in flats:
             check_aligned(flat.data_ptr())
-            flats.append(flat)
         views: dict[str, torch.Tensor] = {}
         for name, found in geometry.slices.items():
             flat = flats[found.segment]

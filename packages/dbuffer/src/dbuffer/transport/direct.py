@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ragged_shard import is_cpu
+
 from .collectives import Collectives
 from .protocol import Op, Pairs, Work, living
 from .works import Then
@@ -125,7 +127,7 @@ class Direct:
 
     def _pays(self, pairs: Pairs) -> bool:
         """Whether an exchange is large; the same answer on all ranks."""
-        if pairs[0][0].device.type != "cpu":
+        if not is_cpu(pairs[0][0].device):
             return False
         return sum(max(one.nbytes, other.nbytes) for one, other in pairs) >= MIN_BYTES
 

@@ -1,10 +1,11 @@
 """Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ragged_shard import has_triton
 
 from .noise import Noise, signed
 from .tiles import RowRun, RunList, bands_of
@@ -19,9 +20,7 @@ _GROUP = 4096  # elements of the tiles of one row that a program does
 
 def has_kernels(tile: tuple[int, int], device: torch.device) -> bool:
     """Whether the kernels serve tiles of this size on this device; else the torch ops do."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return _span(tile[0]) * _span(tile[1]) <= _MOST
+    return has_triton(device) and _span(tile[0]) * _span(tile[1]) <= _MOST
 
 
 def _span(size: int) -> int:

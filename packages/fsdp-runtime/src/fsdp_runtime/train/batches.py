@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_shard import is_cpu
+
 from .corpus import Corpus
 from .errors import TrainError
 
@@ -113,7 +115,7 @@ class Batches:
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
         tokens = torch.from_numpy(rows)
-        if device.type == "cuda":
+        if not is_cpu(device):
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

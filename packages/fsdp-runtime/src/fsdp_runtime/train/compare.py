@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from ragged_shard import is_cpu
+
 from .config import SYSTEMS, RunConfig
 from .errors import TrainError
+from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
 from .optimizers import not_available, optimizer_spec, peak_lr
 from .report import METRICS, draw_curves, losses, read_metrics
@@ -174,7 +177,7 @@ def _conclude(
     """Print and save what was measured; 1 if systems' losses differ."""
     rows = {name: measured.row() for name, measured in found.items()}
     first = next(iter(rows))
-    lines = table(rows, what, first, torch.cuda.is_available())
+    lines = table(rows, what, first, not is_cpu(pick_device("auto")))
     head = (
         f"{date.today().isoformat()}, {platform.machine()} with {num_cores()} cores, torch {torch.__version__}, "
         f"ranks {', '.join(f'{n}: {r}' for n, r in ranks.items())}; {config.batch} x {config.seq_len} tokens a "

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from ragged_shard import is_cpu
 
 from .batches import check_division
 from .errors import TrainError
+from .hardware import DEVICES, is_missing, pick_device
 from .model import PRESETS, ModelConfig
 
 SYSTEMS = ("fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one")
@@ -73,7 +74,7 @@ class RunConfig:
             ("precision", PRECISIONS),
             ("quantize", QUANTIZED),
             ("reduce", REDUCED),
-            ("device", ("auto", "cpu", "cuda")),
+            ("device", ("auto", *DEVICES)),
         ):
             if getattr(self, name) not in known:
                 raise TrainError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
@@ -88,8 +89,8 @@ class RunConfig:
                 )
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise TrainError("--device cuda: torch finds no CUDA device here")
+        if is_missing(self.device):
+            raise TrainError(f"--device {self.device}: torch finds no {self.device.upper()} device here")
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         check_division(self.batch, world_size, self.accumulate)
@@ -157,7 +158,7 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--keep", "keep", int, "checkpoints kept"),
     ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
     ("--resume", "resume", None, "go on from the newest checkpoint of the run"),
-    ("--device", "device", str, "auto, cpu or cuda"),
+    ("--device", "device", str, f"auto, {' or '.join(DEVICES)}"),
     ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's"),
 )
 _MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
@@ -209,7 +210,7 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     except ValueError as error:
         raise TrainError(f"the model: {error}") from error
     values = {n: getattr(options, n) for _, n, _, _ in _RUN_FLAGS if getattr(options, n) is not None}
-    values.setdefault("precision", "bf16" if pick_device(values.get("device", "auto")) == "cuda" else "fp32")
+    values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
     return RunConfig(
         model=model,
         data=tuple(options.data),
@@ -218,10 +219,3 @@ def run_config(options: argparse.Namespace) -> RunConfig:
         plot=not options.no_plot,
         **values,
     )
-
-
-def pick_device(asked: str) -> str:
-    """The device type of a run."""
-    if asked != "auto":
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""What the machine can do and how much of it is in use: peaks for MFU, memory, times."""
+"""What the machine can do and how much of it is in use: its devices, peaks for MFU, memory, times."""
 
 import os
 import resource
@@ -7,7 +7,11 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
+from ragged_shard import CPU, is_cpu
+
+DEVICES = ("cpu", "cuda")  # that can be asked for; "auto" takes any accelerator
 # Dense bf16 peak by vendors' data sheets, FLOP/s; matched in this order against the device's name.
 PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("GB200", 2.5e15),
@@ -33,6 +37,34 @@ PEAK_BF16: tuple[tuple[str, float], ...] = (
 )
 
 
+def pick_device(asked: str) -> torch.device:
+    """The kind of device of a run."""
+    if asked != "auto":
+        return torch.device(asked)
+    found: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if found is None else torch.device(found.type)
+
+
+def is_missing(asked: str) -> bool:
+    """Whether a device was asked for that this machine does not have."""
+    return asked not in ("auto", CPU.type, pick_device("auto").type)
+
+
+def own_device(asked: str, local_rank: int) -> torch.device:
+    """The device of this rank, made the current one."""
+    kind = pick_device(asked)
+    if is_cpu(kind):
+        return kind
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind.type, local_rank)
+
+
+def backends(device: torch.device) -> str:
+    """Of a process group for tensors of the device and of the CPU."""
+    own, cpu = (dist.get_default_backend_for_device(kind) for kind in (device, CPU))
+    return cpu if is_cpu(device) else f"{CPU.type}:{cpu},{device.type}:{own}"
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """FLOP/s that MFU is measured against; None where it is not known (CPUs, fp32, other GPUs)."""
     if device.type != "cuda" or precision != "bf16":
@@ -42,9 +74,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def memory_mb(device: torch.device) -> float:
-    """Peak memory of this rank so far, MB: allocated CUDA memory, or resident memory on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
+    """Peak memory of this rank so far, MB: allocated memory of an accelerator, or resident memory on CPU."""
+    if not is_cpu(device):
+        return torch.accelerator.max_memory_allocated(device) / 1e6
     return resident_peak_mb()
 
 
@@ -56,7 +88,7 @@ def resident_peak_mb() -> float:
 
 @dataclass
 class StepClock:
-    """Wall and CPU seconds between calls of `lap`. On CUDA, `lap` waits for the device only if told to."""
+    """Wall and CPU seconds between calls of `lap`. On an accelerator, `lap` waits for the device only if told to."""
 
     device: torch.device
     wall: float = field(default_factory=time.perf_counter)
@@ -64,8 +96,8 @@ class StepClock:
 
     def lap(self, synchronize: bool = False) -> tuple[float, float]:
         """Wall and CPU seconds of this process since the last lap."""
-        if synchronize and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if synchronize and not is_cpu(self.device):
+            torch.accelerator.synchronize(self.device)
         now, used = time.perf_counter(), sum(os.times()[:2])
         passed = now - self.wall, used - self.cpu
         self.wall, self.cpu = now, used

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 
-from .config import RunConfig, pick_device
+from ragged_shard import is_cpu
+
+from .config import RunConfig
 from .errors import TrainError
+from .hardware import pick_device
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,16 @@ def num_cores() -> int:
 
 def pick_ranks(config: RunConfig, asked: int | None) -> int:
     """Local ranks of a run: what was asked for, else the most that GPUs or cores allow and the batch divides by."""
+    device = pick_device(config.device)
     if asked is not None:
         if asked < 1:
             raise TrainError(f"--ranks {asked}: expected at least 1")
-        if pick_device(config.device) == "cuda" and asked > torch.cuda.device_count():
-            raise TrainError(f"--ranks {asked}: there are {torch.cuda.device_count()} GPUs")
+        if not is_cpu(device) and asked > torch.accelerator.device_count():
+            raise TrainError(f"--ranks {asked}: there are {torch.accelerator.device_count()} GPUs")
         return asked
     if config.system == "one":
         return 1
-    most = torch.cuda.device_count() if pick_device(config.device) == "cuda" else num_cores()
+    most = num_cores() if is_cpu(device) else torch.accelerator.device_count()
     return max(n for n in range(1, max(1, most) + 1) if n == 1 or config.batch % (n * config.accumulate) == 0)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ragged_shard import is_cpu
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make inside it, until they are freed; real, fake and meta tensors alike.
@@ -60,7 +62,7 @@ def _storage(value: torch.Tensor) -> torch.UntypedStorage:
 
 
 class StepMeter:
-    """The peak of live bytes during one step of a run: of CUDA's allocator, or of tensors on CPU.
+    """The peak of live bytes during one step of a run: of the accelerator's allocator, or of tensors on CPU.
 
     On CPU: the storages of all tensors when the step begins, those that operations make until they are freed, and
     `pool`. What gloo allocates for itself inside a collective is not seen.
@@ -78,13 +80,13 @@ class StepMeter:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure what happens inside."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.rest = torch.cuda.memory_allocated(self.device)
+        if not is_cpu(self.device):
+            torch.accelerator.synchronize(self.device)
+            torch.accelerator.reset_peak_memory_stats(self.device)
+            self.rest = torch.accelerator.memory_allocated(self.device)
             yield
-            torch.cuda.synchronize(self.device)
-            self.peak = torch.cuda.max_memory_allocated(self.device)
+            torch.accelerator.synchronize(self.device)
+            self.peak = torch.accelerator.max_memory_allocated(self.device)
             return
         already = bytes_of_all_tensors()
         self.rest = already + self.pool()

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_runtime import unit_memory
 from ragged_shard.testing import simulated_ranks
 
-from .config import RunConfig, pick_device
+from .config import RunConfig
 from .corpus import read_data
 from .errors import TrainError
+from .hardware import pick_device
 from .launch import pick_ranks, start_ranks
 from .memory import LiveBytes
 from .model import Transformer
@@ -109,7 +110,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     if config.hf_config:
         raise TrainError("plan works out activations for the built-in model, not for --hf-config")
     sizes = model_config(config, vocab_size)
-    device = torch.device(pick_device(config.device))
+    device = pick_device(config.device)
     if dist.is_initialized():
         raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
     with simulated_ranks(world_size, rank=rank, collectives="refuse"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_shard import distribute_like
+from ragged_shard import distribute_like, is_cpu
 
 from .config import RunConfig
 from .errors import TrainError
@@ -212,7 +212,7 @@ class DeepSpeed(System):
             "zero_optimization": {
                 "stage": 3,
                 "stage3_param_persistence_threshold": 0,
-                "overlap_comm": self.device.type != "cpu",
+                "overlap_comm": not is_cpu(self.device),
             },
             "steps_per_print": 10**9,
         }

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from . import checkpoint as ckpt
 from .batches import Batches
-from .config import RunConfig, pick_device
+from .config import RunConfig
 from .corpus import TextData, read_data
 from .errors import TrainError, agreed
-from .hardware import StepClock, memory_mb, peak_flops
+from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .memory import StepMeter
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
@@ -105,10 +105,7 @@ class Trainer:
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
         optimizer_spec(config.optimizer)
-        self.device = torch.device(pick_device(config.device))
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
+        self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
         with agreed("reading the data"):
             self.data = read_data(
                 config.data,

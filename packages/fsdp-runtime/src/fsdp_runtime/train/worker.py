@@ -9,11 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from .config import RunConfig, pick_device
+from .config import RunConfig
 from .errors import TrainError, one_line
+from .hardware import backends, own_device
 from .report import closing_lines
 
 USER_ERROR = 2  # exit status
@@ -56,11 +56,8 @@ def _init_process_group(config: RunConfig, world_size: int) -> None:
         return
     if config.system == "one" and world_size == 1:
         return
-    cuda = pick_device(config.device) == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(backends(device), timeout=timedelta(minutes=5))
 
 
 def _say_once(rank: int, text: str, control: Path | None) -> None:

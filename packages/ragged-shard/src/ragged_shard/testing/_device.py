@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_shard import _torch_compat as compat
-from ragged_shard._device import StreamLayer, use_device_layer
+from ragged_shard._device import CPU, StreamLayer, use_device_layer
 from ragged_shard.testing._accesses import (
     SYNCS,
     Access,
@@ -112,6 +112,7 @@ class SimulatedDevice(StreamLayer):
         pools: what a caching allocator would hold.
         accesses: how many were checked.
         addresses: while capturing, of all memory from outside that ops use, in their order.
+        registered: CPU memory that is registered now: address -> bytes.
 
     Raises:
         RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
@@ -119,7 +120,7 @@ class SimulatedDevice(StreamLayer):
         CaptureError: inside `capture`, for what a graph cannot record.
     """
 
-    def __init__(self, device: str = "cpu", completes: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, device: str = CPU.type, completes: Callable[[], bool] = lambda: True) -> None:
         super().__init__(torch.device(device))
         self.completes = completes
         self.host: Clock = {}
@@ -130,6 +131,7 @@ class SimulatedDevice(StreamLayer):
         self._streams: list[SimulatedStream] = []
         self._outside: set[int] = set()  # addresses of memory from before the capture
         self._captures = itertools.count(1)
+        self.registered: dict[int, int] = {}
         self._default = self.new_stream()
         self._default.name = "the default stream"
         self._here = threading.local()
@@ -210,6 +212,25 @@ class SimulatedDevice(StreamLayer):
         """What reading a number of the device does: the host waits for the current stream."""
         self.refuse_in_capture("waits for the current stream")
         join(self.host, self.current_stream().clock)
+
+    @property
+    def registers_memory(self) -> bool:  # type: ignore[override]
+        """Yes, as CUDA does."""
+        return True
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Let memory of the host be pinned."""
+        self.registered[address] = nbytes
+        self._blocks[address] = Block(address, nbytes, self._default, True, True)
+
+    def unregister_memory(self, address: int) -> None:
+        """End it. Raises RaceError where the host does not know that the last access has completed."""
+        del self.registered[address]
+        block = self._blocks.get(address)
+        for access in () if block is None else block.accesses:
+            if access.stream != _HOST and self.host.get(access.stream, 0) < access.time:
+                raise RaceError(f"memory is unregistered at {where()} before the last {access} has completed")
+        self._blocks.pop(address, None)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give a storage memory of the current stream's pool, or with 0 bytes give its memory back to its pool."""
@@ -404,7 +425,7 @@ class _Stamp(TorchDispatchMode):
     def _to_device(self, kwargs: Any) -> bool:
         """Whether the device was asked for, where its name is not the CPU's."""
         device = self._device.device
-        return bool(device != torch.device("cpu") and kwargs.get("device") == device)
+        return bool(device != CPU and kwargs.get("device") == device)
 
     def _see_results(
         self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool, to_device: bool

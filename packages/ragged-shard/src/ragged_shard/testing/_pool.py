@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ragged_shard._device import CPU, num_devices
 from ragged_shard.testing import _pickling
 
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch
@@ -40,7 +41,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     timeout: float = 120.0,
-    device: str = "cpu",
+    device: str = CPU.type,
     seed: int | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -54,7 +55,7 @@ def run_ranks(
         world_size: number of ranks.
         fn: the function to call; ``torch.distributed.get_rank()`` tells it its rank.
         timeout: seconds after which ranks that have not answered count as hanging.
-        device: "cpu" or "cuda".
+        device: the kind: "cpu", or an accelerator such as "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.
 
     With the environment variable `RAGGED_SHARD_NATIVE_STACKS=1` a rank that dies of a signal also leaves the native
@@ -65,19 +66,12 @@ def run_ranks(
         RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has
             every rank's Python stack.
         ValueError: an unknown device or a world size below 1.
-        RuntimeError: fewer GPUs than ranks.
+        RuntimeError: fewer devices of that kind than ranks.
     """
-    if device not in ("cpu", "cuda") or world_size < 1:
-        raise ValueError(
-            f"run_ranks({world_size}, device={device!r}): expected at least 1 rank, on 'cpu' or 'cuda'"
-        )
-    if device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < world_size:
-            raise RuntimeError(
-                f"{world_size} CUDA ranks need as many GPUs, found {torch.cuda.device_count()}"
-            )
+    if world_size < 1:
+        raise ValueError(f"run_ranks({world_size}): expected at least 1 rank")
+    if device != CPU.type and (found := num_devices(device)) < world_size:
+        raise RuntimeError(f"{world_size} ranks on {device} need as many devices, found {found}")
     if seed is None:
         seed = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0].encode())
     job = _pickling.dumps({"fn": fn, "args": args, "kwargs": kwargs, "seed": seed})

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ragged_shard._device import DeviceLayer, device_layer
+from ragged_shard import _torch_compat as compat
+from ragged_shard._device import SIMULATED, DeviceLayer, device_layer, is_cpu
 
 Collectives = Literal["copy", "skip", "refuse"]
 _BACKEND = "simulated"
@@ -64,9 +65,9 @@ class Simulation:
     _streams: dict[DeviceLayer, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
     def stream(self, layer: DeviceLayer) -> tuple[Any, float]:
-        """The stream that collectives run on, and how many cycles of `torch.cuda._sleep` a second has there."""
+        """The stream that collectives run on, and how many of the cycles that it can be kept busy for a second has."""
         if layer not in self._streams:
-            cycles = _cycles_per_second(layer.device) if layer.device.type == "cuda" else 0.0
+            cycles = 0.0 if compat.sleeper(layer.device) is None else _cycles_per_second(layer)
             self._streams[layer] = (layer.new_stream(), cycles)
         return self._streams[layer]
 
@@ -90,7 +91,7 @@ class SimulatedWork(dist.Work):
         super().__init__()
         self._layer, self._event, self._uses = layer, event, uses
         # Made on the collective's stream, so that whoever waits for the future waits for that stream.
-        on_device = layer is not None and layer.device.type != "cpu"
+        on_device = layer is not None and not is_cpu(layer.device)
         devices: Any = [results[0].device] if on_device else None
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         self._future.set_result(list(results))
@@ -157,7 +158,7 @@ class SimulatedGroup(_ProcessGroup):
         stream, cycles_per_second = simulation.stream(layer)
         with layer.on(stream):
             if cycles := int(simulation.network.seconds(received) * cycles_per_second):
-                torch.cuda._sleep(cycles)
+                compat.sleeper(layer.device)(cycles)
             move()
             return SimulatedWork(results, layer, layer.record(), uses=move)
 
@@ -297,7 +298,7 @@ def simulated_ranks(
             "simulated_ranks initialises torch.distributed, which this process has done already"
         )
     if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda", "meta"])
+        dist.Backend.register_backend(_BACKEND, _create, devices=SIMULATED)
     _active = Simulation(world_size, rank, collectives, network or Network())
     dist.init_process_group(_BACKEND, rank=rank, world_size=world_size, store=HashStore())
     try:
@@ -307,18 +308,16 @@ def simulated_ranks(
         _active = None
 
 
-def _cycles_per_second(device: torch.device) -> float:
-    """What `torch.cuda._sleep` takes for one second on a CUDA device, measured."""
-    with torch.cuda.device(device):
-        return _measured_cycles_per_second()
-
-
-def _measured_cycles_per_second() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _cycles_per_second(layer: DeviceLayer) -> float:
+    """How many cycles a second has on a device, measured."""
+    sleep = compat.sleeper(layer.device)
+    start, end = (torch.Event(layer.device, enable_timing=True) for _ in range(2))
     cycles = 50_000_000
-    torch.cuda._sleep(1000)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    torch.cuda.synchronize()
+    stream = layer.current_stream()
+    with layer.on(stream, ()):
+        sleep(1000)
+        start.record(stream)
+        sleep(cycles)
+        end.record(stream)
+    layer.synchronize()
     return float(cycles / (start.elapsed_time(end) / 1e3))

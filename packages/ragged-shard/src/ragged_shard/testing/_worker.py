@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ragged_shard._device import CPU
 from ragged_shard._torch_compat import num_groups, print_native_stacks_on_fatal_signals
 from ragged_shard.testing import _pickling
 
@@ -67,15 +68,16 @@ def _set_up(rank: int, world_size: int, store: str, device: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    on_cpu = device == CPU.type
+    if not on_cpu:
+        torch.accelerator.set_device_index(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=10),
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        device_id=None if on_cpu else torch.device(device, rank),
     )
 
 

@@ -16,6 +16,7 @@ from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, Buffer, DynamicMap, 
 from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core.rounding import Rounder
+from ragged_shard import is_cpu
 
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 BUFFERS = 7  # m, r, two for the update, and three more that the table look-ups need
@@ -190,7 +191,7 @@ def _root_of(square: torch.Tensor, out: torch.Tensor) -> None:
     On CPU `torch.rsqrt` is 1 / sqrt, both rounded correctly, while `torch.sqrt` may be MKL's, which is not; on CUDA it
     is the other way round.
     """
-    if square.device.type == "cpu":
+    if is_cpu(square.device):
         torch.rsqrt(square, out=out)
     else:
         torch.sqrt(square, out=out)

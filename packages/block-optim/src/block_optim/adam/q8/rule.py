@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from block_optim.adam.launch import Launch, Row, Scalars, has_kernels, launches_of
+from block_optim.adam.launch import Launch, Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import (
@@ -30,13 +30,14 @@ from block_optim.adam.q8.grid import (
 from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
 from block_optim.adam.variants import Types, Variant, quantized_variant
 from block_optim.core.active import Active
+from block_optim.core.device import per_device
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.skip import unless
-from ragged_shard import RaggedShard
+from ragged_shard import CPU, RaggedShard, has_triton
 
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements of a tile step
+CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 
 
 @dataclass
@@ -71,7 +72,7 @@ class QuantizedRule(Rule[Codes]):
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
         scales = first, second
         slot = self._counts.size
-        steps = self._counts.new(len(params), device if has_kernels(device) else "cpu")
+        steps = self._counts.new(len(params), device if has_triton(device) else CPU)
         for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
             shape = grid.scale_shape
             if any(isinstance(p, RaggedShard) for p in placements):
@@ -150,7 +151,7 @@ class _Plan(StepPlan[Codes]):
             )
         self.calls, self.launches = [], []
         for device, stretches in found.items():
-            if has_kernels(device):
+            if has_triton(device):
                 scalars = Scalars(device, len(self.classes))
                 self.launches.append((scalars, self._launches(device, stretches, grads)))
             else:
@@ -215,7 +216,7 @@ class _Plan(StepPlan[Codes]):
         return found
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
-        limit = CHUNK.get(device.type, CHUNK["cuda"])
+        limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
         pieces = [(run, kind, piece) for run, kind, whole in stretches for piece in _pieces(whole, limit)]
         size = max(TileScratch.size(piece) for _, _, piece in pieces)
         scratch, rounder, calls = TileScratch(device, size), None, []

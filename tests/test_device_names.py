@@ -1,0 +1,82 @@
+"""Names of devices are in one file of a package at most: whatever differs between devices is decided there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    path.name: path for path in (ROOT / "packages").glob("*/src/*") if (path / "__init__.py").exists()
+}
+KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "npu", "mtia", "hip")
+NAME = re.compile(rf"({'|'.join(KINDS)})(:.*)?")
+DECIDES = {
+    "ragged_shard": ["_device.py"],
+    "block_optim": ["core/device.py"],
+    "fsdp_runtime": ["train/hardware.py"],
+}
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """The ids of all nodes that are expressions of a string alone."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def device_names(text: str) -> list[str]:
+    """Where a file names a kind of device: a string such as "cuda:0", `torch.cuda`, an import of it."""
+    tree = ast.parse(text)
+    said = docstrings(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            names = NAME.fullmatch(node.value)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+            names = node.attr in KINDS
+        elif isinstance(node, ast.ImportFrom):
+            names = any(f"{node.module}.{alias.name}".startswith(_MODULES) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names = any(alias.name.startswith(_MODULES) for alias in node.names)
+        else:
+            continue
+        if names:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+_MODULES = tuple(f"torch.{kind}" for kind in KINDS)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_device_names_are_in_one_file_of_a_package(package):
+    root = PACKAGES[package]
+    files = {path.relative_to(root).as_posix(): device_names(path.read_text()) for path in root.rglob("*.py")}
+    found = {file: names for file, names in files.items() if names}
+    assert sorted(found) == DECIDES.get(package, []), {
+        file: names for file, names in found.items() if file not in DECIDES.get(package, [])
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['x.to("cuda")', 'd == "cpu:0"', "torch.cuda.synchronize()", "import torch.cuda", "from torch.cuda import Event",
+     "from torch import xpu", 'init("cpu:gloo,cuda:nccl")', 'KINDS = {"mps": 1}'],
+)  # fmt: skip
+def test_a_device_name_is_found(text):
+    assert device_names(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""cuda"""',
+        "x = 1  # torch.cuda",
+        'f"{device} is not CUDA"',
+        "CPU.type",
+        "torch.accelerator",
+        "os.cpu_count()",
+    ],
+)
+def test_what_names_no_device_is_not(text):
+    assert not device_names(text)
