@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 
 import dbuffer
+import ragged_shard
 from dbuffer import BlockQuantizedTensor
 from fsdp_runtime import (
     BlockFP8,
@@ -227,6 +228,8 @@ def distributed_sources():
     again = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
     again.load_state_dict(full)
     assert_codes(again, NF4, other_values())
+    ragged_shard.load_full_state_dict(again, adapted().state_dict())
+    assert_codes(again, NF4, adapted().state_dict())
     name = "blocks.0.base.weight"
     codes, scales = full[f"{name}.codes"], full[f"{name}.scales"]
     for wrong, message in (
