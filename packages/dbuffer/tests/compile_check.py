@@ -55,7 +55,19 @@ def check(name, fmt, signature, loads, stores, **constants):
     print(f"compiled: {name} {fmt} {constants}: {registers} registers")
 
 
+def check_pairs(kind, vector, stores):
+    """The same for four-bit codes."""
+    signature = {**TABLE, **BUFFERS, "levels": "*fp32", "out": TYPES[kind]}
+    fixed = {"SIZE": 64, "GROUP": 256, "PAIRS": launch.PAIRS, "VECTOR": vector, "TYPE": kind, "num_warps": 4}
+    registers, local, ptx = compile_(kernels_triton.read_pairs, signature, fixed)
+    assert local == 0, f"read_pairs {kind} {vector}: {local} bytes of local memory"
+    assert re.search(stores, ptx), f"read_pairs {kind} {vector}: no {stores}"
+    print(f"compiled: read_pairs {kind} {vector}: {registers} registers")
+
+
 if __name__ == "__main__":
+    check_pairs(1, True, r"st\.global\S*\.b32")
+    check_pairs(0, False, r"st\.global")
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"
     fp8 = {"CODE": 0, "TOP": 448.0, "POW2": True}
     integers = {"CODE": 1, "TOP": 127.0, "POW2": False}

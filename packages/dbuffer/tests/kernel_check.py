@@ -6,7 +6,7 @@ Compares each format's codes, scales and values by the kernels with those by tor
 
 import torch
 
-from dbuffer import BlockFP8, BlockInt8, Noise, RowRun, RunList
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
 from dbuffer.wire import codec, launch
 
 EXTREMES = (
@@ -70,7 +70,33 @@ def all_codes():
     print("all codes")
 
 
+def four_bits(size, shape, rows, dtype, shift=0):
+    """Values of four-bit codes, all 256 bytes among them, and of a block that is NaN."""
+    fmt = BlockNF4(size)
+    grid, (start, stop) = fmt.grid(shape), rows
+    runs = RunList(
+        [RowRun(grid, start, stop, shift, shift, shift), RowRun(fmt.grid((3, 130)), 0, 3, 40_000, 40_000)]
+    )
+    codes = torch.randint(256, (50_000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    scales = torch.randn(1000, generator=torch.Generator().manual_seed(1)).exp()
+    scales[shift] = torch.nan
+    found = []
+    for kernels in (False, True):
+        vars(launch)["has_triton"] = lambda device, kernels=kernels: kernels
+        found.append(torch.full((50_000,), -1.0, dtype=dtype))
+        fmt.dequantize(runs, codes, scales, found[-1])
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    equal = (found[0].view(whole) == found[1].view(whole)) | (found[0].isnan() & found[1].isnan())
+    assert equal.all(), f"{fmt} {shape} {rows}: {int((~equal).sum())} differ"
+    assert found[0].isnan().any()
+    print("same bits:", fmt, shape, rows, dtype)
+
+
 if __name__ == "__main__":
+    four_bits(64, (40, 320), (0, 40), torch.bfloat16)
+    four_bits(64, (40, 130), (3, 31), torch.float32, shift=3)
+    four_bits(32, (7, 129), (0, 7), torch.float16, shift=1)
+    four_bits(2, (3, 1100), (1, 3), torch.bfloat16, shift=5)
     fp8, small, fp32 = BlockFP8(), BlockFP8((32, 32)), BlockFP8((16, 64), "fp32")
     assert codec.launch is launch
     for fmt in (fp8, small, fp32, BlockInt8(), BlockInt8(100), BlockInt8(256, "stochastic")):

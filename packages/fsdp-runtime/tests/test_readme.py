@@ -15,8 +15,8 @@ README = Path(__file__).parent.parent / "README.md"
 def examples():
     # Outside the tree there is what the wheel carries.
     text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
-    first, quantized = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return first, quantized
+    first, quantized, at_rest = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return first, quantized, at_rest
 
 
 def run_example(code):
@@ -41,3 +41,22 @@ def run_quantized(code):
 
 def test_the_quantized_example_runs():
     assert all(run_ranks(2, run_quantized, examples()[1]))
+
+
+def run_at_rest(code):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    namespace: dict = {"model": transformers.LlamaForCausalLM(config)}
+    exec(code, namespace)
+    batch = torch.zeros(1, 4, dtype=torch.long)
+    namespace["model"](input_ids=batch, labels=batch).loss.backward()
+    namespace["optimizer"].step()
+    return len(namespace["optimizer"].param_groups[0]["params"])
+
+
+def test_the_example_with_a_base_of_four_bits_runs():
+    pytest.importorskip("peft", reason="peft is not installed")
+    assert run_ranks(2, run_at_rest, examples()[2]) == [14, 14]

@@ -19,7 +19,9 @@ from .wire import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
+    BlockQuantizedTensor,
     BlockReduction,
+    BlocksAtRest,
     BlocksOnWire,
     CastOnWire,
     CastReduction,
@@ -32,6 +34,7 @@ from .wire import (
     RunList,
     TileGrid,
     WireForm,
+    empty_codes,
 )
 
 __version__ = "0.2.0"
@@ -40,7 +43,9 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlockQuantizedTensor",
     "BlockReduction",
+    "BlocksAtRest",
     "BlocksOnWire",
     "CastOnWire",
     "CastReduction",
@@ -73,6 +78,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "device_layer",
+    "empty_codes",
     "exchange_scratch_bytes",
     "geometry_of",
     "needs_amax",

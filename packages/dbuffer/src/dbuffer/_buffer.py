@@ -54,7 +54,8 @@ class DBuffer:
             `dtype`.
         shard_dim: the mesh axis that cuts, by name or index.
         replicate_dim: the mesh axis over which shards are copies (HSDP), or None.
-        wire: what travels in a gather. Defaults to `CastOnWire`, the full dtype.
+        wire: what travels in a gather. Defaults to `CastOnWire`, the full dtype. With `BlocksAtRest` the shard is
+            codes and scales, of values in `dtype`.
         reduction: what travels in a reduction, by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
         transport: how it travels: "auto", "collectives", "sends", "peer_memory", or a function that makes a
@@ -182,6 +183,8 @@ class DBuffer:
     def shard(self) -> tuple[torch.Tensor, ...]:
         """This rank's slices, 1-D, `shard_size` elements of `dtype`, one a segment; padding in them is zero.
 
+        With `BlocksAtRest`: uint8, the codes of each segment, then the scales of all.
+
         Raises:
             RuntimeError: given away.
         """
@@ -224,6 +227,7 @@ class DBuffer:
         """This rank's slice of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
         A slice may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
+        With `BlocksAtRest` each is a `BlockQuantizedTensor`: `copy_` into one quantizes values.
 
         Raises:
             RuntimeError: the shard was given away.
@@ -448,13 +452,16 @@ class DBuffer:
         with torch.no_grad():
             held = [name for name, found in slices.items() if found.local_numel]
             sources = [self.memory.geometry.cut(name, tensors[name].detach()) for name in held]
-            if held:
+            for name, source in zip(held, sources, strict=True) if self.memory.coded else ():
+                views[name].copy_(source)
+            if held and not self.memory.coded:
                 compat.copy([views[name] for name in held], sources)
         return self
 
     def _flats(self, of: str, what: str) -> tuple[torch.Tensor, ...]:
         self.memory.check_idle(what)
         if of == "shard":
+            self.memory.check_values(what)
             return self.shard
         if of != "full":
             raise ValueError(f"{self.name}: {what} acts on 'shard' or 'full', not {of!r}")

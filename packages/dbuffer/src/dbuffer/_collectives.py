@@ -341,6 +341,7 @@ def _check_reduction(memories: Sequence[BufferMemory], op: str, divide: float | 
             f"divide={divide} with op={op!r}: it divides a sum by a positive number; use op='sum'"
         )
     for memory in memories:
+        memory.check_values("a reduction")
         dtype = memory.spec.full_dtype
         if not dtype.is_floating_point and (op == "avg" or divide is not None):
             raise ValueError(

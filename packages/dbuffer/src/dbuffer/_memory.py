@@ -8,6 +8,7 @@ from .memory.geometry import geometry_of
 from .memory.recycler import Recycler, hold_forever
 from .memory.scratch import Scratch
 from .memory.shard import ShardMemory
+from .wire import BlocksAtRest, CodedShard
 
 
 class BufferMemory:
@@ -18,6 +19,7 @@ class BufferMemory:
         spec: what the buffer is.
         geometry: where its tensors lie.
         shard, gathered: the memory.
+        coded: whether the shard is codes and scales.
         aliased: whether both are the same memory.
         recycler: where the gathered memory comes from.
         neighbor: what `shrink` kept, or None.
@@ -31,9 +33,14 @@ class BufferMemory:
         self.spec = spec
         self.recycler = recycler
         self.geometry = geometry_of(spec.layout, spec.view.rank)
-        self.shard = ShardMemory(
-            self.geometry, spec.dtype, spec.shard_device, spec.layer if spec.pin_memory else None
-        )
+        self.coded = isinstance(spec.wire, BlocksAtRest)
+        if isinstance(spec.wire, BlocksAtRest):
+            self.shard: ShardMemory = CodedShard(
+                self.geometry, spec.wire.format, spec.dtype, spec.shard_device
+            )
+        else:
+            pinned_for = spec.layer if spec.pin_memory else None
+            self.shard = ShardMemory(self.geometry, spec.dtype, spec.shard_device, pinned_for)
         self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
         self.gathered = GatheredMemory(
             self.geometry, spec.full_dtype, recycler, self.shard.flats if self.aliased else None
@@ -65,6 +72,13 @@ class BufferMemory:
         """Raise RuntimeError where the shard was given away."""
         if not self.shard.flats:
             raise RuntimeError(f"{self.name}: {what} after give_shard; call new_shard first")
+
+    def check_values(self, what: str) -> None:
+        """Raise ValueError where the shard holds codes."""
+        if self.coded:
+            raise ValueError(
+                f"{self.name}: {what} does not apply to codes at rest; copy values into `local_views`, or use load_full"
+            )
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError where a collective is under way."""

@@ -14,7 +14,7 @@ from ragged_shard import DeviceLayer, is_cpu
 from ._mesh import MeshView
 from .memory.geometry import alignment_problem, first_difference
 from .transport import TransportChoice, collectives_of
-from .wire import ReductionForm, WireForm
+from .wire import BlocksAtRest, ReductionForm, WireForm
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ class BufferSpec:
             )
         if self.offloaded and not is_cpu(self.shard_device):
             return ValueError(f"{first}: shard_device {self.shard_device} is neither {device} nor the CPU")
+        if self.offloaded and isinstance(self.wire, BlocksAtRest):
+            return ValueError(
+                f"{first}: codes at rest lie where they are read back, not on {self.shard_device}"
+            )
         try:
             travelling = self.wire.dtypes(self.dtype, self.full_dtype)
             if self.reduction is not None:

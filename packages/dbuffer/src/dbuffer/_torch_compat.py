@@ -3,7 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
-`torch._foreach_*`, `Tensor._version`, a process group's backend and its timeout. Deprecated: `Work.is_success`.
+`torch._foreach_*`, `Tensor._version`, `Tensor._make_wrapper_subclass`, `_disabled_torch_function_impl`, an op's schema,
+a process group's backend and its timeout. Deprecated: `Work.is_success`.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,6 +103,27 @@ def versions(tensors: Tensors) -> list[int]:
 def users(storage: torch.UntypedStorage) -> int:
     """How many tensors and handles hold a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+#: What a subclass of Tensor that only answers ops sets as its `__torch_function__`.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def new_wrapper(
+    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A contiguous tensor of a class that answers ops itself; without memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of an op that it writes to."""
+    found: list[Any] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return found
 
 
 # One call for all segments: a single op where there is one tensor, else torch's multi-tensor kernels.

@@ -8,7 +8,7 @@ Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classe
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from dbuffer import BlockFP8, BlockInt8
+from dbuffer import BlockFP8, BlockInt8, BlockNF4
 
 from . import block_policies
 from ._memory import UnitMemory, gathered_memory, unit_memory
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockFP8",
     "BlockInt8",
+    "BlockNF4",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",

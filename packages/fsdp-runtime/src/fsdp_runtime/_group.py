@@ -17,6 +17,7 @@ from dbuffer import DBuffer
 from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
+from ._at_rest import is_at_rest, quantized
 from ._gradients import Gradients
 from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
@@ -79,14 +80,24 @@ class Group:
         """
         slices, on_meta = [], False
         for param, plan in zip(self.params, self.plan.params, strict=True):
-            slices.append(local_value(self.plan, plan, values[param.name]))
+            slices.append(self._local_value(plan, values[param.name]))
             on_meta = on_meta or slices[-1].is_meta
         if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
-                param.set_sharded(wrap_local(plan, local.clone()))
+                kept = (
+                    local.clone()
+                    if self.plan.at_rest is None
+                    else quantized(self.plan, plan, values[param.name])
+                )
+                param.set_sharded(wrap_local(plan, kept))
             return
         self._allocate()
         self._bind(slices)
+
+    def _local_value(self, plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
+        if self.plan.at_rest is not None and is_at_rest(value):  # values of these would be quantized twice
+            return quantized(self.plan, plan, value)
+        return local_value(self.plan, plan, value)
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -162,7 +173,10 @@ class Group:
 
     def as_sharded(self, param: "ManagedParam[Group]", value: torch.Tensor) -> RaggedDTensor:
         """A value of the parameter's global shape, laid out like the sharded parameter. See `_plan.as_sharded`."""
-        return as_sharded(self.plan, self.plan_of(param), param.sharded, value)
+        plan = self.plan_of(param)
+        if self.plan.at_rest is not None:
+            return wrap_local(plan, quantized(self.plan, plan, value))
+        return as_sharded(self.plan, plan, param.sharded, value)
 
     def _replan(self, dtype: torch.dtype) -> None:
         """Go on in another dtype, with new memory; nothing is in it."""
@@ -210,10 +224,18 @@ class Group:
         for param in self.params:
             unsharded: Any = param.unsharded
             if unsharded.requires_grad is not param.sharded.requires_grad:
+                self._check_trainable(param)
                 param.follow_requires_grad()
                 self.gradients.training_changed()
             for slots, attribute in param.slots:
                 slots[attribute] = unsharded
+
+    def _check_trainable(self, param: "ManagedParam[Group]") -> None:
+        if self.plan.at_rest is not None:
+            raise ValueError(
+                f"{self.name}: parameter {param.name} requires a gradient since, but is kept as codes "
+                f"({self.plan.at_rest}), which are not trained; call requires_grad_(False), or shard it without at_rest"
+            )
 
     def release(self) -> None:
         """Free the gathered parameters, and register the sharded ones."""

@@ -21,10 +21,10 @@ class UnitMemory:
         parameters: elements of its parameters, on all ranks together.
         shards: elements of this rank's slices, one a segment.
         padding: elements of all ranks' shards that hold no parameter.
-        weights: of the shards.
+        weights: of the shards; where weights are kept as codes, of codes and scales.
         gradients: of the gradients' shards, from the reduction until `.grad` is dropped.
         given: what a gather gives to each other rank.
-        codes: of quantized weights, kept at rest.
+        codes: of weights that are quantized before a gather, kept in addition to the shards.
         decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
         reduced: what a reduction gives to each other rank.
         gathered: of each gathered buffer, while the parameters are unsharded.
@@ -62,23 +62,30 @@ def unit_memory(module: nn.Module) -> UnitMemory:
     gathered: list[int] = []
     reducing: list[int] = []
     decoding: list[int] = []
-    weights = given = codes = reduced = 0
+    weights = gradients = given = codes = reduced = 0
     for group in unit.groups:
         plan = group.plan
         ranks, dtypes = plan.data.shard_size, plan.dtypes
         sizes = [segment.shard_size for segment in plan.layout.segments]
         shards += sizes
-        weights += sum(sizes) * dtypes.kept.itemsize
+        if plan.at_rest is None:
+            weights += sum(sizes) * dtypes.kept.itemsize
+            gradients += sum(sizes) * dtypes.kept.itemsize
         if plan.planes is None:
             given += sum(sizes) * dtypes.compute.itemsize
         else:
             given += plan.planes.row_bytes
-            codes += plan.planes.row_bytes
+            if plan.at_rest is None:
+                codes += plan.planes.row_bytes
+            else:
+                weights += plan.planes.row_bytes
             decoding += [ranks * nbytes for nbytes in (*plan.planes.code_bytes, 4 * plan.planes.num_scales)]
         same = plan.planes is None and dtypes.kept == dtypes.compute
         if ranks > 1 or not same:  # else shard and gathered memory are the same
             gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
         form = plan.reduction
+        if plan.at_rest is not None:
+            continue
         reduced += (
             form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * dtypes.reduce.itemsize
         )
@@ -90,7 +97,7 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         shards=tuple(shards),
         padding=unit.data.shard_size * sum(shards) - elements,
         weights=weights,
-        gradients=weights,
+        gradients=gradients,
         given=given,
         codes=codes,
         decoding=tuple(decoding),

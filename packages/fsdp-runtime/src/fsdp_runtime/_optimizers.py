@@ -1,4 +1,7 @@
-"""An optimizer that was built before `fully_shard` holds parameters that nobody trains: say so at its first step."""
+"""An optimizer that holds parameters that nobody trains: say so at its first step.
+
+Those of before `fully_shard`, where it was built before, and weights that are kept as codes.
+"""
 
 import weakref
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._at_rest import is_at_rest
 from ._model import original_name
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
@@ -30,5 +34,12 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(params)} parameters, "
             f"{stale[0]!r} first, were replaced by sharded ones and would never be trained. "
             "Build the optimizer after fully_shard, from model.parameters()"
+        )
+    coded = [tuple(param.shape) for param in params if is_at_rest(param)]
+    if coded:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was given {len(coded)} weights that are kept as codes "
+            f"(QuantizationPolicy.at_rest), one of shape {coded[0]} first; they are not trained. "
+            "Build it from those parameters that require a gradient"
         )
     _seen[optimizer] = len(params)

@@ -14,7 +14,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 
 import ragged_shard
-from dbuffer import BlocksOnWire, CodePlanes, Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
+from dbuffer import (
+    BlockFormat,
+    BlocksAtRest,
+    BlocksOnWire,
+    CodePlanes,
+    Geometry,
+    ReductionForm,
+    TransportChoice,
+    WireForm,
+    geometry_of,
+)
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
@@ -22,7 +32,7 @@ from ._dtypes import Dtypes, dtypes_for
 from ._mesh import DataMesh, OtherParallelism, place
 from ._param import ManagedParam
 from .block_policies import BlockPolicy
-from .quantization import QuantizationPolicy, check_values, meet_tiles
+from .quantization import QuantizationPolicy, check_values, matrices_only, meet_tiles
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
@@ -88,7 +98,15 @@ class GroupPlan:
     @property
     def planes(self) -> CodePlanes | None:
         """Where the codes of parameters lie; None where they travel as they are."""
-        return CodePlanes(self.layout, self.wire.format) if isinstance(self.wire, BlocksOnWire) else None
+        wire = self.wire
+        return (
+            CodePlanes(self.layout, wire.format) if isinstance(wire, (BlocksOnWire, BlocksAtRest)) else None
+        )
+
+    @property
+    def at_rest(self) -> BlockFormat | None:
+        """The format of the codes that parameters are kept as; None where values are kept."""
+        return self.wire.format if isinstance(self.wire, BlocksAtRest) else None
 
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
@@ -134,26 +152,42 @@ def check_quantized(
     params: Sequence[ManagedParam[Any]], request: Request, policy: QuantizationPolicy
 ) -> None:
     """Raise ValueError, naming the parameter or option, where one cannot travel as asked."""
-    if policy.weights is not None and isinstance(request.offload, CPUOffloadPolicy):
+    if policy.blocks is not None and isinstance(request.offload, CPUOffloadPolicy):
         raise ValueError(
             "quantize: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy keeps their "
             "shards elsewhere. Leave one of the two out"
         )
     for param in params:
         dtypes, selected = dtypes_for(param.dtype, request.precision), is_selected(param, policy)
-        if selected and policy.weights is not None:
-            check_values(param.name, policy.weights, (dtypes.kept, dtypes.compute))
+        if selected and policy.blocks is not None:
+            check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
+        if selected and policy.at_rest is not None:
+            _check_at_rest(param)
         try:
             policy.reduction(selected, dtypes.reduce)
         except ValueError as error:
             raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
 
 
+def _check_at_rest(param: ManagedParam[Any]) -> None:
+    if param.requires_grad:
+        raise ValueError(
+            f"quantize: parameter {param.name} was selected to be kept as codes, and is trained; freeze it "
+            "(requires_grad_(False)) before fully_shard, or do not select it (QuantizationPolicy.select)"
+        )
+    if param.other is not None:
+        raise ValueError(
+            f"quantize: parameter {param.name} was selected to be kept as codes, and another parallelism has cut it; "
+            "do not select it (QuantizationPolicy.select)"
+        )
+
+
 def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
     """Whether a policy quantizes a parameter: it selects it wherever it is used."""
-    return policy.selects and all(
-        policy.select(param.name, param.example, place.module) for place in param.places
-    )
+    if policy.select is None and policy.at_rest is not None and param.requires_grad:
+        return False
+    select = policy.select or matrices_only
+    return policy.selects and all(select(param.name, param.example, place.module) for place in param.places)
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
@@ -191,7 +225,7 @@ def _lay_out(
     params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes, policy: QuantizationPolicy
 ) -> tuple[Layout, bool]:
     """The layout of parameters that a policy quantizes; and whether it may cut tiles."""
-    weights = policy.weights
+    weights = policy.blocks
     align = _ALIGNMENT if weights is not None else max(8, _ALIGNMENT // dtypes.narrowest)
 
     def planned(rows: int) -> Layout:
@@ -203,7 +237,7 @@ def _lay_out(
     if policy.cut == "shared":
         return planned(1), True
     whole = planned(weights.tile[0])
-    if policy.cut == "whole":
+    if policy.cut == "whole" or policy.at_rest is not None:
         return whole, False
     by_rows = planned(1)
     bf16 = 2 * sum(segment.shard_size for segment in by_rows.segments)
@@ -310,5 +344,6 @@ def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: tor
             moved: RaggedDTensor = ragged_shard.redistribute(value, placements=param.placements)
             return moved
         if not param.cut_by_others:
-            return wrap_local(param, plan.geometry.cut(param.name, value).to(like.device, copy=True))
+            device = value.device if like.is_meta else like.device
+            return wrap_local(param, plan.geometry.cut(param.name, value).to(device, copy=True))
         return ragged_shard.distribute_tensor(value, param.mesh, param.placements, src_data_rank=None)

@@ -3,6 +3,9 @@
 Saving: sharded parameters are put back first, so entries are `RaggedDTensor`s that alias them. Loading takes
 entries laid out alike (copied), on any other ragged layout or FSDP2's `Shard(0)` (redistributed), and full plain
 tensors (cut), with and without `assign=True`.
+
+A parameter `X` that is kept as codes is saved as `X.codes` and `X.scales`, which alias it too (with `keep_vars=True` as
+`X`, the parameter). It loads from these two, or from values under `X`, which are quantized.
 """
 
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._at_rest import CODES, SCALES, Entries, entries_of, from_entries, is_at_rest
 from ._unit import Param, Unit
 
 
@@ -20,15 +24,33 @@ def attach(unit: Unit) -> None:
         for param in group.params:
             for place in param.places:
                 modules[place.module] = None
-    save, load = _before_save(unit), _before_load(unit)
+    save, split, load = _before_save(unit), _after_save(unit), _before_load(unit)
     for module in modules:
         module.register_state_dict_pre_hook(save)
+        module.register_state_dict_post_hook(split)
         module.register_load_state_dict_pre_hook(load)
 
 
 def _before_save(unit: Unit) -> Any:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.reshard()
+
+    return hook
+
+
+def _after_save(unit: Unit) -> Any:
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for param, attribute in _held_by(unit, module):
+            key = prefix + attribute
+            value = state_dict.get(key)
+            if is_at_rest(param.sharded) and value is not None and value is not param.sharded:
+                del state_dict[key]
+                codes, scales = entries_of(param.sharded)
+                state_dict.update({key + CODES: codes, key + SCALES: scales})
+                for (
+                    name
+                ) in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
+                    vars(param.sharded).setdefault(name, "an entry of state dicts")
 
     return hook
 
@@ -40,6 +62,8 @@ def _before_load(unit: Unit) -> Any:
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for param, attribute in _held_by(unit, module):
+            if is_at_rest(param.sharded):
+                _join_entries(param, state_dict, prefix + attribute)
             value = state_dict.get(prefix + attribute)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
                 continue  # load_state_dict reports it with its own words
@@ -51,6 +75,25 @@ def _before_load(unit: Unit) -> Any:
             state_dict[prefix + attribute] = loaded
 
     return hook
+
+
+def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:
+    """Put a parameter that is kept as codes in place of its two entries.
+
+    Raises:
+        ValueError: one is missing, or the values are there too.
+    """
+    found = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
+    if found in ([], [key]):
+        return
+    if found != [key + CODES, key + SCALES]:
+        raise ValueError(
+            f"load_state_dict: {found} for a parameter that is kept as codes; expected {key + CODES!r} and "
+            f"{key + SCALES!r}, or {key!r} alone"
+        )
+    entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
+    group = param.group
+    state_dict[key] = from_entries(group.plan, group.plan_of(param), param.sharded, entries)
 
 
 def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:

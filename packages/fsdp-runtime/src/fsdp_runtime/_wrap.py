@@ -17,6 +17,7 @@ from ragged_shard import RaggedDTensor
 
 from . import _hooks, _optimizers, _state_dict, _torch_state
 from . import _torch_compat as compat
+from ._at_rest import check_taken_over
 from ._errors import WrongCallError
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
@@ -124,6 +125,7 @@ def fully_shard(
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize)
     if quantize is not None:
         check_quantized([one.param for one in found], request, quantize)
+    check_taken_over([one.param for one in found], quantize)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))

@@ -13,7 +13,9 @@ from dbuffer import (
     BlockFormat,
     BlockFP8,
     BlockInt8,
+    BlockNF4,
     BlockReduction,
+    BlocksAtRest,
     BlocksOnWire,
     CastReduction,
     ReductionForm,
@@ -43,7 +45,7 @@ def matrices_only(name: str, param: torch.Tensor, module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class QuantizationPolicy:
-    """In which form the selected weights of a unit are gathered, and its gradients are reduced.
+    """In which form the selected weights of a unit are kept or gathered, and its gradients are reduced.
 
     Args:
         weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
@@ -53,8 +55,12 @@ class QuantizationPolicy:
             `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
             their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
             replicas stays in the parameters' dtype.
+        at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`, `BlockInt8(256)`
+            or `BlockFP8((128, 128))`. Their codes and scales are all that there is of them: they are the shard, they
+            travel, and they are what state dicts hold. None: values are kept.
         compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes.
-        select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit.
+        select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
+            `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
         cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
             are is found by one MAX all-reduce after each optimizer step, for all units together. "auto": "shared" for
             groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
@@ -65,6 +71,10 @@ class QuantizationPolicy:
     `torch.autograd.graph.increment_version(param.to_local())`. With cut="shared" write weights on all ranks or on none,
     also where a rank's local tensor is empty: otherwise some wait in the all-reduce of the amax until its timeout.
 
+    Weights at rest keep shape and dtype of their values. `load_state_dict` and `copy_` quantize values; every other
+    write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each
+    weight `X`.
+
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.
         NotImplementedError: `compute="scaled"`.
@@ -73,11 +83,13 @@ class QuantizationPolicy:
     weights: BlockFP8 | BlockInt8 | None = None
     gradients: Literal["bf16"] | BlockInt8 | None = None
     compute: Literal["dequantize", "scaled"] = "dequantize"
-    select: Selection = matrices_only
+    select: Selection | None = None
     cut: Literal["auto", "whole", "shared"] = "auto"
+    at_rest: BlockNF4 | BlockInt8 | BlockFP8 | None = None
 
     def __post_init__(self) -> None:
         weights, gradients = self.weights, self.gradients
+        self._check_at_rest()
         if weights is not None and not isinstance(weights, (BlockFP8, BlockInt8)):
             raise ValueError(
                 f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8 or None"
@@ -88,9 +100,9 @@ class QuantizationPolicy:
             raise ValueError(
                 f"QuantizationPolicy: gradients is {gradients!r}; expected 'bf16', BlockInt8 or None"
             )
-        if weights is None and gradients is None:
+        if weights is None and gradients is None and self.at_rest is None:
             raise ValueError(
-                "QuantizationPolicy: nothing is quantized; give weights or gradients, or no policy"
+                "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
             )
         if self.compute == "scaled":
             raise NotImplementedError(
@@ -98,7 +110,7 @@ class QuantizationPolicy:
             )
         if self.compute != "dequantize":
             raise ValueError(f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize'")
-        if not callable(self.select):
+        if self.select is not None and not callable(self.select):
             raise ValueError(
                 f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
             )
@@ -109,13 +121,41 @@ class QuantizationPolicy:
                 f"QuantizationPolicy: cut='shared' does not apply to weights={weights}: no cut is in a tile"
             )
 
+    def _check_at_rest(self) -> None:
+        blocks = self.at_rest
+        if blocks is None:
+            return
+        if not isinstance(blocks, (BlockNF4, BlockInt8, BlockFP8)):
+            raise ValueError(
+                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockInt8, BlockFP8 or None"
+            )
+        if blocks.needs_noise:
+            raise ValueError(f"QuantizationPolicy: at_rest={blocks}: weights are rounded to nearest only")
+        if self.weights is not None:
+            raise ValueError(
+                f"QuantizationPolicy: weights={self.weights} does not go with at_rest={blocks}: codes at rest travel "
+                "as they are; give one of the two, and units of trained weights a policy of their own"
+            )
+        if isinstance(self.gradients, BlockInt8):
+            raise ValueError(
+                f"QuantizationPolicy: gradients={self.gradients} does not go with at_rest={blocks}: selected weights "
+                "have no gradients; use 'bf16' or None"
+            )
+
     @property
     def selects(self) -> bool:
         """Whether selected parameters are treated otherwise than the rest."""
-        return self.weights is not None or isinstance(self.gradients, BlockInt8)
+        return self.blocks is not None or isinstance(self.gradients, BlockInt8)
+
+    @property
+    def blocks(self) -> BlockFP8 | BlockInt8 | BlockNF4 | None:
+        """What selected weights are quantized in, at rest or before a gather."""
+        return self.weights if self.at_rest is None else self.at_rest
 
     def wire(self, shared: bool) -> WireForm | None:
         """What selected weights travel as in a gather."""
+        if self.at_rest is not None:
+            return BlocksAtRest(self.at_rest)
         if self.weights is None:
             return None
         return BlocksOnWire(self.weights, "shared" if shared else "whole")

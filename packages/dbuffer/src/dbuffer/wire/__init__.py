@@ -1,5 +1,6 @@
 """In which encoding gathers and reductions travel: as they are, cast, or as codes of blocks with scales."""
 
+from .at_rest import BlocksAtRest, CodedShard, empty_codes
 from .block_fp8 import BlockFP8
 from .blocks import BlockFormat
 from .form import CastOnWire, Encoder, WireForm
@@ -8,6 +9,7 @@ from .nf4 import BlockNF4
 from .noise import Noise
 from .planes import CodePlanes
 from .quantized import BlockEncoder, BlocksOnWire
+from .quantized_tensor import BlockQuantizedTensor
 from .reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .tiles import RowRun, RunList, TileGrid
 
@@ -17,11 +19,14 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
+    "BlockQuantizedTensor",
     "BlockReduction",
+    "BlocksAtRest",
     "BlocksOnWire",
     "CastOnWire",
     "CastReduction",
     "CodePlanes",
+    "CodedShard",
     "Encoder",
     "Noise",
     "Reducer",
@@ -30,4 +35,5 @@ __all__ = [
     "RunList",
     "TileGrid",
     "WireForm",
+    "empty_codes",
 ]

@@ -1,16 +1,17 @@
 # ruff: noqa: N803  # constants of a kernel are in capitals
 # mypy: ignore-errors
 # (Triton has no types, and may be absent where this is checked.)
-"""Triton kernels of the formats with one code a byte; imported only where Triton is to be used.
+"""Triton kernels of the formats; imported only where Triton is to be used.
 
     amax_tiles         a tile, or a few of one row --> its largest magnitude
     quantize_tiles     values --> codes and scales, in one pass unless the amax is given; random bits by element
     sum_tiles          codes and scales of one rank or several --> values, added in the order of ranks
+    read_pairs         four-bit codes --> values
 
-One program does one tile, or GROUP tiles of one row below each other; one launch does all runs. Every product is
-rounded by itself (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones, and e4m3 is
-worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a thread touches
-begins on 16 elements.
+Of the first three, one program does one tile, or GROUP tiles of one row below each other; one launch does all runs.
+Every product is rounded by itself (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
+and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
+thread touches begins on 16 elements.
 """
 
 import triton
@@ -197,13 +198,57 @@ def sum_tiles(
                 factor = factor[:, None]
             code = tl.load(codes + far * code_stride * rank + offset, mask=mask, other=0)
             total += _decode(code, CODE) * factor
-    out += _begin(piece, 0, VECTOR)
+    _write(out + _begin(piece, 0, VECTOR) + offset, total, mask, TYPE)
+
+
+@triton.jit
+def _write(where, x, mask, TYPE: tl.constexpr):
+    """Elements of one of the three types, rounded to nearest even."""
     if TYPE == 0:
-        tl.store(out + offset, total, mask=mask)
+        tl.store(where, x, mask=mask)
     elif TYPE == 1:
-        bits = total.to(tl.int32, bitcast=True)
+        bits = x.to(tl.int32, bitcast=True)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         bits = tl.where(is_nan, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
-        tl.store(out + offset, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(where, (bits >> 16).to(tl.int16), mask=mask)
     else:
-        tl.store(out + offset, total.to(tl.float16), mask=mask)
+        tl.store(where, x.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def read_pairs(
+    codes, scales, out, levels, table, piece_of,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Write the values of PAIRS bytes of codes, over the ends of rows. With VECTOR rows have an even number of columns.
+
+    Columns of the table: where values, codes and scales begin; columns, bytes of codes, the first program.
+    """
+    program = tl.program_id(0)
+    piece = table + tl.load(piece_of + program).to(tl.int64) * 6
+    columns, pairs = tl.load(piece + 3).to(tl.int32), tl.load(piece + 4).to(tl.int32)
+    half = (columns + 1) // 2
+    first = (program - tl.load(piece + 5).to(tl.int32)) * PAIRS
+    pair = first + tl.arange(0, PAIRS)
+    mask = pair < pairs
+    row = pair // half
+    inside = pair - row * half
+    block = 2 * inside // SIZE
+    row = row.to(tl.int64)
+    codes += tl.load(piece + 1) + row * (half + (columns + SIZE - 1) // SIZE)
+    byte = tl.load(codes + inside, mask=mask, other=0).to(tl.int32)
+    step = tl.load(codes + half + block, mask=mask, other=0).to(tl.float32)
+    groups = (columns + GROUP * SIZE - 1) // (GROUP * SIZE)
+    group = tl.load(scales + tl.load(piece + 2) + row * groups + block // GROUP, mask=mask, other=0.0)
+    factor = step * step * 1.5378700499807768e-05 * group
+    low = tl.load(levels + (byte & 15)) * factor
+    high = tl.load(levels + (byte >> 4)) * factor
+    out += _begin(piece, 0, VECTOR)
+    if VECTOR:  # values of consecutive pairs lie together
+        out += 2 * first.to(tl.int64)
+        both = tl.arange(0, 2 * PAIRS)
+        _write(out + both, tl.interleave(low, high), both < 2 * (pairs - first), TYPE)
+    else:
+        where = out + row * columns + 2 * inside
+        _write(where, low, mask, TYPE)
+        _write(where + 1, high, mask & (2 * inside + 1 < columns), TYPE)

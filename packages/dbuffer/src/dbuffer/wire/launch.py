@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST = 16384  # elements of a tile that one program can hold
 _GROUP = 4096  # elements of the tiles of one row that a program does
+PAIRS = 1024  # bytes of four-bit codes that a program does
 
 
 def has_kernels(tile: tuple[int, int], device: torch.device) -> bool:
@@ -112,7 +113,8 @@ def _launch(name: str, table: Table, *arguments: Any, **constants: Any) -> None:
 
     buffers = [a for a in arguments if isinstance(a, torch.Tensor)]
     fixed = dict(table.constants)
-    fixed["VECTOR"] = fixed["VECTOR"] and not any(buffer.data_ptr() % 16 for buffer in buffers)
+    if fixed.get("VECTOR"):
+        fixed["VECTOR"] = not any(buffer.data_ptr() % 16 for buffer in buffers)
     kernel = getattr(kernels_triton, name)
     kernel[(table.programs,)](*arguments, **fixed, **constants, enable_fp_fusion=False)
 
@@ -170,3 +172,50 @@ def sum_ranks(
             codes, scales, _as_int16(out), table.rows, table.piece_of, ranks, stride, scales.shape[1],
             TYPE=_TYPES[out.dtype], CODE=coder.code, SEVERAL=ranks > 1,
         )  # fmt: skip
+
+
+def read_pairs(
+    size: int,
+    group: int,
+    levels: torch.Tensor,
+    runs: "Sequence[RowRun]",
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`BlockNF4.dequantize`: blocks of `size`, of which `group` share an fp32 scale."""
+    for table in _pair_tables(runs, out.device):
+        _launch(
+            "read_pairs", table,
+            codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
+            SIZE=size, GROUP=group, TYPE=_TYPES[out.dtype],
+        )  # fmt: skip
+
+
+def _pair_tables(runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
+    """Tables for runs whose pairs lie on 16 elements without gaps, and for others; kept by a `RunList`."""
+    kept = runs.tables if isinstance(runs, RunList) else {}
+    key = (device, "pairs")
+    if key not in kept:
+        kept[key] = [table for vector in (True, False) for table in _pair_table(runs, vector, device)]
+    return list(kept[key])
+
+
+def _pair_table(runs: "Sequence[RowRun]", vector: bool, device: torch.device) -> list[Table]:
+    rows: list[list[int]] = []
+    piece_of, program = [], 0
+    for run in runs:
+        columns = run.grid.columns
+        pairs = (run.stop - run.start) * -(-columns // 2)
+        if pairs == 0 or (columns % 2 == 0 and run.values % 16 == 0) is not vector:
+            continue
+        programs = -(-pairs // PAIRS)
+        piece_of.append(torch.full((programs,), len(rows), dtype=torch.int32))
+        rows.append([run.values, run.codes, run.scales, columns, pairs, program])
+        program += programs
+    if not rows:
+        return []
+    constants = {"VECTOR": vector, "PAIRS": PAIRS, "num_warps": 4}
+    return [
+        Table(torch.tensor(rows, dtype=torch.int64).to(device), torch.cat(piece_of).to(device), constants)
+    ]

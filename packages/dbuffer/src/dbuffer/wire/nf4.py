@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import blocks, codec
+from . import blocks, codec, launch
 from .blocks import Runs
 from .codec import Scratch
 from .noise import Noise
@@ -113,6 +113,9 @@ class BlockNF4:
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, as `BlockFormat.dequantize`."""
         blocks.check(self, runs, codes=codes, scales=scales, values=out)
+        if launch.has_triton(out.device):
+            launch.read_pairs(self.size, GROUP, _levels(out.device), runs, codes, scales, out)
+            return
         scratch = Scratch(out.device)
         pairs = _pairs(out.device)
         for run in runs:
@@ -180,5 +183,10 @@ def block_scales(bytes_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two levels of each byte, fp32, as 64 bits."""
     bytes_ = torch.arange(256, device=device)
-    levels = torch.tensor(LEVELS, device=device)
+    levels = _levels(device)
     return torch.stack((levels[bytes_ & 15], levels[bytes_ >> 4]), dim=1).view(torch.int64).view(-1)
+
+
+@functools.cache
+def _levels(device: torch.device) -> torch.Tensor:
+    return torch.tensor(LEVELS, device=device)

@@ -73,41 +73,75 @@ class BlocksOnWire:
         return BlockEncoder(planes, geometry.rank, gathered, recycler)
 
 
-class BlockEncoder:
-    """`BlocksOnWire` at work on one buffer.
+class BlockDecoder:
+    """Where codes and scales of all ranks arrive, and are read back from: half of an encoder.
 
     Attributes:
-        codes: this rank's, uint8, one a segment; empty before the first gather.
-        scales: this rank's, fp32.
-        num_shared: how many tiles a cut between ranks goes through.
         scratch: what arrives, from the start of a gather until it is dequantized.
     """
 
     decodes = True
 
-    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
-        self._planes, self._format = planes, planes.format
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
+        self._format = planes.format
         self._raw = gathered.raw
-        self._own_runs = planes.runs(rank)
         self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
-        self.num_shared = planes.num_shared
-        self._shared = planes.shared(rank)
-        self.codes: Flats = ()
-        self.scales = torch.empty(0, device=recycler.device)
         ranks = planes.layout.world_size
         received = [Scratch(recycler, ranks * size) for size in planes.code_bytes]
         scales = Scratch(recycler, 4 * ranks * planes.num_scales)
         self.scratch: Sequence[Scratch] = (*received, scales)
         self._received = [one.flat for one in received]
         self._received_scales = scales.flat.view(torch.float32)
+        self._neighbors: dist.ProcessGroup | None = None  # to keep slices for
+        self._kept: Flats | None = None
+
+    def decode(self) -> bool:
+        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it."""
+        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
+            self._format.dequantize(runs, codes, self._received_scales, raw)
+        if self._neighbors is not None:
+            self._kept = slices_among(tuple(one.flat for one in self.scratch), self._neighbors)
+        for one in self.scratch:
+            one.release()
+        return False
+
+    def keep_for(self, group: dist.ProcessGroup | None) -> None:
+        """Keep 1/size of all ranks' codes and scales for a smaller group."""
+        self._neighbors = group
+
+    def kept(self) -> Flats | None:
+        """Codes of each segment, then scales, as bytes."""
+        kept, self._kept = self._kept, None
+        return kept
+
+    def receive(self) -> Flats:
+        """The planes of codes, then of scales, as bytes."""
+        for one in self.scratch:
+            one.materialize()
+        return tuple(one.flat for one in self.scratch)
+
+
+class BlockEncoder(BlockDecoder):
+    """`BlocksOnWire` at work on one buffer.
+
+    Attributes:
+        codes: this rank's, uint8, one a segment; empty before the first gather.
+        scales: this rank's, fp32.
+        num_shared: how many tiles a cut between ranks goes through.
+    """
+
+    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
+        self._planes = planes
+        self._own_runs = planes.runs(rank)
+        self.num_shared = planes.num_shared
+        self._shared = planes.shared(rank)
+        self.codes: Flats = ()
+        self.scales = torch.empty(0, device=recycler.device)
         self._pairs: Pairs = []
         self._shards: Flats = ()  # that the codes are of
         self._versions: list[int] = []
-        self._neighbors: dist.ProcessGroup | None = None  # to keep slices for
-        self._kept: Flats | None = None
         self._amax_versions: list[int] = []  # of the shards that the scales hold the amax of
-
-    # -- before the gather ------------------------------------------------------------------------------------------
 
     def is_stale(self, shards: Flats) -> bool:
         """Whether these shards must be quantized before they are gathered."""
@@ -185,30 +219,3 @@ class BlockEncoder:
         for scale, first, count in self._shared:
             self.scales[scale : scale + count].copy_(found[first : first + count])
         self._amax_versions = compat.versions(shards)
-
-    # -- after the gather -------------------------------------------------------------------------------------------
-
-    def decode(self) -> bool:
-        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it."""
-        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
-            self._format.dequantize(runs, codes, self._received_scales, raw)
-        if self._neighbors is not None:
-            self._kept = slices_among(tuple(one.flat for one in self.scratch), self._neighbors)
-        for one in self.scratch:
-            one.release()
-        return False
-
-    def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Keep 1/size of all ranks' codes and scales for a smaller group."""
-        self._neighbors = group
-
-    def kept(self) -> Flats | None:
-        """Codes of each segment, then scales, as bytes."""
-        kept, self._kept = self._kept, None
-        return kept
-
-    def receive(self) -> Flats:
-        """The planes of codes, then of scales, as bytes."""
-        for one in self.scratch:
-            one.materialize()
-        return tuple(one.flat for one in self.scratch)

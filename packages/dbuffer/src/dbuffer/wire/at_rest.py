@@ -1,0 +1,154 @@
+"""Weights that are kept as codes only: the shard is this rank's codes and scales, and they are what travels.
+
+shard    | codes |s|                 no values are kept anywhere
+codes    |  S  |  S  |  S  |         one coalesced all-gather
+scales   |  s  |  s  |  s  |
+gathered |  S  |  S  |  S  |         dequantized, one call a segment
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from ..memory.gathered import Flats, GatheredMemory
+from ..memory.geometry import Geometry
+from ..memory.recycler import Recycler
+from ..memory.shard import ShardMemory
+from .blocks import VALUES, BlockFormat
+from .form import Encoder, Pairs
+from .planes import CodePlanes
+from .quantized import BlockDecoder
+from .quantized_tensor import BlockQuantizedTensor
+from .tiles import RowRun
+
+
+@dataclass(frozen=True)
+class BlocksAtRest:
+    """The shard is codes and scales: `row_bytes` a rank, and as many travel. For weights that are not trained.
+
+    Codes and scales are those of whole tensors, whatever the number of ranks. A tensor's slice is a
+    `BlockQuantizedTensor`: copying values into it quantizes them, any other change of it raises.
+
+    Args:
+        format: of the codes; one that rounds to nearest.
+
+    Raises:
+        ValueError: the format rounds stochastically.
+    """
+
+    format: BlockFormat
+
+    def __post_init__(self) -> None:
+        if self.format.needs_noise:
+            raise ValueError(
+                f"BlocksAtRest: {self.format} rounds stochastically; weights are rounded to nearest"
+            )
+
+    def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Bytes; of values in fp32, bf16 or fp16."""
+        for dtype in (shard, gathered):
+            if dtype not in VALUES:
+                raise ValueError(f"{dtype} cannot be quantized by {self.format}; expected fp32, bf16 or fp16")
+        return (torch.uint8,)
+
+    def row_bytes(self, geometry: Geometry) -> int:
+        """What each rank keeps, and gives to each other one, in bytes."""
+        return CodePlanes(geometry.layout, self.format).row_bytes
+
+    def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
+        """One that sends the shard as it is.
+
+        Raises:
+            ValueError: the layout cuts a row or a tile.
+        """
+        planes = CodePlanes(geometry.layout, self.format)
+        if planes.num_shared:
+            raise ValueError(
+                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles"
+            )
+        return _ShardSender(planes, gathered, recycler)
+
+
+class _ShardSender(BlockDecoder):
+    """`BlocksAtRest` at work on one buffer."""
+
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
+        self._sent: Flats = ()
+        self._pairs: Pairs = []
+
+    def encode(self, shards: Flats) -> Pairs:
+        """Send the shard."""
+        for one in self.scratch:
+            one.materialize()
+        if shards is not self._sent:
+            self._pairs = [(one.flat, shard) for one, shard in zip(self.scratch, shards, strict=True)]
+            self._sent = shards
+        return self._pairs
+
+    def condemn(self) -> None:
+        """Never use again what may still be written."""
+        for one in self.scratch:
+            one.condemn()
+
+    def forget(self) -> None:
+        """Nothing: nothing was encoded."""
+
+
+def empty_codes(
+    geometry: Geometry, name: str, format: BlockFormat, dtype: torch.dtype, device: torch.device
+) -> BlockQuantizedTensor:
+    """Memory for the codes of this rank's slice of a tensor, uninitialised.
+
+    Args:
+        geometry: of a layout that cuts no row and no tile.
+        name: the tensor's.
+        format: of the codes.
+        dtype: of the values.
+        device: may be meta.
+    """
+    local = geometry.slices[name]
+    grid = format.grid(local.shape)
+    start = local.first // grid.columns if local.local_numel else 0
+    run = RowRun(grid, start, start + local.local_numel // grid.columns)
+    codes = torch.empty(
+        (run.stop - start) * format.code_bytes(grid.columns), dtype=torch.uint8, device=device
+    )
+    return BlockQuantizedTensor(
+        codes, torch.empty(run.num_scales, device=device), format, run, local.local_shape, dtype
+    )
+
+
+class CodedShard(ShardMemory):
+    """This rank's codes and scales, in place of the values of a shard.
+
+    Attributes:
+        flats: uint8, 1-D: codes, one a segment, then the scales of all.
+        views: a `BlockQuantizedTensor` for this rank's slice of each tensor.
+    """
+
+    def __init__(
+        self, geometry: Geometry, format: BlockFormat, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._planes = CodePlanes(geometry.layout, format)
+        super().__init__(geometry, dtype, device, None)
+
+    def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
+        planes = self._planes
+        sizes = (*planes.code_bytes, 4 * planes.num_scales)
+        flats = tuple([make(size, dtype=torch.uint8, device=self._device) for size in sizes])
+        scales = flats[-1].view(torch.float32)
+        views: dict[str, torch.Tensor] = {}
+        runs = [iter(found) for found in planes.runs(self._geometry.rank)]
+        for index, segment in enumerate(planes.layout.segments):
+            for name in segment.names:
+                like = empty_codes(self._geometry, name, planes.format, self._dtype, torch.device("meta"))
+                run = next(runs[index]) if like.numel() else like.run
+                views[name] = like.around(
+                    flats[index].narrow(0, run.codes, like.codes.numel()),
+                    scales.narrow(0, run.scales, like.scales.numel()),
+                )
+        self.views = MappingProxyType({name: views[name] for name in self._geometry.slices})
+        self.flats = flats

@@ -1,0 +1,334 @@
+"""Frozen weights that are kept as codes only: against one process that computes with what the codes say."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runtime_helpers import loss_of, seeded, tokens
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import dbuffer
+import ragged_shard
+from dbuffer import BlockQuantizedTensor
+from fsdp_runtime import (
+    BlockFP8,
+    BlockInt8,
+    BlockNF4,
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    fully_shard,
+    unit_memory,
+)
+from fsdp_runtime._model import member_of
+from ragged_shard.testing import record_collectives, run_ranks
+
+WIDTH = 64
+NF4, INT8, FP8 = BlockNF4(64), BlockInt8(64), BlockFP8((16, 16))
+FORMATS = (NF4, INT8, FP8)
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and its adapter."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted():
+    """A frozen body with adapters in its blocks."""
+    model = seeded(width=WIDTH, blocks=2).requires_grad_(False)
+    torch.manual_seed(1)
+    for index in range(len(model.blocks)):
+        model.blocks[index] = Lora(WIDTH)
+    return model
+
+
+def shard(model, fmt=NF4, **options):
+    policy = QuantizationPolicy(at_rest=fmt)
+    for block in model.blocks:
+        fully_shard(block, quantize=policy, **options)
+    return fully_shard(model, **options)
+
+
+def is_base(name):
+    return name.endswith("base.weight")
+
+
+def whole(fmt, tensor):
+    """A matrix as codes: rows of bytes, rows of scales, and the values that they say."""
+    grid = fmt.grid(tuple(tensor.shape))
+    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
+    scales, out = torch.zeros(grid.num_scales), torch.zeros(tensor.numel())
+    runs = [dbuffer.RowRun(grid, 0, grid.rows)]
+    fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
+    fmt.dequantize(runs, codes, scales, out)
+    return codes.view(grid.rows, -1), scales.view(-1, grid.across), out.view(tensor.shape)
+
+
+def read_back(fmt, model):
+    """The model, computing with what codes of its frozen matrices say."""
+    for name, param in model.named_parameters():
+        if is_base(name):
+            param.data = whole(fmt, param)[2]
+    return model
+
+
+def assert_trains_as(reference, model, steps=2):
+    """The same losses, and the same gradients and weights of the adapters; the base never changes."""
+    ranks = dist.get_world_size()
+    optimizers = [
+        torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5)
+        for one in (reference, model)
+    ]
+    for step in range(steps):
+        losses = [loss_of(reference, tokens(step, rank=rank)) for rank in range(ranks)]
+        (sum(losses) / ranks).backward()
+        loss = loss_of(model, tokens(step))
+        loss.backward()
+        torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-6 if step else 0, atol=0)
+        expected = dict(reference.named_parameters())
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad)
+            else:
+                assert param.grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train():
+    for fmt in FORMATS:
+        reference, model = read_back(fmt, adapted()), shard(adapted(), fmt)
+        assert_trains_as(reference, model)
+        for name, param in model.named_parameters():
+            assert isinstance(param.local, BlockQuantizedTensor) is is_base(name)
+            assert param.shape == dict(reference.named_parameters())[name].shape
+            if is_base(name):
+                assert param.full_tensor().equal(dict(reference.named_parameters())[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_adapters_train_on_the_values_that_the_codes_say(ranks):
+    run_ranks(ranks, train)
+
+
+def hybrid():
+    assert_trains_as(read_back(NF4, adapted()), shard(adapted(), reshard_after_forward=2), 1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    assert_trains_as(read_back(FP8, adapted()), shard(adapted(), FP8, mesh=mesh), 1)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = shard(adapted(), mp_policy=precision)
+    loss_of(model, tokens()).backward()
+    assert model.blocks[0].down.weight.grad is not None
+
+
+def test_codes_at_rest_go_with_hsdp_neighbors_and_mixed_precision():
+    run_ranks(4, hybrid)
+
+
+def count():
+    ranks = dist.get_world_size()
+    for fmt in FORMATS:
+        model = shard(adapted(), fmt)
+        groups = member_of(model.blocks[0]).unit.groups
+        (coded,) = [group for group in groups if group.plan.at_rest is not None]
+        row = coded.plan.planes.row_bytes
+        assert sum(flat.nbytes for flat in coded.buffer.shard) == row
+        codes, scales, _ = whole(fmt, adapted().blocks[0].base.weight)
+        most_rows = max(len(run.codes) for run in [next(iter(coded.buffer.local_views.values()))])
+        assert most_rows + scales.nbytes // ranks <= row <= codes.nbytes + scales.nbytes + 32
+        values = [4 * s.shard_size for g in groups if g is not coded for s in g.plan.layout.segments]
+        memory = unit_memory(model.blocks[0])
+        assert memory.weights == memory.given == row + sum(values)
+        assert memory.gradients == sum(values)
+        assert memory.codes == 0
+        with record_collectives() as record:
+            loss_of(model, tokens()).backward()
+        given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
+        gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
+        assert gathers == [*given, *given[:0:-1]]
+
+
+def test_codes_are_all_that_is_kept_and_all_that_travels():
+    run_ranks(3, count)
+
+
+def assert_codes(model, fmt, full):
+    """Every base weight's entries are those of its whole values."""
+    entries = model.state_dict()
+    for name, value in full.items():
+        if not is_base(name):
+            assert entries[name].full_tensor().equal(value), name
+            continue
+        codes, scales, _ = whole(fmt, value)
+        assert name not in entries
+        found = entries[f"{name}.codes"]
+        assert found.dtype == (torch.int8 if fmt is INT8 else torch.uint8)
+        assert found.full_tensor().view(torch.uint8).equal(codes)
+        assert entries[f"{name}.scales"].full_tensor().equal(scales)
+
+
+def other_values():
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: torch.randn(value.shape, generator=generator) for name, value in adapted().state_dict().items()
+    }
+
+
+def save(folder):
+    for number, fmt in enumerate(FORMATS):
+        model = shard(adapted(), fmt)
+        model.load_state_dict(other_values())
+        assert_codes(model, fmt, other_values())
+        dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/{number}")
+    dcp.save(other_values(), checkpoint_id=f"{folder}/values")
+
+
+def load(folder):
+    for number, fmt in enumerate(FORMATS):
+        model = shard(adapted(), fmt)
+        loss_of(model, tokens())  # gathered before, of other values
+        entries = get_model_state_dict(model)
+        dcp.load(entries, checkpoint_id=f"{folder}/{number}")
+        assert_codes(model, fmt, other_values())  # entries alias the shard
+        set_model_state_dict(model, entries)
+        assert_codes(model, fmt, other_values())
+        expected = adapted()
+        expected.load_state_dict(other_values())
+        assert loss_of(model, tokens()).equal(loss_of(read_back(fmt, expected), tokens()))
+        values = shard(adapted(), fmt)
+        for name, value in other_values().items():  # one at a time
+            one = {name: torch.empty_like(value)}
+            dcp.load(one, checkpoint_id=f"{folder}/values")
+            values.load_state_dict(one, strict=False)
+        assert_codes(values, fmt, other_values())
+
+
+def test_checkpoints_hold_codes_and_load_at_other_numbers_of_ranks_and_from_values(tmp_path):
+    run_ranks(2, save, str(tmp_path))
+    run_ranks(3, load, str(tmp_path))
+
+
+def distributed_sources():
+    source = fully_shard(adapted())  # plain, laid out otherwise
+    source.load_state_dict(other_values())
+    codes = shard(adapted())
+    codes.load_state_dict(source.state_dict())
+    assert_codes(codes, NF4, other_values())
+    full = {name: value.full_tensor() for name, value in codes.state_dict().items()}
+    again = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
+    again.load_state_dict(full)
+    assert_codes(again, NF4, other_values())
+    ragged_shard.load_full_state_dict(again, adapted().state_dict())
+    assert_codes(again, NF4, adapted().state_dict())
+    name = "blocks.0.base.weight"
+    codes, scales = full[f"{name}.codes"], full[f"{name}.scales"]
+    for wrong, message in (
+        ({f"{name}.codes": codes}, r"expected 'blocks\.0\.base\.weight\.codes'"),
+        (
+            {f"{name}.codes": codes[:, 1:], f"{name}.scales": scales},
+            r"base\.weight\.codes: torch\.uint8 of shape \(64, 32\); BlockNF4\(size=64\) has",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            again.load_state_dict(wrong, strict=False)
+
+
+def test_codes_load_from_whole_ones_and_values_from_another_layout():
+    run_ranks(3, distributed_sources)
+
+
+def meta():
+    for assign in (False, True):
+        with torch.device("meta"):
+            model = adapted()
+        shard(model)
+        if not assign:
+            model.to_empty(device="cpu")
+        base = model.blocks[0].base.weight
+        assert isinstance(base.local, BlockQuantizedTensor)  # no memory for values, at no time
+        assert base.is_meta is assign
+        model.load_state_dict(
+            {name: nn.Parameter(value, is_base(name) is False) for name, value in other_values().items()}
+            if assign
+            else other_values(),
+            assign=assign,
+        )
+        for name, param in model.named_parameters():
+            assert isinstance(param.local, BlockQuantizedTensor) is is_base(name)
+        expected = adapted()
+        expected.load_state_dict(other_values())
+        assert loss_of(model, tokens()).equal(loss_of(read_back(NF4, expected), tokens()))
+        assert_codes(model, NF4, other_values())
+
+
+def test_a_model_on_meta_gets_codes_and_never_values():
+    run_ranks(2, meta)
+
+
+def moved():
+    model = shard(adapted())
+    before = model.blocks[0].base.weight.local.codes.clone()
+    model.to(torch.bfloat16)
+    assert model.blocks[0].base.weight.dtype == torch.bfloat16
+    loss_of(model, tokens()).backward()
+    assert model.blocks[0].base.weight.local.codes.equal(before)
+    outer = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
+    with pytest.raises(
+        ValueError, match=r"base\.weight is kept as codes of BlockNF4\(size=64\) by the unit around"
+    ):
+        fully_shard(outer.blocks[0])
+    fully_shard(outer.blocks[0], quantize=QuantizationPolicy(at_rest=NF4))
+    assert_codes(outer, NF4, adapted().state_dict())
+
+
+def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
+    run_ranks(3, moved)
+
+
+def refused():
+    policy = QuantizationPolicy(at_rest=NF4, select=lambda name, param, module: name.endswith("weight"))
+    with pytest.raises(ValueError, match=r"down\.weight was selected to be kept as codes, and is trained"):
+        fully_shard(adapted().blocks[0], quantize=policy)
+    model = shard(adapted())
+    base = model.blocks[0].base.weight
+    with torch.no_grad(), pytest.raises(RuntimeError, match="load_state_dict quantize new values"):
+        base.add_(1)
+    with pytest.raises(RuntimeError, match="that is kept as codes"):
+        nn.init.zeros_(base)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, tokens()).backward()
+    with pytest.raises(RuntimeError, match="AdamW was given 2 weights that are kept as codes"):
+        optimizer.step()
+    base.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"base\.weight requires a gradient since, but is kept as codes"):
+        loss_of(model, tokens())
+
+
+def test_codes_are_not_trained_and_not_written_to():
+    run_ranks(1, refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"at_rest": "nf4"}, "expected BlockNF4, BlockInt8, BlockFP8 or None"),
+        ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
+        ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
+        ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
+        ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
+        ({"weights": NF4}, "expected BlockFP8, BlockInt8 or None"),
+    ],
+)
+def test_options_that_do_not_apply_to_codes_at_rest_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        QuantizationPolicy(**options)
