@@ -10,8 +10,9 @@ from extended_tensors import Halved, Wrapper, extend
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import BlockFP8, MixedPrecisionPolicy, QuantizationPolicy, fully_shard
-from ragged_shard import RaggedDTensor
+import block_optim
+from fsdp_runtime import BlockFP8, MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
+from ragged_shard import RaggedDTensor, distribute_like
 from ragged_shard.testing import record_collectives, run_ranks
 
 
@@ -279,3 +280,29 @@ def move_out(W):
 
 def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
     run_ranks(2, move_out, 2)
+
+
+def step_with(name):
+    """One optimizer on extended weights and on plain ones, with the same gradients."""
+    model, twin = extend(linears(32, 48, 64), Halved), linears(32, 48, 64)
+    block_policy = block_policies.rows(16)
+    pairs = []
+    for one in (model, twin):
+        fully_shard(one, block_policy=block_policy)
+        matrices = [p for p in one.parameters() if p.ndim == 2]
+        pairs.append((matrices, getattr(block_optim, name)(matrices, lr=1e-2)))
+    for step in range(2):
+        for matrices, optimizer in pairs:
+            for p in matrices:
+                local: Any = p
+                values = torch.linspace(-1, 1 + step, p.numel()).view(p.shape)
+                p.grad = distribute_like(values, local.with_local(local.local.to(torch.float32, copy=True)))
+            optimizer.step()
+    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+    assert not torch.equal(pairs[0][0][0].full_tensor(), linears(32, 48, 64)[0].weight)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
+def test_block_optimizers_write_into_the_subclass(name):
+    run_ranks(2, step_with, name)
