@@ -13,6 +13,7 @@ from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
+from .memory.scratch import Scratch
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work, reduction_scratch_bytes
 from .wire import (
     BlockFormat,
@@ -69,6 +70,7 @@ __all__ = [
     "ReductionForm",
     "RowRun",
     "RunList",
+    "Scratch",
     "TensorSlice",
     "TileGrid",
     "Transport",

@@ -18,6 +18,8 @@ from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
 from ._at_rest import is_at_rest, quantized
+from ._extended_gather import ExtendedGather
+from ._extension import refuse_patched
 from ._gradients import Gradients
 from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
@@ -34,6 +36,7 @@ class Group:
         params: in the order of the module.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
+        extended: how parameters are gathered that say so themselves; None where they do not.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Group:
         self.gradients = Gradients(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._users_at_rest = 0
+        self.extended: ExtendedGather | None = None
         for index, param in enumerate(params):
             param.join_group(self, index)
 
@@ -80,12 +84,12 @@ class Group:
         """
         slices, on_meta = [], False
         for param, plan in zip(self.params, self.plan.params, strict=True):
-            slices.append(self._local_value(plan, values[param.name]))
+            slices.append(self._local_value(plan, param.plain(values[param.name])))
             on_meta = on_meta or slices[-1].is_meta
         if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
                 kept = (
-                    local.clone()
+                    param.extended(local.clone())
                     if self.plan.at_rest is None
                     else quantized(self.plan, plan, values[param.name])
                 )
@@ -122,7 +126,7 @@ class Group:
                 f"{self.name}: parameters that were sharded together now have different dtypes {names}; "
                 "convert all of them, or shard the module again"
             )
-        locals_ = [local_of(param.sharded) for param in self.params]
+        locals_ = [param.plain(local_of(param.sharded)) for param in self.params]
         if self.buffer is None or self.buffer.dtype not in found:
             self._replan(next(iter(found)))
             moved = self.params
@@ -176,7 +180,8 @@ class Group:
         plan = self.plan_of(param)
         if self.plan.at_rest is not None:
             return wrap_local(plan, quantized(self.plan, plan, value))
-        return as_sharded(self.plan, plan, param.sharded, value)
+        found = as_sharded(self.plan, plan, param.sharded, param.plain(value.detach()))
+        return found if param.extension is None else found.with_local(param.extended(found.local))
 
     def _replan(self, dtype: torch.dtype) -> None:
         """Go on in another dtype, with new memory; nothing is in it."""
@@ -186,11 +191,17 @@ class Group:
         self._allocate()
 
     def _allocate(self) -> None:
+        plan = self.plan
+        if self.params[0].extension is not None:
+            compute, layer = plan.dtypes.compute, self._streams.layer
+            self.extended = ExtendedGather(
+                self.name, self.params, plan.data, plan.precision, compute, layer, self._make_hook
+            )
         self.buffer = DBuffer(
             self.plan.layout,
             self.plan.data.mesh,
             full_dtype=self.plan.dtypes.compute,
-            wire=self.plan.wire,
+            wire=self.extended or self.plan.wire,
             recycler=self._streams.recycler,
             name=self.name,
             check_ranks=not self.plan.data.simulated,
@@ -206,8 +217,9 @@ class Group:
             if value is not None:
                 with torch.no_grad():
                     local_views[param.name].copy_(value)
-            param.set_sharded(wrap_local(plan, local_views[param.name]))
-            param.set_unsharded(views[param.name], self._make_hook)
+            param.set_sharded(wrap_local(plan, param.extended(local_views[param.name])))
+            if self.extended is None:
+                param.set_unsharded(views[param.name], self._make_hook)
         self._users_at_rest = buffer.count_users()
 
     # -- which object the module holds ------------------------------------------------------------------------------
@@ -241,6 +253,8 @@ class Group:
         """Free the gathered parameters, and register the sharded ones."""
         assert self.buffer is not None
         self.buffer.release()
+        if self.extended is not None:
+            self.extended.release()
         self.register_sharded()
 
     def held_by_autograd(self) -> bool:
@@ -250,6 +264,8 @@ class Group:
         not, and shows here.
         """
         assert self.buffer is not None
+        if self.extended is not None:
+            return True  # what a tensor subclass saves does not show
         return self.buffer.count_users() > self._users_at_rest
 
     # -- codes ------------------------------------------------------------------------------------------------------
@@ -262,11 +278,24 @@ class Group:
     # -- staleness --------------------------------------------------------------------------------------------------
 
     def remember_gather(self) -> None:
-        """Note what the gathered memory holds."""
+        """Note what the gathered memory holds.
+
+        Raises:
+            NotImplementedError: before the first gather, where a local tensor was given all-gather methods by hand.
+        """
         assert self.buffer is not None
-        self._gathered_versions = compat.versions(self.buffer.shard)
+        if self.extended is None and not self._gathered_versions:
+            for param in self.params:
+                refuse_patched(param.name, local_of(param.sharded))
+        self._gathered_versions = self._versions(self.buffer)
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
         assert self.buffer is not None
-        return compat.versions(self.buffer.shard) != self._gathered_versions
+        return self._versions(self.buffer) != self._gathered_versions
+
+    def _versions(self, buffer: DBuffer) -> list[int]:
+        versions = compat.versions(buffer.shard)
+        if self.extended is not None:  # writes through a tensor subclass count there
+            versions += compat.versions([local_of(param.sharded) for param in self.params])
+        return versions

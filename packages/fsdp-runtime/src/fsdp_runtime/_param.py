@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
 
+from ._extension import Extension
 from ._mesh import OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
@@ -46,6 +47,7 @@ class ManagedParam(Generic[G]):
         shape: of the plain tensor that this rank computes with.
         dtype: of the sharded parameter.
         other: how another parallelism had cut it, or None.
+        extension: how to take the tensor subclass apart that it is, or None.
         group, index: the group that it belongs to, and its number there; set by `join_group`.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
@@ -64,6 +66,7 @@ class ManagedParam(Generic[G]):
         shape: tuple[int, ...],
         other: OtherParallelism | None,
         example: torch.Tensor,
+        extension: Extension | None = None,
     ) -> None:
         self.name = name
         self.places = places
@@ -73,10 +76,12 @@ class ManagedParam(Generic[G]):
         self.shape = shape
         self.dtype = original.dtype
         self.other = other
+        self.extension = extension
         self.requires_grad = original.requires_grad
         self.unsharded: nn.Parameter | None = None
         self._view: torch.Tensor | None = None
-        self._user_attributes = dict(original.__dict__)
+        own = frozenset() if extension is None else extension.attributes
+        self._user_attributes = {key: value for key, value in original.__dict__.items() if key not in own}
         self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
 
@@ -92,6 +97,19 @@ class ManagedParam(Generic[G]):
     def join_group(self, group: G, index: int) -> None:
         """Belong to a group, as its parameter of this number."""
         self.group, self.index = group, index
+
+    def plain(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
+        if self.extension is None:
+            return value
+        if isinstance(value, RaggedDTensor):
+            inner = self.extension.unwrap(value.local)
+            return value if inner is value.local else value.with_local(inner)
+        return self.extension.unwrap(value)
+
+    def extended(self, local: torch.Tensor) -> torch.Tensor:
+        """The tensor subclass around a local tensor, where the parameter is one."""
+        return local if self.extension is None else self.extension.wrap(local)
 
     # -- the pair ---------------------------------------------------------------------------------------------------
 

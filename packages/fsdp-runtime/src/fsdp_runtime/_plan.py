@@ -25,7 +25,7 @@ from dbuffer import (
     WireForm,
     geometry_of,
 )
-from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
+from layout_planner import Elements, Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
 from ._dtypes import Dtypes, dtypes_for
@@ -159,6 +159,11 @@ def check_quantized(
         )
     for param in params:
         dtypes, selected = dtypes_for(param.dtype, request.precision), is_selected(param, policy)
+        if selected and policy.blocks is not None and param.extension is not None:
+            raise ValueError(
+                f"quantize: parameter {param.name} was selected, but is a {param.extension.kind.__name__}, which says "
+                "itself what is gathered; do not select it (QuantizationPolicy.select)"
+            )
         if selected and policy.blocks is not None:
             check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
         if selected and policy.at_rest is not None:
@@ -200,7 +205,9 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     dtypes = dtypes_for(params[0].dtype, request.precision)
     selected = policy is not None and is_selected(params[0], policy)
     shared = False
-    if policy is not None and selected:
+    if params[0].extension is not None:
+        layout = _lay_out_apart(params, request, dtypes)
+    elif policy is not None and selected:
         layout, shared = _lay_out(params, request, dtypes, policy)
     else:
         specs = [_spec(param, request.blocks, None) for param in params]
@@ -212,7 +219,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         precision=request.precision,
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
-        wire=policy.wire(shared) if policy is not None and selected else None,
+        wire=policy.wire(shared) if policy is not None and selected and params[0].extension is None else None,
         shares_amax=shared,
         reduction=None if policy is None else policy.reduction(selected, dtypes.reduce),
         layout=layout,
@@ -244,6 +251,33 @@ def _lay_out(
     asked = CodePlanes(whole, weights).row_bytes
     shared = asked > MOST_OF_BF16 * bf16 and asked > CodePlanes(by_rows, weights).row_bytes
     return (by_rows if shared else whole), shared
+
+
+def _lay_out_apart(params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes) -> Layout:
+    """Each parameter in a segment of its own, cut between slices of its first dimension.
+
+    As many on each rank, but for the last ones: what arrives is contiguous, and extensions count on it.
+
+    Raises:
+        ValueError: the planner lays one tensor out otherwise.
+    """
+    align, ranks = max(8, _ALIGNMENT // dtypes.narrowest), request.data.shard_size
+    specs, segments = [], []
+    for param in params:
+        given = _spec(param, request.blocks, None)
+        width = math.prod(param.shape[1:])
+        # Blocks that start over in each stacked matrix allow any cut between matrices.
+        block = math.lcm(width, given.grid.block) if given.grid.uniform else width
+        spec = TensorSpec(param.name, param.shape, Elements(min(block, given.numel)))
+        found = request.planner([spec], ranks, align=align)
+        if len(found.segments) != 1 or found.segments[0].offsets != (0,):
+            raise ValueError(
+                f"planner laid {param.name} out in {found.segments}; expected one segment that starts with it, since "
+                "it is a tensor subclass with all-gather extensions"
+            )
+        specs.append(spec)
+        segments.append(found.segments[0])
+    return Layout(tuple(specs), ranks, align, tuple(segments))
 
 
 def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None) -> TensorSpec:

@@ -175,12 +175,13 @@ class Unit:
         self.around_others = around_others
         self.groups = []
         self._forget_calls()
-        kinds: dict[tuple[torch.dtype, bool, int, bool], list[Param]] = {}
+        kinds: dict[tuple[torch.dtype, bool, int, bool, bool], list[Param]] = {}
         children = children_of(params) if around_others else {}
         policy = self._request.quantize
         for param in params:
             selected = policy is not None and is_selected(param, policy)
-            kind = (param.dtype, param.requires_grad, children.get(param.name, 0), selected)
+            extended = param.extension is not None
+            kind = (param.dtype, param.requires_grad, children.get(param.name, 0), selected, extended)
             kinds.setdefault(kind, []).append(param)
         for members in kinds.values():
             plan = plan_group(members, self._request)

@@ -19,6 +19,7 @@ from . import _hooks, _optimizers, _state_dict, _torch_state
 from . import _torch_compat as compat
 from ._at_rest import check_taken_over
 from ._errors import WrongCallError
+from ._extension import extension_of
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
 from ._module import FSDPModule, mix_in
@@ -119,6 +120,8 @@ def fully_shard(
     found = _find_params(modules, managed, _checked_ignored(ignored_params), data)
     if shard_placement_fn is not None:
         _check_placements(found, shard_placement_fn)
+    if count is not None:
+        _check_no_extensions(found, count)
     neighbors = None if count is None else data.neighbors(count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
@@ -277,13 +280,12 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
     if type(param.data) is torch.Tensor:
         taken: Param = ManagedParam(name, places, param, tuple(param.shape), None, param)
         return _Found(taken, param, param, None)
-    if compat.is_wrapper_subclass(param):
-        raise NotImplementedError(
-            f"parameter {name} is a {type(param.data).__name__}: one flat buffer has no place for the tensors "
-            "inside a tensor subclass; shard the plain parameter, or pass it in ignored_params"
-        )
     plain, other = take_apart(name, param, data)
-    taken = ManagedParam(name, places, param, tuple(plain.shape), other, plain)
+    extension = None
+    if compat.is_wrapper_subclass(plain):
+        extension = extension_of(name, plain.data)
+        plain = extension.unwrap(plain.data)
+    taken = ManagedParam(name, places, param, tuple(plain.shape), other, plain, extension)
     return _Found(taken, param, plain, None)
 
 
@@ -300,7 +302,9 @@ def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: 
             f"{name} is shared with a module outside ({managed.name!r} in {outer.unit.name}): tied parameters must be "
             "in one unit"
         )
-    taken: Param = ManagedParam(name, places, managed.sharded, managed.shape, managed.other, managed.example)
+    taken: Param = ManagedParam(
+        name, places, managed.sharded, managed.shape, managed.other, managed.example, managed.extension
+    )
     return _Found(taken, managed.sharded, managed.sharded, outer)
 
 
@@ -328,6 +332,15 @@ def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter]
             "between blocks of rows, so that only None and Shard(0) have a meaning. Say with block_policy what must "
             "stay whole; for another mesh shard those modules in a fully_shard call of their own"
         )
+
+
+def _check_no_extensions(found: list[_Found], count: int) -> None:
+    for one in found:
+        if one.param.extension is not None:
+            raise NotImplementedError(
+                f"reshard_after_forward={count}: parameter {one.param.name} is a {one.param.extension.kind.__name__}, "
+                "which says itself what is gathered and cannot be kept among neighbors; use True or False"
+            )
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

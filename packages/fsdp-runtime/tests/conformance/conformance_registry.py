@@ -30,6 +30,7 @@ MODULES = (
     "conformance_gradients",
     "conformance_accumulation",
     "conformance_precision",
+    "conformance_extensions",
     "conformance_meta",
     "conformance_state",
     "conformance_composition",

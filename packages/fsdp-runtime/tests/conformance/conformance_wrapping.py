@@ -20,7 +20,6 @@ from conformance_models import (
 from conformance_registry import Raises, case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module
-from torch.testing._internal.two_tensor import TwoTensor
 
 WRAP = "Wrapping"
 
@@ -349,31 +348,3 @@ def spmd_mesh_replicas(fsdp):
 def spmd_mesh_unknown(fsdp):
     over = mesh(world(), names=("dp",))
     fsdp.fully_shard(MLP(), mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nothere"))
-
-
-class Doubled(TwoTensor):
-    """A tensor subclass that says itself what is gathered."""
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.a, self.b), None
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        if out is not None:
-            return None
-        return Doubled(*outputs), outputs
-
-
-@case(
-    WRAP,
-    "parameters of a tensor subclass with `fsdp_pre_all_gather` and `fsdp_post_all_gather`",
-    ours=Raises((NotImplementedError, TypeError, ValueError), "weight"),
-    note="gathers are views of one flat buffer, with no place for a subclass's own parts",
-)
-def extensions(fsdp):
-    model, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
-    plain.load_state_dict(model.state_dict())
-    weight = model.weight.detach()
-    model.weight = nn.Parameter(Doubled(weight.clone(), weight.clone()))
-    fsdp.fully_shard(model, mesh=mesh())
-    x = torch.randn(2, 8)
-    assert torch.equal(model(x).a, plain(x))

@@ -64,7 +64,7 @@ def test_gathers_are_compared_in_turns(folder, monkeypatch, capsys):
         step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": 1.0, "step": 0}
         return [{**step, "step": number} for number in range(4)]
 
-    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(compare, "run_quietly", run)
     config = tiny(folder, out=str(folder / "out"))
     assert compare_gathers(config, list(GATHERS), 2, 2) == 0
     assert runs == runs[::-1]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ragged_shard import RaggedDTensor
 
 DISTRIBUTED = (DTensor, RaggedDTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_sub_: Callable[..., None] = torch._foreach_sub_
@@ -30,11 +31,21 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor under a distributed one, the tensor itself otherwise. No view, no autograd, no communication."""
-    if isinstance(tensor, DISTRIBUTED):
-        local: torch.Tensor = tensor._local_tensor
-        return local
-    return tensor
+    """The plain tensor under a distributed one, the tensor itself otherwise. No view, no autograd, no communication.
+
+    Of a tensor subclass, such as torchao's float8 weights, the one tensor inside that has its shape and dtype.
+    """
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DISTRIBUTED) else tensor
+    return local if type(local) in _PLAIN else _inside(local)
+
+
+def _inside(tensor: Any) -> torch.Tensor:
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    same = [
+        t for t in [getattr(tensor, n) for n in names] if t.shape == tensor.shape and t.dtype == tensor.dtype
+    ]
+    found: torch.Tensor = same[0] if len(same) == 1 else tensor
+    return found
 
 
 def load_pre_hooks(optimizer: Any) -> Iterable[Any]:

@@ -65,6 +65,10 @@ class GatheredMemory:
             flats.append(empty.set_(storage, 0, (nbytes // dtype.itemsize,), (1,)))
         return tuple(flats)
 
+    def forgo(self) -> None:
+        """Never have memory: the wire form brings what arrives somewhere else. `flats` and `views` stay empty."""
+        self._storages.clear()
+
     def count_users(self) -> int:
         """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""
         users = 0

@@ -12,7 +12,7 @@ from .errors import TrainError
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
-_EPILOG = "Subcommands: compare, gathers, optimizers, plan, export; each has --help."
+_EPILOG = "Subcommands: compare, gathers, convergence, optimizers, plan, export; each has --help."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "compare": _compare,
         "optimizers": _optimizers,
         "gathers": _gathers,
+        "convergence": _convergence,
         "plan": _plan,
         "export": _export,
     }
@@ -103,6 +104,37 @@ def _gathers(argv: list[str]) -> int:
     add_run_options(parser)
     options = parser.parse_args(argv)
     return compare_gathers(_for_comparison(options), options.kinds.split(","), options.rounds, options.ranks)
+
+
+def _convergence(argv: list[str]) -> int:
+    from .convergence import check_convergence
+
+    parser = _parser(
+        "convergence",
+        "A small model with bf16 and fp8 gathers, fp32, bf16 and int8 reductions, at several seeds.",
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
+    add_run_options(parser)
+    options = parser.parse_args(argv)
+    if options.seed is not None:
+        raise TrainError("convergence takes --seeds, not --seed")
+    small = {
+        "dim": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ff_dim": 384,
+        "seq_len": 128,
+        "batch": 8,
+    }
+    for name, value in {**small, "steps": 120, "warmup": 12, "precision": "bf16", "save_every": 0}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+    except ValueError:
+        raise TrainError(f"--seeds {options.seeds}: expected numbers with commas between them") from None
+    return check_convergence(run_config(options), seeds, options.ranks)
 
 
 def _for_comparison(options: argparse.Namespace) -> RunConfig:

@@ -80,7 +80,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
     for name, reason in reasons.items():
         if reason:
             _say(f"{name}: {reason}")
-    out = _folder(config)
+    out = folder_of(config)
     ranks = {
         name: pick_ranks(dataclasses.replace(config, system=name), None if name == "one" else asked_ranks)
         for name in present
@@ -92,7 +92,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
             run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
             run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="auto")
             _say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
-            found[name].add(_run(run, ranks[name]))
+            found[name].add(run_quietly(run, ranks[name]))
     return _conclude(config, found, out, "system", ranks)
 
 
@@ -122,7 +122,7 @@ def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_rank
             raise TrainError(f"--kinds: {name!r} is not one of {', '.join(GATHERS)}")
     if rounds < 1:
         raise TrainError(f"--rounds {rounds}: expected at least 1")
-    out, ranks = _folder(config), pick_ranks(config, asked_ranks)
+    out, ranks = folder_of(config), pick_ranks(config, asked_ranks)
     found = {name: Measured(name) for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else names[::-1]:
@@ -132,7 +132,7 @@ def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_rank
                 "plot": False,
             }
             _say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
-            found[name].add(_run(dataclasses.replace(config, **changes), ranks))
+            found[name].add(run_quietly(dataclasses.replace(config, **changes), ranks))
     return _conclude(config, found, out, "gathers", dict.fromkeys(names, ranks))
 
 
@@ -146,7 +146,7 @@ def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | N
     """
     for name in names:
         optimizer_spec(name)
-    out = _folder(config)
+    out = folder_of(config)
     ranks = pick_ranks(config, asked_ranks)
     found = {}
     for name in names:
@@ -157,13 +157,18 @@ def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | N
         _say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
         run = dataclasses.replace(config, optimizer=name, out=str(out / name), plot=False)
         found[name] = Measured(name)
-        found[name].add(_run(run, ranks))
+        found[name].add(run_quietly(run, ranks))
     if not found:
         raise TrainError("none of these optimizers is installed")
     return _conclude(config, found, out, "optimizer", dict.fromkeys(found, ranks))
 
 
-def _run(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+def run_quietly(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+    """One run from start to end. Returns its metrics.
+
+    Raises:
+        TrainError: it failed or was stopped.
+    """
     config.check(ranks)
     finished = start_ranks(config, ranks, quiet=True)
     if finished.summary.get("stopped"):
@@ -252,7 +257,8 @@ def draw_bars(rows: dict[str, dict[str, float]], path: Path, title: str) -> None
     pyplot.close(figure)
 
 
-def _folder(config: RunConfig) -> Path:
+def folder_of(config: RunConfig) -> Path:
+    """The folder of a comparison, made where it is not there. Raises TrainError where it cannot be."""
     out = Path(config.out) if config.out else next_free(Path("runs"))
     try:
         out.mkdir(parents=True, exist_ok=True)

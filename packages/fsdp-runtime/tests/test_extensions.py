@@ -1,0 +1,308 @@
+"""Parameters that say themselves what is gathered: what FSDP2 cannot do, and what travels. The rest: conformance."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from extended_tensors import Halved, Wrapper, extend
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import block_optim
+from fsdp_runtime import BlockFP8, MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
+from ragged_shard import RaggedDTensor, distribute_like
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+class Packed(Wrapper):
+    """Signs in 8 bits of a byte, and a scale that every rank has: another width and dtype, and metadata."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        scale = self.inner.abs().amax().clone()
+        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
+        powers = 2 ** torch.arange(8)
+        bits = (self.inner >= 0).view(self.inner.shape[0], -1, 8)
+        return ((bits * powers).sum(-1).to(torch.uint8),), scale
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        bits = (outputs[0][..., None] >> torch.arange(8)) & 1
+        values = (2.0 * bits.flatten(1) - 1) * metadata
+        if out is None:
+            return values, (values,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(values)
+        return None
+
+
+class Scaled(Wrapper):
+    """int8 rows with a scale for each row, and the number of each rank."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        scale = self.inner.abs().amax(1).clamp_min(1e-12) / 127
+        codes = (self.inner / scale[:, None]).round().to(torch.int8)
+        return (codes, scale, torch.tensor(mesh.get_local_rank(), dtype=torch.int32)), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        codes, scale, ranks = outputs
+        assert ranks.tolist() == list(range(dist.get_world_size()))
+        values = codes * scale[:, None]
+        if out is None:
+            return values, (values,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(values)
+        return None
+
+
+def linears(*sizes):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+def signs(weight):
+    return torch.where(weight >= 0, 1.0, -1.0) * weight.abs().amax()
+
+
+def rows_in_codes(weight):
+    scale = weight.abs().amax(1).clamp_min(1e-12) / 127
+    return (weight / scale[:, None]).round() * scale[:, None]
+
+
+def train(kind, rounded, sizes, options, steps=3):
+    """Train extended weights next to plain ones that are rounded after each step."""
+    log: list = []
+    model, twin = extend(linears(*sizes), kind, log), linears(*sizes)
+    fully_shard(model, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(4, sizes[0], generator=generator)
+        found = model(x)
+        weights = {name: p.detach().clone() for name, p in twin.named_parameters()}
+        with torch.no_grad():
+            for p in twin.parameters():
+                if p.ndim == 2:
+                    p.copy_(rounded(p))
+        wanted = twin(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+        with torch.no_grad():
+            for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+                dist.all_reduce(q.grad)
+                q.grad /= dist.get_world_size()
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+                q.copy_(weights[name]).sub_(0.01 * p.grad.full_tensor())
+                p.sub_(0.01 * p.grad)
+                p.grad = q.grad = None
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+def halves(weight):
+    return weight.bfloat16().float()
+
+
+UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; and 8 of 2 elements, all on one
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounded", "sizes"),
+    [(Halved, halves, UNEVEN), (Scaled, rows_in_codes, UNEVEN), (Packed, signs, (8, 16, 8, 8, 16))],
+)
+def test_uneven_and_empty_shards_train_as_plain_ones_do(kind, rounded, sizes):
+    run_ranks(3, train, kind, rounded, sizes, {"reshard_after_forward": True})
+
+
+def test_a_matrix_of_fewer_rows_than_ranks_trains_on_all_of_them():
+    run_ranks(4, train, Halved, halves, (8, 2, 8), {"reshard_after_forward": True})
+
+
+def test_one_rank_alone_calls_the_extensions_too():
+    run_ranks(1, train, Scaled, rows_in_codes, UNEVEN, {})
+
+
+@pytest.mark.parametrize("transport", ["collectives", "sends", "peer_memory"])
+def test_every_transport_carries_them(transport):
+    run_ranks(2, train, Scaled, rows_in_codes, UNEVEN, {"transport": transport})
+
+
+def count(sizes):
+    model = extend(linears(*sizes), Packed)
+    fully_shard(model)
+    model.unshard()
+    model.reshard()
+    with record_collectives() as record:
+        model.unshard()
+    kinds = [event.kind for event in record.events]
+    assert kinds == ["all_reduce"] * (len(sizes) - 1) + ["all_gather"]  # the scales, then one for the unit
+    biases = sum(-(-n // (8 * dist.get_world_size())) * 8 for n in sizes[1:])
+    codes = sum(a * b // 8 // dist.get_world_size() for a, b in itertools.pairwise(sizes))
+    sent = record.events[-1].bytes_sent
+    assert sent == (dist.get_world_size() - 1) * (codes + 4 * biases), (sent, codes, biases)
+
+
+def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters():
+    run_ranks(2, count, (64, 64, 32))
+
+
+def fail(rank_of_error):
+    class Failing(Halved):
+        def fsdp_pre_all_gather(self, mesh):
+            if mesh.get_local_rank() == rank_of_error:
+                raise OverflowError("no such scale")
+            return super().fsdp_pre_all_gather(mesh)
+
+    model = extend(linears(8, 8), Failing)
+    fully_shard(model)
+    with pytest.raises((RuntimeError, OverflowError), match="no such scale"):
+        model(torch.randn(2, 8))
+
+
+def test_what_fails_on_one_rank_in_the_first_gather_raises_on_all():
+    run_ranks(3, fail, 1)
+
+
+def change():
+    log: list = []
+    model = extend(linears(8, 8), Halved, log)
+    fully_shard(model)
+    model(torch.randn(2, 8))
+    model.reshard()
+    Halved.sent = torch.float32
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"0\.weight .*: fsdp_pre_all_gather of Halved returned .*float32"
+        ):
+            model(torch.randn(2, 8))
+    finally:
+        Halved.sent = torch.bfloat16
+
+
+def test_what_travels_must_stay_as_it_was():
+    run_ranks(2, change)
+
+
+def refuse(make, error, message, options):
+    layer = nn.Linear(8, 8)
+    before = layer.weight = nn.Parameter(make(layer.weight.detach()))
+    model = nn.Sequential(layer)
+    with pytest.raises(error, match=message):
+        fully_shard(model, **options)
+    assert layer.weight is before
+    assert type(model) is nn.Sequential
+
+
+class Unmarked(Wrapper):
+    """A subclass without the two methods."""
+
+
+class Lost(Halved):
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, log, size, stride):
+        return tensors["inner"]
+
+
+class TwoInside(Halved):
+    def __tensor_flatten__(self):
+        return ["inner", "scale"], None
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message", "options"),
+    [
+        (TwoInside, NotImplementedError, r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)", {}),
+        (Unmarked, NotImplementedError, r"0\.weight is a Unmarked without fsdp_pre_all_gather", {}),
+        (Lost, NotImplementedError, r"0\.weight is a Lost whose __tensor_unflatten__ makes a Tensor", {}),
+        (
+            Halved,
+            ValueError,
+            r"0\.weight was selected, but is a Halved",
+            {"quantize": QuantizationPolicy(weights=BlockFP8((128, 128)))},
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name_before_anything_changes(make, error, message, options):
+    run_ranks(2, refuse, make, error, message, options)
+
+
+def keep_and_load():
+    model = extend(linears(8, 13), Halved)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    state = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    whole = {key: value.full_tensor() for key, value in state.items()}
+    assert torch.equal(whole["0.weight"], linears(8, 13)[0].weight)
+    for values in (state, whole):
+        for assign in (False, True):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            model.load_state_dict({key: value.clone() for key, value in values.items()}, assign=assign)
+            model(torch.randn(2, 8))
+            model.reshard()
+            assert type(model[0].weight) is RaggedDTensor
+            assert type(model[0].weight.local) is Halved
+            assert torch.equal(model[0].weight.full_tensor(), whole["0.weight"])
+
+
+def test_state_dicts_load_full_and_sharded_in_place_and_assigned():
+    run_ranks(2, keep_and_load)
+
+
+def write_between_steps():
+    log: list = []
+    model = extend(linears(8, 8), Halved, log)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.ones(1, 8)
+    before = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[0].bias.zero_()
+    assert not torch.equal(model(x), before)
+
+
+def test_writes_through_the_subclass_are_seen_where_parameters_stay_gathered():
+    run_ranks(2, write_between_steps)
+
+
+def move_out(W):
+    inner_first = nn.Sequential(extend(linears(8, 8), Halved), extend(linears(8, 8), Halved))
+    mesh = init_device_mesh("cpu", (W,))
+    fully_shard(inner_first, mesh=mesh)
+    fully_shard(inner_first[0], mesh=mesh)  # takes its parameters from the unit around it
+    weight: Any = inner_first[0].get_parameter("0.weight")
+    assert type(weight.local) is Halved
+    assert torch.equal(weight.full_tensor(), linears(8, 8)[0].weight)
+    inner_first(torch.randn(2, 8)).sum().backward()
+
+
+def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
+    run_ranks(2, move_out, 2)
+
+
+def step_with(name):
+    """One optimizer on extended weights and on plain ones, with the same gradients."""
+    model, twin = extend(linears(32, 48, 64), Halved), linears(32, 48, 64)
+    block_policy = block_policies.rows(16)
+    pairs = []
+    for one in (model, twin):
+        fully_shard(one, block_policy=block_policy)
+        matrices = [p for p in one.parameters() if p.ndim == 2]
+        pairs.append((matrices, getattr(block_optim, name)(matrices, lr=1e-2)))
+    for step in range(2):
+        for matrices, optimizer in pairs:
+            for p in matrices:
+                local: Any = p
+                values = torch.linspace(-1, 1 + step, p.numel()).view(p.shape)
+                p.grad = distribute_like(values, local.with_local(local.local.to(torch.float32, copy=True)))
+            optimizer.step()
+    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+    assert not torch.equal(pairs[0][0][0].full_tensor(), linears(32, 48, 64)[0].weight)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
+def test_block_optimizers_write_into_the_subclass(name):
+    run_ranks(2, step_with, name)
