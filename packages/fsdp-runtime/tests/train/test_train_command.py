@@ -9,25 +9,12 @@ import sys
 import time
 
 import pytest
-from train_helpers import losses, text_folder
+from train_helpers import TINY, losses, text_folder
 
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.compare import Measured, _check_losses, table
 from fsdp_runtime.train.report import draw_curves, read_metrics
-
-TINY = [
-    "--preset",
-    "tiny",
-    "--seq-len",
-    "32",
-    "--batch",
-    "12",
-    "--optimizer",
-    "torch-adamw",
-    "--device",
-    "cpu",
-]
 
 
 @pytest.fixture(scope="module")

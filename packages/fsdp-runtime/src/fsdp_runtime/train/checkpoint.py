@@ -10,7 +10,6 @@ A save that is killed leaves only a ``.part`` folder, which nothing loads and th
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .errors import TrainError, agreed, one_line
+from .errors import TrainError, agreed, causes, one_line
 
 _PART = ".part"
 RUN_FILE = "run.json"
@@ -219,7 +218,7 @@ def _shown(entry: list[Any] | None) -> str:
 
 def _root_cause(error: BaseException) -> str:
     """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk."""
-    found = list(_causes(error))
+    found = list(causes(error))
     for cause in found:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
@@ -227,16 +226,6 @@ def _root_cause(error: BaseException) -> str:
     if "unexpected pos" in str(deepest):  # what torch.save says when a write came up short
         return "not all bytes could be written (is the disk full?)"
     return one_line(deepest)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and all that led to it, here and on other ranks."""
-    yield error
-    for wrapped in (getattr(error, "failures", None) or {}).values():
-        yield from _causes(wrapped[0] if isinstance(wrapped, tuple) else wrapped)
-    before = error.__cause__ or error.__context__
-    if before is not None:
-        yield from _causes(before)
 
 
 def _write_synced(path: Path, text: str) -> None:

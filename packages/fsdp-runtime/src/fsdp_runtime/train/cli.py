@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .config import RunConfig, add_run_options, run_config
-from .errors import TrainError
+from .errors import TrainError, say, silence
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
@@ -35,10 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return commands[arguments[0]](arguments[1:])
         return _train(arguments)
     except TrainError as error:
-        print(f"fsdp-train: {error}", file=sys.stderr)
+        say(f"fsdp-train: {error}")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads our table has left
+        silence(sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
@@ -62,7 +65,7 @@ def _train(argv: list[str]) -> int:
     ranks = pick_ranks(config, options.ranks)
     config.check(ranks)
     finished = start_ranks(config, ranks)
-    print(closing_lines(finished.summary, argv), file=sys.stderr)
+    say(closing_lines(finished.summary, argv))
     return 128 + finished.stopped_by if finished.summary.get("stopped") and finished.stopped_by else 0
 
 

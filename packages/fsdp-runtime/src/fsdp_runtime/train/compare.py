@@ -4,7 +4,6 @@ import dataclasses
 import json
 import platform
 import statistics
-import sys
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from .config import SYSTEMS, RunConfig
-from .errors import TrainError
+from .errors import TrainError, say
 from .launch import num_cores, pick_ranks, start_ranks
 from .optimizers import not_available, optimizer_spec, peak_lr
 from .report import METRICS, draw_curves, losses, read_metrics
@@ -76,7 +75,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         raise TrainError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     for name, reason in reasons.items():
         if reason:
-            _say(f"{name}: {reason}")
+            say(f"{name}: {reason}")
     out = _folder(config)
     ranks = {
         name: pick_ranks(dataclasses.replace(config, system=name), None if name == "one" else asked_ranks)
@@ -88,7 +87,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         for name in order:
             run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
             run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="auto")
-            _say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
+            say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
             found[name].add(_run(run, ranks[name]))
     return _conclude(config, found, out, "system", ranks)
 
@@ -128,7 +127,7 @@ def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_rank
                 "out": str(out / f"{name}-{number + 1}"),
                 "plot": False,
             }
-            _say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
+            say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
             found[name].add(_run(dataclasses.replace(config, **changes), ranks))
     return _conclude(config, found, out, "gathers", dict.fromkeys(names, ranks))
 
@@ -149,9 +148,9 @@ def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | N
     for name in names:
         reason = not_available(name)
         if reason:
-            _say(f"{name}: {reason}")
+            say(f"{name}: {reason}")
             continue
-        _say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
+        say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
         run = dataclasses.replace(config, optimizer=name, out=str(out / name), plot=False)
         found[name] = Measured(name)
         found[name].add(_run(run, ranks))
@@ -256,7 +255,3 @@ def _folder(config: RunConfig) -> Path:
     except OSError as error:
         raise TrainError(f"cannot make {out}: {error.strerror}") from error
     return out
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from .errors import say
+
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 
@@ -62,9 +64,10 @@ class Report:
     def say(self, text: str) -> None:
         """A line of text."""
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self.bar.console.print(text, highlight=False)
         elif not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def __enter__(self) -> "Report":
         if self.bar is not None:
@@ -75,7 +78,8 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
         with contextlib.suppress(OSError):
             self.file.close()
 

@@ -10,14 +10,11 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -52,37 +49,6 @@ class _Sums:
     lr: float
 
 
-@dataclass
-class StopFlag:
-    """Whether this rank was asked to stop: by a signal, by the launcher's file, or because the launcher died."""
-
-    stop_file: Path | None = None
-    parent: int = field(default_factory=os.getppid)
-    received: int = 0
-
-    def __call__(self) -> bool:
-        """Look."""
-        if self.stop_file is None or self.received:
-            return bool(self.received)
-        if self.stop_file.exists() or os.getppid() != self.parent:
-            self.received = signal.SIGTERM
-        return bool(self.received)
-
-    @contextmanager
-    def handling(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for it inside."""
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.received = number
-
-        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
 class Trainer:
     """One rank of a run. `torch.distributed` is initialised, except for a run in one process without it.
 
@@ -90,14 +56,14 @@ class Trainer:
         config: the run.
         out: its folder, the same on every rank.
         quiet: print nothing.
-        stop: what is asked, at every step, whether to stop.
+        stop: what is asked, at every step, whether to stop: the number of the signal that says so, else 0.
 
     Raises:
         TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
     """
 
     def __init__(
-        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], bool] = lambda: False
+        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], int] = lambda: 0
     ) -> None:
         self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
         distributed = dist.is_initialized()
@@ -300,7 +266,7 @@ class Trainer:
         failed = bool(self._report and self._report.problem) or bool(
             self.checkpoints and self.checkpoints.failed()
         )
-        flags = [float(self.stop()), float(failed)]
+        flags = [float(self.stop() > 0), float(failed)]
         local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
         values = torch.cat(
             (loss.double().view(1), norm.double().view(1) / self.world_size, local.to(self.device))
@@ -392,6 +358,7 @@ class Trainer:
             "steps": self.step,
             "first_step": first,
             "stopped": stopped,
+            "stopped_by": self._signal() if stopped else None,
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
@@ -399,6 +366,13 @@ class Trainer:
             "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
+
+    def _signal(self) -> int:
+        """The signal that some rank was stopped by. Collective."""
+        received = torch.tensor(int(self.stop()), device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(received, dist.ReduceOp.MAX)
+        return int(received)
 
     def _headline(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
