@@ -139,7 +139,7 @@ def _without_a_folder(config, out):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch.object(checkpoint, "_write_synced", full):
+    with mock.patch.object(checkpoint, "write_synced", full):
         return train(config, out)
 
 

@@ -6,6 +6,7 @@
     fsdp-train optimizers          the same work with other optimizers
     fsdp-train plan                what a run will hold in memory, before anything is trained
     fsdp-train export              a checkpoint as one safetensors file
+    fsdp-train verify              whether checkpoints are as they were written
 
 Needs the extra ``train``. The parts can be used alone: `Transformer` knows nothing of sharding, `Batches` nothing
 of models.

@@ -12,7 +12,7 @@ from .errors import TrainError, say, silence
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
-_EPILOG = "Subcommands: compare, gathers, optimizers, plan, export; each has --help."
+_EPILOG = "Subcommands: compare, gathers, optimizers, plan, export, verify; each has --help."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gathers": _gathers,
         "plan": _plan,
         "export": _export,
+        "verify": _verify,
     }
     try:
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -136,6 +137,16 @@ def _export(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(argv)
     return export(options.run, options.output, options.dtype)
+
+
+def _verify(argv: list[str]) -> int:
+    from .verify import verify
+
+    parser = _parser(
+        "verify", "Check that checkpoints are as they were written; name damaged files and tensors."
+    )
+    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
+    return verify(parser.parse_args(argv).run)
 
 
 if __name__ == "__main__":

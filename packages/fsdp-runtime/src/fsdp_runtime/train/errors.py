@@ -5,9 +5,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 # What gloo and NCCL, torch's stores and peer memory say on ranks that outlive another one.
 _GONE = re.compile(
     r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|has ended or given up|timed out", re.IGNORECASE
@@ -40,15 +42,21 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    found: list[str | None] = [message]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, message)
+    found = from_all(message)
     failed = [(rank, text) for rank, text in enumerate(found) if text is not None]
     if failed:
         rank, text = failed[0]
         everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(found)
         raise TrainError(text if everywhere else f"rank {rank}: {text}") from cause
+
+
+def from_all(value: T) -> list[T]:
+    """A small object of every rank, by rank. Collective: one gather of objects."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -27,7 +27,7 @@ from . import checkpoint as ckpt
 from .batches import Batches
 from .config import RunConfig, pick_device
 from .corpus import TextData, read_data
-from .errors import TrainError, agreed
+from .errors import TrainError, agreed, say
 from .hardware import StepClock, memory_mb, peak_flops
 from .memory import StepMeter
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
@@ -165,10 +165,11 @@ class Trainer:
         }
 
     def _resume(self) -> None:
+        found, damaged = ckpt.newest_intact(self.out)
+        if self.rank == 0 and not self.quiet:
+            for line in damaged:
+                say(f"{line}; going on from {found.name}")
         with agreed("resuming"):
-            found = ckpt.latest(self.out)
-            if found is None:
-                raise TrainError(f"--resume: {self.out} has no complete checkpoint")
             about = ckpt.read_about(found)
             ckpt.check_same_model(found, about["parameters"], self.model)
             if about["config"]["optimizer"] != self.config.optimizer:
