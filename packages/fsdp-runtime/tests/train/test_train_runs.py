@@ -43,6 +43,12 @@ def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
     assert curve[49] < curve[0] - 1.0
 
 
+@pytest.mark.parametrize("block", ["tile:8x8", "whole"])
+def test_blocks_of_matrices_leave_norm_weights_alone(folder, curve, block):
+    run_ranks(2, train, tiny(folder, model=PRESETS["tiny-moe"], steps=50, block=block), folder / block)
+    assert apart(losses(folder / block), curve) < 1e-5
+
+
 def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
     config = tiny(folder, model=PRESETS["tiny-moe"], steps=50)
     runs: dict[str, dict] = {
@@ -190,6 +196,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, changes
         ({"data": ("/nothing/here",)}, "no data: '/nothing/here' matches no file"),
         ({"optimizer": "sgdd"}, "--optimizer 'sgdd': expected one of"),
         ({"block": "rows:0"}, "--block 'rows:0'"),
+        ({"dtype": "float99"}, "--dtype 'float99': expected a type of integers"),
         ({"block": "rows:4", "system": "ddp"}, "only fsdp_runtime respects blocks"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},

@@ -29,6 +29,7 @@ from .checksums import METADATA, RUN_FILE, SummingWriter, find_damage, has_sums,
 from .errors import TrainError, agreed, causes, from_all, one_line
 
 _PART = ".part"
+CHECKPOINTS = "checkpoints"
 # Values are copied in start(), by storage: the other way of torch 2.11 does not know ragged tensors.
 _COPY = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -53,7 +54,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
-        self.folder, self.keep, self.group = folder / "checkpoints", keep, group
+        self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._pending: _Pending | None = None
         if self.rank == 0:
@@ -141,10 +142,10 @@ def name_of(step: int) -> str:
 
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None. Trusts ``latest``, falls back on the folders' names."""
-    folder = run / "checkpoints"
+    folder = run / CHECKPOINTS
     pointer = folder / "latest"
     if pointer.is_file():
-        named = folder / pointer.read_text().strip()
+        named = folder / pointer.read_text(errors="replace").strip()
         if _is_complete(named):
             return named
     complete = sorted(_complete(folder), key=lambda path: path.name)
@@ -162,7 +163,7 @@ def _complete(folder: Path) -> list[Path]:
 def complete_ones(run: Path) -> list[Path]:
     """A run's complete checkpoints to go on from: the latest, then older ones, the newest first."""
     newest = latest(run)
-    older = [path for path in _complete(run / "checkpoints") if newest and path.name < newest.name]
+    older = [path for path in _complete(run / CHECKPOINTS) if newest and path.name < newest.name]
     return ([newest] if newest else []) + sorted(older, key=lambda path: path.name, reverse=True)
 
 

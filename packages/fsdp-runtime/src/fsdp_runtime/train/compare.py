@@ -16,7 +16,7 @@ from .errors import TrainError, say
 from .launch import num_cores, pick_ranks, start_ranks
 from .optimizers import not_available, optimizer_spec, peak_lr
 from .report import METRICS, draw_curves, losses, read_metrics
-from .runs import next_free
+from .runs import RUNS, next_free
 from .systems import not_installed
 
 # How far losses of two systems may lie apart over the run, relative: sums are taken in another order, and
@@ -179,6 +179,7 @@ def _conclude(
         f"ranks {', '.join(f'{n}: {r}' for n, r in ranks.items())}; {config.batch} x {config.seq_len} tokens a "
         f"step, {config.steps} steps, {config.precision}"
     )
+    out.mkdir(parents=True, exist_ok=True)
     report = "\n".join([head, "", *lines, ""])
     print(report)
     (out / "table.md").write_text(report)
@@ -249,9 +250,5 @@ def draw_bars(rows: dict[str, dict[str, float]], path: Path, title: str) -> None
 
 
 def _folder(config: RunConfig) -> Path:
-    out = Path(config.out) if config.out else next_free(Path("runs"))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainError(f"cannot make {out}: {error.strerror}") from error
-    return out
+    """Where a comparison goes. Its first run makes the folder, so that a start that fails leaves none."""
+    return Path(config.out) if config.out else next_free(RUNS)

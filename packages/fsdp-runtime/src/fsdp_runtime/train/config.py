@@ -3,13 +3,13 @@
 import argparse
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .batches import check_division
 from .errors import TrainError
 from .model import PRESETS, ModelConfig
 
@@ -88,8 +88,7 @@ class RunConfig:
                 )
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise TrainError("--device cuda: torch finds no CUDA device here")
+        pick_device(self.device)
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         check_division(self.batch, world_size, self.accumulate)
@@ -103,14 +102,20 @@ class RunConfig:
         return peak * (self.min_lr + (1 - self.min_lr) * cosine)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for a checkpoint or another process."""
-        return dataclasses.asdict(self)
+        """Plain data, for a checkpoint or another process. Paths are absolute: it may be read in another folder."""
+        paths = {name: [_absolute(path) for path in getattr(self, name)] for name in ("data", "held_out")}
+        hf_config = self.hf_config and _absolute(self.hf_config)
+        return {**dataclasses.asdict(self), **paths, "hf_config": hf_config}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
         """The inverse of `to_json`."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(**{**values, "model": ModelConfig(**data["model"])})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 # flag, field, type, help. Fields of the model come after; None as type is a switch.
@@ -129,7 +134,13 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--weight-decay", "weight_decay", float, "of matrices"),
     ("--clip", "clip", float, "largest gradient norm; 0 does not clip"),
     ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
-    ("--checkpointing", "checkpointing", None, "recompute each block's activations in backward"),
+    (
+        "--checkpointing",
+        "checkpointing",
+        None,
+        "recompute each block's activations in backward (default: no)",
+    ),
+    ("--reshard", "reshard", None, "free gathered blocks between forward and backward (default: yes)"),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
     ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
     (
@@ -156,9 +167,15 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--save-every", "save_every", int, "steps between checkpoints; 0 for none"),
     ("--keep", "keep", int, "checkpoints kept"),
     ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
-    ("--resume", "resume", None, "go on from the newest checkpoint of the run"),
+    (
+        "--resume",
+        "resume",
+        None,
+        "go on from the newest intact checkpoint of the run, with its options but for those given here (default: no)",
+    ),
+    ("--plot", "plot", None, "draw curves at the end (default: yes)"),
     ("--device", "device", str, "auto, cpu or cuda"),
-    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's"),
+    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's (default: no)"),
 )
 _MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("--dim", "dim", int),
@@ -176,24 +193,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that make a `RunConfig`, and `--ranks`."""
     run = parser.add_argument_group("run")
     run.add_argument("--ranks", type=int, help="local ranks (default: all GPUs, else all CPU cores)")
-    run.add_argument("--data", nargs="+", default=[], metavar="PATH", help="files, folders or globs")
-    run.add_argument(
-        "--held-out", nargs="+", default=[], metavar="PATH", help="held-out files (default: a share)"
-    )
+    run.add_argument("--data", nargs="+", metavar="PATH", help="files, folders or globs")
+    run.add_argument("--held-out", nargs="+", metavar="PATH", help="held-out files (default: a share)")
     defaults = RunConfig()
     for flag, name, kind, text in _RUN_FLAGS:
         if kind is None:
-            run.add_argument(flag, dest=name, action="store_true", help=text)
+            run.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             default = getattr(defaults, name)
             shown = "" if default is None or "default" in text else f" (default: {default})"
             run.add_argument(flag, dest=name, type=kind, default=None, help=text + shown)
-    run.add_argument(
-        "--no-reshard", action="store_true", help="keep blocks gathered between forward and backward"
-    )
-    run.add_argument("--no-plot", action="store_true", help="draw no curves at the end")
     model = parser.add_argument_group("model")
-    model.add_argument("--preset", choices=sorted(PRESETS), default="small", help="sizes (default: small)")
+    model.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: small)")
     for flag, name, kind in _MODEL_FLAGS:
         model.add_argument(flag, dest=name, type=kind, help=f"instead of the preset's {name}")
     model.add_argument("--tied", action=argparse.BooleanOptionalAction, default=None, help="head = embedding")
@@ -201,27 +212,94 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def run_config(options: argparse.Namespace) -> RunConfig:
     """The run that parsed options describe."""
+    values = _given(options)
+    values.setdefault("precision", "bf16" if pick_device(values.get("device", "auto")) == "cuda" else "fp32")
+    sizes = _given_sizes(options)
+    if sizes and options.hf_config:
+        raise TrainError(f"{next(iter(sizes))}: sizes are those of --hf-config {options.hf_config}")
+    return RunConfig(model=_model(options, PRESETS["small"]), **values)
+
+
+# What a run may not change when it goes on, and why: options of the model come in addition.
+_FIXED = {
+    "optimizer": "its state is another's",
+    "hf_config": "its weights are of another model",
+    "seed": "the next batch would not be the next",
+    "seq_len": "the next batch would not be the next",
+    "batch": "the next batch would not be the next",
+    "dtype": "its data would be read otherwise",
+}
+
+
+def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
+    """The options of a run that goes on: its own, but for those that are given on the command line.
+
+    Raises:
+        TrainError: one is given that the run cannot change.
+    """
+    values = _given(options)
+    if "hf_config" in values:
+        values["hf_config"] = _absolute(values["hf_config"])
+    for name, reason in _FIXED.items():
+        if name in values and values[name] != getattr(saved, name):
+            raise TrainError(
+                f"--{name.replace('_', '-')} {values[name]}: the run in {run} has {getattr(saved, name)}, and {reason}"
+            )
+    sizes = _given_sizes(options)
+    model = _model(options, saved.model) if sizes else saved.model
+    for field_ in dataclasses.fields(ModelConfig):
+        mine, theirs = getattr(model, field_.name), getattr(saved.model, field_.name)
+        if mine != theirs:
+            said = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
+            raise TrainError(f"{said}: {field_.name} is {mine}, the run in {run} has {theirs}")
+    changes = {"measure": False, **values, "out": str(run), "resume": True}
+    return dataclasses.replace(saved, **changes)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `RunConfig` that the command line names, but for the model's."""
+    values = {name: getattr(options, name) for _, name, _, _ in _RUN_FLAGS}
+    values |= {name: tuple(getattr(options, name)) for name in ("data", "held_out") if getattr(options, name)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _given_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of the model that the command line names, by flag."""
+    flags = {"--preset": options.preset, "--tied": options.tied}
+    flags |= {flag: getattr(options, name) for flag, name, _ in _MODEL_FLAGS}
+    return {flag: value for flag, value in flags.items() if value is not None}
+
+
+def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:
     chosen = {n: getattr(options, n) for _, n, _ in _MODEL_FLAGS if getattr(options, n) is not None}
     if options.tied is not None:
         chosen["tied"] = options.tied
     try:
-        model = dataclasses.replace(PRESETS[options.preset], **chosen)
+        return dataclasses.replace(PRESETS[options.preset] if options.preset else default, **chosen)
     except ValueError as error:
         raise TrainError(f"the model: {error}") from error
-    values = {n: getattr(options, n) for _, n, _, _ in _RUN_FLAGS if getattr(options, n) is not None}
-    values.setdefault("precision", "bf16" if pick_device(values.get("device", "auto")) == "cuda" else "fp32")
-    return RunConfig(
-        model=model,
-        data=tuple(options.data),
-        held_out=tuple(options.held_out),
-        reshard=not options.no_reshard,
-        plot=not options.no_plot,
-        **values,
-    )
 
 
 def pick_device(asked: str) -> str:
-    """The device type of a run."""
+    """The device type of a run.
+
+    Raises:
+        TrainError: CUDA is asked for, and there is none.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise TrainError("--device cuda: torch finds no CUDA device here")
     if asked != "auto":
         return asked
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_division(batch: int, world_size: int, accumulate: int) -> None:
+    """Raise if a global batch cannot be dealt out evenly."""
+    parts = world_size * accumulate
+    if batch % parts:
+        fits = [n for n in range(1, world_size + 1) if batch % (n * accumulate) == 0]
+        near = -(-batch // parts) * parts
+        raise TrainError(
+            f"a global batch of {batch} sequences does not divide by {world_size} ranks x {accumulate} "
+            f"microbatches: use --batch {near}" + (f" or {fits[-1]} ranks" if fits else "")
+        )

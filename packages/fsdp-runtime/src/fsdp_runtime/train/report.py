@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -151,14 +150,12 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
     pyplot.close(figure)
 
 
-def closing_lines(summary: dict[str, Any], argv: Sequence[str] = ()) -> str:
+def closing_lines(summary: dict[str, Any]) -> str:
     """What a run says last."""
     out, steps = summary["out"], summary["steps"]
     if summary["stopped"]:
-        resume = shlex.join([*(a for a in argv if a != "--resume"), "--resume"])
-        if "--out" not in argv:
-            resume += f" --out {out}"
-        return f"stopped after step {steps}, saved in {out}; go on with: fsdp-train {resume}"
+        resume = shlex.join(["fsdp-train", "--resume", "--out", out])
+        return f"stopped after step {steps}, saved in {out}; go on with: {resume}"
     if summary["loss"] is None:
         return f"nothing to do: {out} has all {steps} steps"
     held = summary["held_out_loss"]

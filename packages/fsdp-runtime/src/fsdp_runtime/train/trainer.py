@@ -177,13 +177,21 @@ class Trainer:
                     f"{found} has the state of {about['config']['optimizer']}, --optimizer is {self.config.optimizer}"
                 )
             for name, mine in self._identity().items():
-                if about["identity"][name] != mine:
+                theirs = about["identity"].get(name)
+                if theirs != mine and name == "data":
                     raise TrainError(
-                        f"{found} was made with {name} {about['identity'][name]}, this run has {mine}"
+                        f"{found} was made with other data than {self.data.source}: its --data had files of other "
+                        f"names or sizes, and was {' '.join(about['config']['data']) or 'the standard library'}"
                     )
+                if theirs != mine:
+                    raise TrainError(f"{found} was made with {name} {theirs}, this run has {mine}")
             if about["step"] > self.config.steps:
                 raise TrainError(f"{found} is beyond --steps {self.config.steps}")
+        decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(found, self.model, self.optimizer, self.group)
+        for group, mine in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
+            if mine is not None:
+                group["weight_decay"] = mine
         self.step = int(about["step"])
 
     def run(self) -> dict[str, Any]:

@@ -38,10 +38,11 @@ def run_rank(
         with stop.handling():
             config.check(world_size)
             _init_process_group(config, rank, world_size, control)
-            out = choose_folder(config)
-            if control and rank == 0:
-                (control / "out").write_text(str(out.absolute()))
-            summary: dict[str, Any] = Trainer(config, out, quiet=quiet, stop=stop).run()
+            with choose_folder(config) as folder:
+                out = folder.path
+                if control and rank == 0:
+                    (control / "out").write_text(str(out))
+                summary: dict[str, Any] = Trainer(config, out, quiet=quiet, stop=stop).run()
             if control and rank == 0:
                 (control / "summary.json").write_text(json.dumps(summary))
             if not quiet and not control and rank == 0:
@@ -91,6 +92,7 @@ def _keep_traceback(out: Path | None, rank: int) -> str:
         return ""
     path = out / f"traceback-rank-{rank}.txt"
     with contextlib.suppress(OSError):
+        out.mkdir(parents=True, exist_ok=True)  # a start that failed has removed it
         path.write_text(text)
         return f" (traceback in {path})"
     return ""
