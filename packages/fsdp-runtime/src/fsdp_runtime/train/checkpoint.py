@@ -262,6 +262,28 @@ def check_same_model(checkpoint: Path, saved: dict[str, Any], model: nn.Module) 
             )
 
 
+def check_same_run(
+    checkpoint: Path, about: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
+) -> None:
+    """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
+    theirs = about["config"]
+    if theirs["optimizer"] != config["optimizer"]:
+        raise TrainError(
+            f"{checkpoint} has the state of {theirs['optimizer']}, --optimizer is {config['optimizer']}"
+        )
+    for name, mine in identity.items():
+        before = about["identity"].get(name)
+        if before != mine and name == "data":
+            was, now = (" ".join(c["data"]) or "the standard library" for c in (theirs, config))
+            raise TrainError(
+                f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
+            )
+        if before != mine:
+            raise TrainError(f"{checkpoint} was made with {name} {before}, this run has {mine}")
+    if about["step"] > config["steps"]:
+        raise TrainError(f"{checkpoint} is beyond --steps {config['steps']}")
+
+
 def _shown(entry: list[Any] | None) -> str:
     return "absent" if entry is None else f"{entry[1]} {'x'.join(map(str, entry[0])) or 'scalar'}"
 

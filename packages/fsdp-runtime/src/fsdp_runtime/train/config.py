@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .bad_numbers import ON_NAN
 from .errors import TrainError
 from .model import PRESETS, ModelConfig
 
@@ -39,6 +40,7 @@ class RunConfig:
     min_lr: float = 0.1
     weight_decay: float = 0.1
     clip: float = 1.0
+    on_nan: str = "stop"
     precision: str = "fp32"
     checkpointing: bool = False
     seed: int = 0
@@ -74,9 +76,11 @@ class RunConfig:
             ("quantize", QUANTIZED),
             ("reduce", REDUCED),
             ("device", ("auto", "cpu", "cuda")),
+            ("on_nan", ON_NAN),
         ):
             if getattr(self, name) not in known:
-                raise TrainError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
+                flag = f"--{name.replace('_', '-')}"
+                raise TrainError(f"{flag} {getattr(self, name)!r}: expected one of {', '.join(known)}")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
@@ -88,6 +92,8 @@ class RunConfig:
                 )
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
+        if self.system == "deepspeed" and self.on_nan == "skip":
+            raise TrainError("--on-nan skip: deepspeed decides itself about updates")
         pick_device(self.device)
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
@@ -133,6 +139,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--min-lr", "min_lr", float, "last learning rate, as a share of the peak"),
     ("--weight-decay", "weight_decay", float, "of matrices"),
     ("--clip", "clip", float, "largest gradient norm; 0 does not clip"),
+    (
+        "--on-nan",
+        "on_nan",
+        str,
+        "where a loss or gradient is not finite: stop, or skip the update (waits for the device at each step)",
+    ),
     ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
     (
         "--checkpointing",

@@ -160,6 +160,8 @@ def closing_lines(summary: dict[str, Any]) -> str:
         return f"nothing to do: {out} has all {steps} steps"
     held = summary["held_out_loss"]
     said = "" if held is None else f", held out {held:.4f}"
+    if summary["bad_steps"]:
+        said += f"; {summary['bad_steps']} updates were skipped, their gradients not being finite"
     return (
         f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
         f"metrics, curves.png and checkpoints are in {out}"

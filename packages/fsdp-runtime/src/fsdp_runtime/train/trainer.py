@@ -8,7 +8,6 @@ step later: so ranks stop at the same step, nobody waits for a flag, and the dev
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 import zlib
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from . import checkpoint as ckpt
+from .bad_numbers import BadNumbers
 from .batches import Batches
 from .config import RunConfig, pick_device
 from .corpus import TextData, read_data
@@ -36,7 +36,6 @@ from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
-_BAD_LOSSES = 5  # this many losses in a row that are NaN or infinite end a run
 
 
 @dataclass
@@ -44,7 +43,7 @@ class _Sums:
     """The figures of a step on their way: reduced over ranks, not yet read."""
 
     step: int
-    values: Tensor  # (loss, norm, bad steps, stop, save failed, CPU seconds, memory)
+    values: Tensor  # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
     work: Any
     lr: float
 
@@ -91,7 +90,8 @@ class Trainer:
         self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0
-        self._saved, self._bad = -1, 0
+        self._saved = -1
+        self._bad = BadNumbers(config.on_nan)
         self._last_held_out: float | None = None
         self._report: Report | None = None
         self._last_entry: dict[str, Any] = {}
@@ -172,21 +172,7 @@ class Trainer:
         with agreed("resuming"):
             about = ckpt.read_about(found)
             ckpt.check_same_model(found, about["parameters"], self.model)
-            if about["config"]["optimizer"] != self.config.optimizer:
-                raise TrainError(
-                    f"{found} has the state of {about['config']['optimizer']}, --optimizer is {self.config.optimizer}"
-                )
-            for name, mine in self._identity().items():
-                theirs = about["identity"].get(name)
-                if theirs != mine and name == "data":
-                    raise TrainError(
-                        f"{found} was made with other data than {self.data.source}: its --data had files of other "
-                        f"names or sizes, and was {' '.join(about['config']['data']) or 'the standard library'}"
-                    )
-                if theirs != mine:
-                    raise TrainError(f"{found} was made with {name} {theirs}, this run has {mine}")
-            if about["step"] > self.config.steps:
-                raise TrainError(f"{found} is beyond --steps {self.config.steps}")
+            ckpt.check_same_run(found, about, self.config.to_json(), self._identity())
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(found, self.model, self.optimizer, self.group)
         for group, mine in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
@@ -229,7 +215,9 @@ class Trainer:
                     waiting = None
                     self._held_out(report)
                     clock.lap(synchronize=True)
-                if self.checkpoints and (config.save_every and self.step % config.save_every == 0):
+                if self.checkpoints and self.step % config.save_every == 0:
+                    if waiting is not None:  # an update with NaN must not be saved
+                        stopped, waiting = self._read(waiting, report), None
                     self._save(report)
             if waiting is not None:
                 self._read(waiting, report)
@@ -266,6 +254,8 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
+        if self.config.on_nan == "skip" and not torch.isfinite(norm):  # of all ranks: they agree
+            return
         if optimizer_spec(self.config.optimizer).takes_norm:
             step(grad_norm=norm)
         else:
@@ -277,9 +267,9 @@ class Trainer:
         )
         flags = [float(self.stop() > 0), float(failed)]
         local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
-        values = torch.cat(
-            (loss.double().view(1), norm.double().view(1) / self.world_size, local.to(self.device))
-        )
+        bad = (~torch.isfinite(loss)).double().view(1)
+        figures = (loss.double().view(1), norm.double().view(1) / self.world_size, bad, bad * self.rank)
+        values = torch.cat((*figures, local.to(self.device)))
         work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
         return _Sums(self.step, values, work, lr)
 
@@ -287,11 +277,10 @@ class Trainer:
         """Take in a step's figures; True if some rank was asked to stop. The same on every rank."""
         if sums.work is not None:
             sums.work.wait()
-        loss, norm, stop, failed, cpu, memory = sums.values.tolist()
+        loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.values.tolist()
         loss /= self.world_size
         config = self.config
         tokens_per_s = config.batch * config.seq_len / max(self._lap[0], 1e-9)
-        self._bad = 0 if math.isfinite(loss) else self._bad + 1
         entry = {
             "step": sums.step,
             "loss": loss,
@@ -310,11 +299,14 @@ class Trainer:
             report.step(entry)
         if failed:
             self._give_up()
-        if self._bad >= _BAD_LOSSES:
-            raise TrainError(
-                f"the loss has been {loss} for {_BAD_LOSSES} steps, up to step {sums.step + 1}: "
-                "try a lower --lr, a longer --warmup or --clip"
-            )
+        try:
+            said = self._bad.take(sums.step + 1, loss, norm, int(bad), int(bad_rank))
+        except TrainError:
+            if self.checkpoints:
+                self.checkpoints.finish()  # of an earlier step: those numbers were good
+            raise
+        if said and report:
+            report.say(said)
         return bool(stop > 0)
 
     def _give_up(self) -> None:
@@ -367,6 +359,7 @@ class Trainer:
             "steps": self.step,
             "first_step": first,
             "stopped": stopped,
+            "bad_steps": self._bad.total,
             "stopped_by": self._signal() if stopped else None,
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,
