@@ -9,25 +9,13 @@ import sys
 import time
 
 import pytest
-from train_helpers import losses, text_folder
+import torch
+from train_helpers import TINY, losses, text_folder
 
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.compare import Measured, _check_losses, table
 from fsdp_runtime.train.report import draw_curves, read_metrics
-
-TINY = [
-    "--preset",
-    "tiny",
-    "--seq-len",
-    "32",
-    "--batch",
-    "12",
-    "--optimizer",
-    "torch-adamw",
-    "--device",
-    "cpu",
-]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +49,10 @@ def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_ho
     steps = int(found[1])
     assert latest(folder / "stopped").name == f"step-{steps:08d}"
     assert max(losses(folder / "stopped")) == steps - 1
+    options = ["--resume", "--out", "stopped", "--ranks", "3", "--steps", str(steps + 2)]
+    command = [sys.executable, "-m", "fsdp_runtime.train", *options]  # sizes, batch and data are the run's
+    assert subprocess.run(command, cwd=folder, timeout=120, check=False).returncode == 0
+    assert max(losses(folder / "stopped")) == steps + 1
 
 
 def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
@@ -76,11 +68,13 @@ def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
     assert again.returncode == 2
 
 
-def test_what_a_rank_finds_wrong_is_one_line_from_the_command(folder):
-    running = started(folder, "--ranks", "2", "--steps", "4", "--resume", "--out", "nowhere")
+def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_folder(folder):
+    running = started(folder, "--ranks", "2", "--dtype", "float99", "--out", "new/runs/first")
     said = running.communicate(timeout=120)[1]
-    assert said.strip() == "fsdp-train: --resume: nowhere has no complete checkpoint"
+    assert said.startswith("fsdp-train: --dtype 'float99': expected a type of integers")
+    assert said.count("\n") == 1
     assert running.returncode == 2
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,6 +88,13 @@ def test_what_a_rank_finds_wrong_is_one_line_from_the_command(folder):
         (["compare", "--systems", "fsdp3"], "'fsdp3' is not one of"),
         (["optimizers", "--optimizers", "adamm"], "--optimizer 'adamm'"),
         (["export", "nowhere"], "nowhere has no complete checkpoint"),
+        (["verify", "nowhere"], "nowhere has no complete checkpoint"),
+        (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
+        (["comapre"], "'comapre' is not a subcommand, did you mean compare?"),
+        (["export"], "the following arguments are required: run"),
+        (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
+        (["--dim", "wide"], "argument --dim: invalid int value: 'wide'"),
+        (["--hf-config", "a.json", "--dim", "64"], "--dim: sizes are those of --hf-config a.json"),
     ],
 )
 def test_what_can_be_told_at_once_is_told_before_any_rank_starts(argv, message, capsys, monkeypatch):
@@ -103,6 +104,34 @@ def test_what_can_be_told_at_once_is_told_before_any_rank_starts(argv, message, 
     assert said.startswith("fsdp-train: ")
     assert message in said
     assert "\n" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", [[], ["plan"], ["compare"]])
+def test_a_cuda_device_that_is_not_there_is_one_line(command, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([*command, "--device", "cuda", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err == "fsdp-train: --device cuda: torch finds no CUDA device here\n"
+
+
+def test_without_the_extra_there_is_help_and_one_line_that_names_what_is_missing():
+    script = """
+import sys
+for name in ("block_optim", "matplotlib", "numpy", "rich", "safetensors"):
+    sys.modules[name] = None
+from fsdp_runtime.train.cli import main
+try:
+    main(["--help"])
+except SystemExit as left:
+    assert left.code == 0
+sys.exit(main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.index("verify  ") < done.stdout.index("small (1.6M)") < done.stdout.index("--ranks")
+    assert done.stderr.strip().endswith(
+        "numpy, rich, safetensors not installed: pip install 'fsdp-runtime[train]'"
+    )
 
 
 def test_compare_names_what_is_not_installed_and_checks_losses(folder, capsys, monkeypatch):

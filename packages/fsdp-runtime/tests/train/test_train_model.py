@@ -144,3 +144,10 @@ def test_a_fresh_model_predicts_all_tokens_alike():
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PRESETS["tiny"], **changes)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "small", "small-moe", "1b-moe"])
+def test_a_presets_number_of_parameters_is_that_of_its_model(name):
+    with torch.device("meta"):
+        model = Transformer(PRESETS[name])
+    assert PRESETS[name].num_parameters == sum(p.numel() for p in model.parameters())

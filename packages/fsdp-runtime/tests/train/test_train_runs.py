@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from train_helpers import apart, losses, text_folder, tiny, train, train_and_die, train_and_stop, with_changes
 
-from fsdp_runtime.train import PRESETS, checkpoint
+from fsdp_runtime.train import PRESETS, TrainError, checkpoint, trainer
+from fsdp_runtime.train.bad_numbers import BadNumbers
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.export import export, read_model
+from fsdp_runtime.train.trainer import losses_of
 from ragged_shard.testing import RankError, run_ranks
 
 
@@ -41,6 +43,12 @@ def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
     assert apart(losses(folder / f"w{world_size}"), curve) < 1e-5
     assert len(curve) == 50
     assert curve[49] < curve[0] - 1.0
+
+
+@pytest.mark.parametrize("block", ["tile:8x8", "whole"])
+def test_blocks_of_matrices_leave_norm_weights_alone(folder, curve, block):
+    run_ranks(2, train, tiny(folder, model=PRESETS["tiny-moe"], steps=50, block=block), folder / block)
+    assert apart(losses(folder / block), curve) < 1e-5
 
 
 def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
@@ -139,7 +147,7 @@ def _without_a_folder(config, out):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch.object(checkpoint, "_write_synced", full):
+    with mock.patch.object(checkpoint, "write_synced", full):
         return train(config, out)
 
 
@@ -190,11 +198,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, changes
         ({"data": ("/nothing/here",)}, "no data: '/nothing/here' matches no file"),
         ({"optimizer": "sgdd"}, "--optimizer 'sgdd': expected one of"),
         ({"block": "rows:0"}, "--block 'rows:0'"),
+        ({"dtype": "float99"}, "--dtype 'float99': expected a type of integers"),
         ({"block": "rows:4", "system": "ddp"}, "only fsdp_runtime respects blocks"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
-            "the loss has been nan for 5 steps",
+            "step 2: the gradients' norm is nan (the loss ",
         ),
+        ({"on_nan": "wait"}, "--on-nan 'wait': expected one of stop, skip"),
         ({"hf_config": "/nothing.json"}, "--hf-config /nothing.json: no such file"),
     ],
 )
@@ -203,6 +213,49 @@ def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path, changes, mes
     assert len(set(messages)) == 1
     assert message in messages[0]
     assert "\n" not in messages[0]
+
+
+def _nan_on_rank_1(config, out, step):
+    """The loss of one rank is NaN in one step."""
+    calls: list = []
+
+    def bad(model, tokens, targets):
+        calls.append(None)
+        cross_entropy, aux = losses_of(model, tokens, targets)
+        here = dist.get_rank() == 1 and len(calls) == step
+        return cross_entropy * (float("nan") if here else 1.0), aux
+
+    with mock.patch.object(trainer, "losses_of", bad):
+        return train(config, out)
+
+
+def test_a_nan_on_one_rank_is_named_and_what_it_spoilt_is_not_saved(folder, tmp_path):
+    messages = run_ranks(2, _nan_on_rank_1, tiny(folder, steps=8, save_every=2), tmp_path, 4)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 4: the loss of rank 1 is nan; ")
+    assert latest(tmp_path).name == "step-00000002"
+
+
+def test_an_update_with_nan_is_skipped_and_counted_where_that_is_chosen(folder, tmp_path):
+    config = tiny(folder, steps=8, save_every=8, on_nan="skip", optimizer="adamw")
+    summaries = run_ranks(2, _nan_on_rank_1, config, tmp_path, 4)
+    assert [summary["bad_steps"] for summary in summaries] == [1, 1]
+    curve = losses(tmp_path)
+    assert [step for step in curve if curve[step] != curve[step]] == [3]
+    assert curve[7] < curve[0]
+    assert all(value.isfinite().all() for value in read_model(latest(tmp_path)).values())
+
+
+def test_a_run_that_skips_one_update_after_the_other_ends():
+    numbers = BadNumbers("skip")
+    assert numbers.take(1, 2.0, float("inf"), 0, 0) is not None
+    assert numbers.take(2, 2.0, 1.0, 0, 0) is None
+    for step in range(3, 7):
+        assert f"{step - 1} so far" in numbers.take(step, float("nan"), 1.0, 3, 3)
+    with pytest.raises(
+        TrainError, match="step 7: the loss of 3 ranks is nan, and no update could be made for 5"
+    ):
+        numbers.take(7, float("nan"), 1.0, 3, 3)
 
 
 def test_export_writes_what_plain_torch_loads(folder, tmp_path, capsys):

@@ -12,6 +12,20 @@ from fsdp_runtime.train.report import METRICS, read_metrics
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
 
+# Options of a command that takes seconds.
+TINY = [
+    "--preset",
+    "tiny",
+    "--seq-len",
+    "32",
+    "--batch",
+    "12",
+    "--optimizer",
+    "torch-adamw",
+    "--device",
+    "cpu",
+]
+
 
 def text_folder(folder):
     """Some files of text, enough for both sides of the split."""

@@ -4,8 +4,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
 `OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
-replication is allowed), `_sleep` of CUDA, and for the test harness `distributed_c10d._world` (which groups there are) and
-`torch._C._set_print_stack_traces_on_fatal_signal`.
+replication is allowed), `_sleep` of CUDA, and for the test harness `distributed_c10d._world` (which groups there are)
+and `torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 
 import contextlib

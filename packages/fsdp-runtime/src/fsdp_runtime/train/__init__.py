@@ -6,17 +6,22 @@
     fsdp-train optimizers          the same work with other optimizers
     fsdp-train plan                what a run will hold in memory, before anything is trained
     fsdp-train export              a checkpoint as one safetensors file
+    fsdp-train verify              whether checkpoints are as they were written
 
 Needs the extra ``train``. The parts can be used alone: `Transformer` knows nothing of sharding, `Batches` nothing
 of models.
 """
 
-from .batches import Batches
-from .config import RunConfig
-from .corpus import Corpus, read_data
-from .errors import TrainError
-from .model import PRESETS, ModelConfig, Transformer
-from .trainer import Trainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batches import Batches
+    from .config import RunConfig
+    from .corpus import Corpus, read_data
+    from .errors import TrainError
+    from .model import PRESETS, ModelConfig, Transformer
+    from .trainer import Trainer
 
 __all__ = [
     "PRESETS",
@@ -29,3 +34,22 @@ __all__ = [
     "Transformer",
     "read_data",
 ]
+_MODULES = {
+    "PRESETS": "model",
+    "Batches": "batches",
+    "Corpus": "corpus",
+    "ModelConfig": "model",
+    "RunConfig": "config",
+    "TrainError": "errors",
+    "Trainer": "trainer",
+    "Transformer": "model",
+    "read_data": "corpus",
+}
+
+
+def __getattr__(
+    name: str,
+) -> Any:  # imported when used: the command says what is not installed, and has --help
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

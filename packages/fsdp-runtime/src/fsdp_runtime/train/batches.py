@@ -13,6 +13,7 @@ import torch
 
 from ragged_shard import is_cpu
 
+from .config import check_division
 from .corpus import Corpus
 from .errors import TrainError
 
@@ -118,15 +119,3 @@ class Batches:
         if not is_cpu(device):
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def check_division(batch: int, world_size: int, accumulate: int) -> None:
-    """Raise if a global batch cannot be dealt out evenly."""
-    parts = world_size * accumulate
-    if batch % parts:
-        fits = [n for n in range(1, world_size + 1) if batch % (n * accumulate) == 0]
-        near = -(-batch // parts) * parts
-        raise TrainError(
-            f"a global batch of {batch} sequences does not divide by {world_size} ranks x {accumulate} "
-            f"microbatches: use --batch {near}" + (f" or {fits[-1]} ranks" if fits else "")
-        )

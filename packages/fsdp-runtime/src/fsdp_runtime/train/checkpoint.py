@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there: written next to their final name, and renamed when every byte is on disk.
 
-    checkpoints/step-000100.part/   DCP's files of all ranks, run.json; synced
+    checkpoints/step-000100.part/   DCP's files of all ranks, run.json, checksums of them all; synced
     checkpoints/step-000100/        the same folder, renamed: complete
     checkpoints/latest              a file with the name of the newest complete one, replaced in one step
 
@@ -10,7 +10,6 @@ A save that is killed leaves only a ``.part`` folder, which nothing loads and th
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .errors import TrainError, agreed, one_line
+from .checksums import METADATA, RUN_FILE, SummingWriter, find_damage, has_sums, write_synced
+from .errors import TrainError, agreed, causes, from_all, one_line
 
 _PART = ".part"
-RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 # Values are copied in start(), by storage: the other way of torch 2.11 does not know ragged tensors.
 _COPY = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -54,7 +54,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
-        self.folder, self.keep, self.group = folder / "checkpoints", keep, group
+        self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._pending: _Pending | None = None
         if self.rank == 0:
@@ -72,17 +72,16 @@ class Checkpoints:
         assert self._pending is None, "finish the last save first"
         part = self.folder / (name_of(step) + _PART)
         weights, state = get_state_dict(model, optimizer)
-        writer = FileSystemWriter(part, sync_files=True, overwrite=True)
         future: Any = Future()
         try:
             with agreed("making the folder"):  # before any rank writes there
                 if self.rank == 0:
                     shutil.rmtree(part, ignore_errors=True)
                     part.mkdir(parents=True)
-                    _write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
+                    write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
             future = async_save(
                 {"model": weights, "optimizer": state},
-                storage_writer=writer,
+                storage_writer=SummingWriter(part, self.rank),
                 process_group=self.group,
                 async_stager=DefaultStager(_COPY),
             )
@@ -128,7 +127,7 @@ class Checkpoints:
             shutil.rmtree(final)
         os.rename(part, final)
         _sync_folder(self.folder)
-        _write_synced(self.folder / "latest.part-file", final.name)
+        write_synced(self.folder / "latest.part-file", final.name)
         os.replace(self.folder / "latest.part-file", self.folder / "latest")
         _sync_folder(self.folder)
         complete = sorted(_complete(self.folder), key=lambda path: path.name)
@@ -143,10 +142,10 @@ def name_of(step: int) -> str:
 
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None. Trusts ``latest``, falls back on the folders' names."""
-    folder = run / "checkpoints"
+    folder = run / CHECKPOINTS
     pointer = folder / "latest"
     if pointer.is_file():
-        named = folder / pointer.read_text().strip()
+        named = folder / pointer.read_text(errors="replace").strip()
         if _is_complete(named):
             return named
     complete = sorted(_complete(folder), key=lambda path: path.name)
@@ -154,22 +153,72 @@ def latest(run: Path) -> Path | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / ".metadata").is_file() and (folder / RUN_FILE).is_file()
+    return (folder / METADATA).is_file() and (folder / RUN_FILE).is_file()
 
 
 def _complete(folder: Path) -> list[Path]:
     return [p for p in folder.glob("step-*") if not p.name.endswith(_PART) and _is_complete(p)]
 
 
+def complete_ones(run: Path) -> list[Path]:
+    """A run's complete checkpoints to go on from: the latest, then older ones, the newest first."""
+    newest = latest(run)
+    older = [path for path in _complete(run / CHECKPOINTS) if newest and path.name < newest.name]
+    return ([newest] if newest else []) + sorted(older, key=lambda path: path.name, reverse=True)
+
+
+def newest_intact(run: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is as it was written, and what is wrong with those after it, a line for each.
+
+    Collective, a gather of small objects for each checkpoint; every rank reads its share of the files.
+
+    Raises:
+        TrainError: on every rank: there is none.
+    """
+    damaged: list[str] = []
+    for candidate in from_all(complete_ones(run))[0]:
+        lines = [line for found in from_all(_damage_here(candidate)) for line in found]
+        if not lines:
+            return candidate, damaged
+        damaged.append(f"{candidate} is damaged: {shortened(lines)}")
+    raise TrainError("; ".join(damaged) or f"--resume: {run} has no complete checkpoint")
+
+
+def _damage_here(checkpoint: Path) -> list[str]:
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if has_sums(checkpoint):
+        return find_damage(checkpoint, *ranks)
+    try:  # of version 0.1.0, without sums
+        FileSystemReader(checkpoint).read_metadata()
+        read_about(checkpoint)
+    except Exception as error:  # a pickle that is not one raises anything
+        return [f"{METADATA} or {RUN_FILE}: {one_line(error)}"] if ranks[0] == 0 else []
+    return []
+
+
+def shortened(lines: list[str], most: int = 200) -> str:
+    """Lines as one that can be read."""
+    text = "; ".join(lines)
+    return (
+        text if len(text) <= most else f"{text[:most]}... ({len(lines)} files; fsdp-train verify lists all)"
+    )
+
+
+_ABOUT = {"config": dict, "identity": dict, "parameters": dict, "step": int}
+
+
 def read_about(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of its run.
 
     Raises:
-        TrainError: no complete checkpoint.
+        TrainError: no complete checkpoint, or not of this program.
     """
     try:
         about: dict[str, Any] = json.loads((checkpoint / RUN_FILE).read_text())
-    except (OSError, ValueError) as error:
+        for name, kind in _ABOUT.items():
+            if not isinstance(about.get(name), kind):
+                raise ValueError(f"{RUN_FILE} has no {name}")
+    except (OSError, ValueError, AttributeError) as error:
         raise TrainError(f"{checkpoint} is not a checkpoint of fsdp-train: {one_line(error)}") from error
     return about
 
@@ -213,13 +262,35 @@ def check_same_model(checkpoint: Path, saved: dict[str, Any], model: nn.Module) 
             )
 
 
+def check_same_run(
+    checkpoint: Path, about: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
+) -> None:
+    """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
+    theirs = about["config"]
+    if theirs["optimizer"] != config["optimizer"]:
+        raise TrainError(
+            f"{checkpoint} has the state of {theirs['optimizer']}, --optimizer is {config['optimizer']}"
+        )
+    for name, mine in identity.items():
+        before = about["identity"].get(name)
+        if before != mine and name == "data":
+            was, now = (" ".join(c["data"]) or "the standard library" for c in (theirs, config))
+            raise TrainError(
+                f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
+            )
+        if before != mine:
+            raise TrainError(f"{checkpoint} was made with {name} {before}, this run has {mine}")
+    if about["step"] > config["steps"]:
+        raise TrainError(f"{checkpoint} is beyond --steps {config['steps']}")
+
+
 def _shown(entry: list[Any] | None) -> str:
     return "absent" if entry is None else f"{entry[1]} {'x'.join(map(str, entry[0])) or 'scalar'}"
 
 
 def _root_cause(error: BaseException) -> str:
     """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk."""
-    found = list(_causes(error))
+    found = list(causes(error))
     for cause in found:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
@@ -227,23 +298,6 @@ def _root_cause(error: BaseException) -> str:
     if "unexpected pos" in str(deepest):  # what torch.save says when a write came up short
         return "not all bytes could be written (is the disk full?)"
     return one_line(deepest)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and all that led to it, here and on other ranks."""
-    yield error
-    for wrapped in (getattr(error, "failures", None) or {}).values():
-        yield from _causes(wrapped[0] if isinstance(wrapped, tuple) else wrapped)
-    before = error.__cause__ or error.__context__
-    if before is not None:
-        yield from _causes(before)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

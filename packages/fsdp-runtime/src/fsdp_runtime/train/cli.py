@@ -1,18 +1,37 @@
 """The command line. Without a subcommand it trains; under torchrun it joins, else it starts its own ranks."""
 
 import argparse
+import difflib
 import importlib.util
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from .config import RunConfig, add_run_options, run_config
-from .errors import TrainError
+from .config import RunConfig, add_run_options, resumed_config, run_config
+from .errors import TrainError, say, silence
+from .model import PRESETS
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
-_EPILOG = "Subcommands: compare, gathers, convergence, optimizers, plan, export; each has --help."
+_SUBCOMMANDS = {
+    "compare": "the same work on other systems",
+    "gathers": "the same work with gathers in fp32, bf16, fp8 and int8",
+    "convergence": "quantized gathers and reductions at several seeds",
+    "optimizers": "the same work with other optimizers",
+    "plan": "what a run will hold in memory, before anything is trained",
+    "export": "a checkpoint as one safetensors file",
+    "verify": "whether checkpoints are as they were written",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, as all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TrainError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,33 +44,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         "convergence": _convergence,
         "plan": _plan,
         "export": _export,
+        "verify": _verify,
     }
     try:
+        first = arguments[0] if arguments else "-"
+        if not first.startswith("-") and first not in commands:
+            near = difflib.get_close_matches(first, commands, 1)
+            hint = f", did you mean {near[0]}?" if near else f": there are {', '.join(_SUBCOMMANDS)}"
+            raise TrainError(f"{first!r} is not a subcommand{hint}")
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
+        if missing and not {"-h", "--help"} & set(arguments):
             raise TrainError(f"{', '.join(missing)} not installed: pip install 'fsdp-runtime[train]'")
-        if arguments and arguments[0] in commands:
+        if first in commands:
             if "RANK" in os.environ:
-                raise TrainError(f"{arguments[0]} starts its own ranks: run it without torchrun")
-            return commands[arguments[0]](arguments[1:])
+                raise TrainError(f"{first} starts its own ranks: run it without torchrun")
+            return commands[first](arguments[1:])
         return _train(arguments)
     except TrainError as error:
-        print(f"fsdp-train: {error}", file=sys.stderr)
+        say(f"fsdp-train: {error}")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads our table has left
+        silence(sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"fsdp-train {name}".strip(), description=text)
+    return _Parser(prog=f"fsdp-train {name}".strip(), description=text)
+
+
+def _overview() -> str:
+    """The top of ``--help``."""
+    rows = [f"  {name:<12} {text}" for name, text in _SUBCOMMANDS.items()]
+    presets = [f"{name} ({_count(model.num_parameters)})" for name, model in PRESETS.items()]
+    return "\n".join(
+        [
+            "Pretrain a small transformer on real text, sharded over all local ranks.",
+            "",
+            "subcommands (each has --help); without one it trains:",
+            *rows,
+            "",
+            "presets, with their parameters at 256 tokens:",
+            *textwrap.wrap(", ".join(presets), 100, initial_indent="  ", subsequent_indent="  "),
+        ]
+    )
+
+
+def _count(number: int) -> str:
+    unit, size = ("B", 1e9) if number >= 1e9 else ("M", 1e6)
+    return f"{number / size:.{0 if number >= 100 * size else 1 if number >= size else 2}f}{unit}"
 
 
 def _train(argv: list[str]) -> int:
-    parser = _parser("", "Pretrain a small transformer on real text, sharded over all local ranks.")
-    parser.epilog = _EPILOG
+    parser = _parser("", _overview())
+    parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run_options(parser)
     options = parser.parse_args(argv)
-    config = run_config(options)
+    config = _resumed(options) if options.resume else run_config(options)
     if "RANK" in os.environ:
         from .worker import run_rank
 
@@ -63,8 +114,15 @@ def _train(argv: list[str]) -> int:
     ranks = pick_ranks(config, options.ranks)
     config.check(ranks)
     finished = start_ranks(config, ranks)
-    print(closing_lines(finished.summary, argv), file=sys.stderr)
+    say(closing_lines(finished.summary))
     return 128 + finished.stopped_by if finished.summary.get("stopped") and finished.stopped_by else 0
+
+
+def _resumed(options: argparse.Namespace) -> RunConfig:
+    from .runs import run_to_resume, saved_config
+
+    run = run_to_resume(options.out)
+    return resumed_config(options, run, saved_config(run))
 
 
 def _compare(argv: list[str]) -> int:
@@ -165,6 +223,16 @@ def _export(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(argv)
     return export(options.run, options.output, options.dtype)
+
+
+def _verify(argv: list[str]) -> int:
+    from .verify import verify
+
+    parser = _parser(
+        "verify", "Check that checkpoints are as they were written; name damaged files and tensors."
+    )
+    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
+    return verify(parser.parse_args(argv).run)
 
 
 if __name__ == "__main__":

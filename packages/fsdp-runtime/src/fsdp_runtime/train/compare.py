@@ -4,7 +4,6 @@ import dataclasses
 import json
 import platform
 import statistics
-import sys
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 from ragged_shard import is_cpu
 
 from .config import SYSTEMS, RunConfig
-from .errors import TrainError
+from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
 from .optimizers import not_available, optimizer_spec, peak_lr
 from .report import METRICS, draw_curves, losses, read_metrics
-from .runs import next_free
+from .runs import RUNS, next_free
 from .systems import not_installed
 
 # How far losses of two systems may lie apart over the run, relative: sums are taken in another order, and
@@ -79,7 +78,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         raise TrainError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     for name, reason in reasons.items():
         if reason:
-            _say(f"{name}: {reason}")
+            say(f"{name}: {reason}")
     out = folder_of(config)
     ranks = {
         name: pick_ranks(dataclasses.replace(config, system=name), None if name == "one" else asked_ranks)
@@ -91,7 +90,7 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         for name in order:
             run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
             run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="auto")
-            _say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
+            say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
             found[name].add(run_quietly(run, ranks[name]))
     return _conclude(config, found, out, "system", ranks)
 
@@ -131,7 +130,7 @@ def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_rank
                 "out": str(out / f"{name}-{number + 1}"),
                 "plot": False,
             }
-            _say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
+            say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
             found[name].add(run_quietly(dataclasses.replace(config, **changes), ranks))
     return _conclude(config, found, out, "gathers", dict.fromkeys(names, ranks))
 
@@ -152,9 +151,9 @@ def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | N
     for name in names:
         reason = not_available(name)
         if reason:
-            _say(f"{name}: {reason}")
+            say(f"{name}: {reason}")
             continue
-        _say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
+        say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
         run = dataclasses.replace(config, optimizer=name, out=str(out / name), plot=False)
         found[name] = Measured(name)
         found[name].add(run_quietly(run, ranks))
@@ -188,6 +187,7 @@ def _conclude(
         f"ranks {', '.join(f'{n}: {r}' for n, r in ranks.items())}; {config.batch} x {config.seq_len} tokens a "
         f"step, {config.steps} steps, {config.precision}"
     )
+    out.mkdir(parents=True, exist_ok=True)
     report = "\n".join([head, "", *lines, ""])
     print(report)
     (out / "table.md").write_text(report)
@@ -258,14 +258,5 @@ def draw_bars(rows: dict[str, dict[str, float]], path: Path, title: str) -> None
 
 
 def folder_of(config: RunConfig) -> Path:
-    """The folder of a comparison, made where it is not there. Raises TrainError where it cannot be."""
-    out = Path(config.out) if config.out else next_free(Path("runs"))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainError(f"cannot make {out}: {error.strerror}") from error
-    return out
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Where a comparison goes. Its first run makes the folder, so that a start that fails leaves none."""
+    return Path(config.out) if config.out else next_free(RUNS)

@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragged_shard import is_cpu
 
-from .batches import check_division
+from .bad_numbers import ON_NAN
 from .errors import TrainError
 from .hardware import DEVICES, is_missing, pick_device
 from .model import PRESETS, ModelConfig
@@ -40,6 +41,7 @@ class RunConfig:
     min_lr: float = 0.1
     weight_decay: float = 0.1
     clip: float = 1.0
+    on_nan: str = "stop"
     precision: str = "fp32"
     checkpointing: bool = False
     seed: int = 0
@@ -75,9 +77,11 @@ class RunConfig:
             ("quantize", QUANTIZED),
             ("reduce", REDUCED),
             ("device", ("auto", *DEVICES)),
+            ("on_nan", ON_NAN),
         ):
             if getattr(self, name) not in known:
-                raise TrainError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
+                flag = f"--{name.replace('_', '-')}"
+                raise TrainError(f"{flag} {getattr(self, name)!r}: expected one of {', '.join(known)}")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
@@ -89,6 +93,8 @@ class RunConfig:
                 )
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
+        if self.system == "deepspeed" and self.on_nan == "skip":
+            raise TrainError("--on-nan skip: deepspeed decides itself about updates")
         if is_missing(self.device):
             raise TrainError(f"--device {self.device}: torch finds no {self.device.upper()} device here")
         if self.hf_config and not Path(self.hf_config).is_file():
@@ -104,14 +110,20 @@ class RunConfig:
         return peak * (self.min_lr + (1 - self.min_lr) * cosine)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for a checkpoint or another process."""
-        return dataclasses.asdict(self)
+        """Plain data, for a checkpoint or another process. Paths are absolute: it may be read in another folder."""
+        paths = {name: [_absolute(path) for path in getattr(self, name)] for name in ("data", "held_out")}
+        hf_config = self.hf_config and _absolute(self.hf_config)
+        return {**dataclasses.asdict(self), **paths, "hf_config": hf_config}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
         """The inverse of `to_json`."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(**{**values, "model": ModelConfig(**data["model"])})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 # flag, field, type, help. Fields of the model come after; None as type is a switch.
@@ -129,8 +141,20 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--min-lr", "min_lr", float, "last learning rate, as a share of the peak"),
     ("--weight-decay", "weight_decay", float, "of matrices"),
     ("--clip", "clip", float, "largest gradient norm; 0 does not clip"),
+    (
+        "--on-nan",
+        "on_nan",
+        str,
+        "where a loss or gradient is not finite: stop, or skip the update (waits for the device at each step)",
+    ),
     ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
-    ("--checkpointing", "checkpointing", None, "recompute each block's activations in backward"),
+    (
+        "--checkpointing",
+        "checkpointing",
+        None,
+        "recompute each block's activations in backward (default: no)",
+    ),
+    ("--reshard", "reshard", None, "free gathered blocks between forward and backward (default: yes)"),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
     ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
     (
@@ -157,9 +181,15 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--save-every", "save_every", int, "steps between checkpoints; 0 for none"),
     ("--keep", "keep", int, "checkpoints kept"),
     ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
-    ("--resume", "resume", None, "go on from the newest checkpoint of the run"),
+    (
+        "--resume",
+        "resume",
+        None,
+        "go on from the newest intact checkpoint of the run, with its options but for those given here (default: no)",
+    ),
+    ("--plot", "plot", None, "draw curves at the end (default: yes)"),
     ("--device", "device", str, f"auto, {' or '.join(DEVICES)}"),
-    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's"),
+    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's (default: no)"),
 )
 _MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("--dim", "dim", int),
@@ -177,24 +207,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that make a `RunConfig`, and `--ranks`."""
     run = parser.add_argument_group("run")
     run.add_argument("--ranks", type=int, help="local ranks (default: all GPUs, else all CPU cores)")
-    run.add_argument("--data", nargs="+", default=[], metavar="PATH", help="files, folders or globs")
-    run.add_argument(
-        "--held-out", nargs="+", default=[], metavar="PATH", help="held-out files (default: a share)"
-    )
+    run.add_argument("--data", nargs="+", metavar="PATH", help="files, folders or globs")
+    run.add_argument("--held-out", nargs="+", metavar="PATH", help="held-out files (default: a share)")
     defaults = RunConfig()
     for flag, name, kind, text in _RUN_FLAGS:
         if kind is None:
-            run.add_argument(flag, dest=name, action="store_true", help=text)
+            run.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             default = getattr(defaults, name)
             shown = "" if default is None or "default" in text else f" (default: {default})"
             run.add_argument(flag, dest=name, type=kind, default=None, help=text + shown)
-    run.add_argument(
-        "--no-reshard", action="store_true", help="keep blocks gathered between forward and backward"
-    )
-    run.add_argument("--no-plot", action="store_true", help="draw no curves at the end")
     model = parser.add_argument_group("model")
-    model.add_argument("--preset", choices=sorted(PRESETS), default="small", help="sizes (default: small)")
+    model.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: small)")
     for flag, name, kind in _MODEL_FLAGS:
         model.add_argument(flag, dest=name, type=kind, help=f"instead of the preset's {name}")
     model.add_argument("--tied", action=argparse.BooleanOptionalAction, default=None, help="head = embedding")
@@ -202,20 +226,81 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def run_config(options: argparse.Namespace) -> RunConfig:
     """The run that parsed options describe."""
+    values = _given(options)
+    values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
+    sizes = _given_sizes(options)
+    if sizes and options.hf_config:
+        raise TrainError(f"{next(iter(sizes))}: sizes are those of --hf-config {options.hf_config}")
+    return RunConfig(model=_model(options, PRESETS["small"]), **values)
+
+
+# What a run may not change when it goes on, and why: options of the model come in addition.
+_FIXED = {
+    "optimizer": "its state is another's",
+    "hf_config": "its weights are of another model",
+    "seed": "the next batch would not be the next",
+    "seq_len": "the next batch would not be the next",
+    "batch": "the next batch would not be the next",
+    "dtype": "its data would be read otherwise",
+}
+
+
+def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
+    """The options of a run that goes on: its own, but for those that are given on the command line.
+
+    Raises:
+        TrainError: one is given that the run cannot change.
+    """
+    values = _given(options)
+    if "hf_config" in values:
+        values["hf_config"] = _absolute(values["hf_config"])
+    for name, reason in _FIXED.items():
+        if name in values and values[name] != getattr(saved, name):
+            raise TrainError(
+                f"--{name.replace('_', '-')} {values[name]}: the run in {run} has {getattr(saved, name)}, and {reason}"
+            )
+    sizes = _given_sizes(options)
+    model = _model(options, saved.model) if sizes else saved.model
+    for field_ in dataclasses.fields(ModelConfig):
+        mine, theirs = getattr(model, field_.name), getattr(saved.model, field_.name)
+        if mine != theirs:
+            said = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
+            raise TrainError(f"{said}: {field_.name} is {mine}, the run in {run} has {theirs}")
+    changes = {"measure": False, **values, "out": str(run), "resume": True}
+    return dataclasses.replace(saved, **changes)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `RunConfig` that the command line names, but for the model's."""
+    values = {name: getattr(options, name) for _, name, _, _ in _RUN_FLAGS}
+    values |= {name: tuple(getattr(options, name)) for name in ("data", "held_out") if getattr(options, name)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _given_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of the model that the command line names, by flag."""
+    flags = {"--preset": options.preset, "--tied": options.tied}
+    flags |= {flag: getattr(options, name) for flag, name, _ in _MODEL_FLAGS}
+    return {flag: value for flag, value in flags.items() if value is not None}
+
+
+def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:
     chosen = {n: getattr(options, n) for _, n, _ in _MODEL_FLAGS if getattr(options, n) is not None}
     if options.tied is not None:
         chosen["tied"] = options.tied
     try:
-        model = dataclasses.replace(PRESETS[options.preset], **chosen)
+        return dataclasses.replace(PRESETS[options.preset] if options.preset else default, **chosen)
     except ValueError as error:
         raise TrainError(f"the model: {error}") from error
-    values = {n: getattr(options, n) for _, n, _, _ in _RUN_FLAGS if getattr(options, n) is not None}
-    values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
-    return RunConfig(
-        model=model,
-        data=tuple(options.data),
-        held_out=tuple(options.held_out),
-        reshard=not options.no_reshard,
-        plot=not options.no_plot,
-        **values,
-    )
+
+
+def check_division(batch: int, world_size: int, accumulate: int) -> None:
+    """Raise if a global batch cannot be dealt out evenly."""
+    parts = world_size * accumulate
+    if batch % parts:
+        fits = [n for n in range(1, world_size + 1) if batch % (n * accumulate) == 0]
+        near = -(-batch // parts) * parts
+        raise TrainError(
+            f"a global batch of {batch} sequences does not divide by {world_size} ranks x {accumulate} "
+            f"microbatches: use --batch {near}" + (f" or {fits[-1]} ranks" if fits else "")
+        )

@@ -78,6 +78,7 @@ def read_data(
         TrainError: no files, an unreadable or empty one, text and arrays mixed, tokens that do not fit the
             vocabulary, or too few tokens for one sequence.
     """
+    _check_dtype(dtype)
     files = _expand(paths) if paths else _standard_library()
     source = (
         ", ".join(paths) if paths else f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
@@ -104,6 +105,15 @@ def read_data(
     for side in sides:
         digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
     return TextData(sides[0], sides[1], size, source, digest.hexdigest()[:16])
+
+
+def _check_dtype(name: str) -> None:
+    try:
+        integers = np.dtype(name).kind in "iu"
+    except (TypeError, ValueError, SyntaxError):  # numpy parses it
+        integers = False
+    if not integers:
+        raise TrainError(f"--dtype {name!r}: expected a type of integers, such as uint16 or int32")
 
 
 def _standard_library() -> dict[str, Path]:

@@ -1,9 +1,19 @@
-"""User errors: one line, the same on every rank."""
+"""User errors: one line, the same on every rank. What other exceptions mean, and how lines reach the terminal."""
 
 import contextlib
+import os
+import re
+import sys
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
+# What gloo and NCCL, torch's stores and peer memory say on ranks that outlive another one.
+_GONE = re.compile(
+    r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|has ended or given up|timed out", re.IGNORECASE
+)
 
 
 class TrainError(Exception):
@@ -32,12 +42,56 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    found: list[str | None] = [message]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, message)
+    found = from_all(message)
     failed = [(rank, text) for rank, text in enumerate(found) if text is not None]
     if failed:
         rank, text = failed[0]
         everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(found)
         raise TrainError(text if everywhere else f"rank {rank}: {text}") from cause
+
+
+def from_all(value: T) -> list[T]:
+    """A small object of every rank, by rank. Collective: one gather of objects."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and all that led to it, here and (DCP's `failures`) on other ranks."""
+    yield error
+    for wrapped in (getattr(error, "failures", None) or {}).values():
+        yield from causes(wrapped[0] if isinstance(wrapped, tuple) else wrapped)
+    before = error.__cause__ or error.__context__
+    if before is not None:
+        yield from causes(before)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an exception only says that another rank is gone: what happened there is the cause."""
+    return any(
+        isinstance(cause, (dist.DistError, ConnectionError))
+        or (isinstance(cause, RuntimeError) and _GONE.search(str(cause)))
+        for cause in causes(error)
+    )
+
+
+def say(text: str) -> None:
+    """A line on stderr. If nobody reads it any more (a closed pipe, a terminal that is gone), it is dropped.
+
+    So is all that follows, from this process: training does not end because its output does.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr.fileno())
+
+
+def silence(*descriptors: int) -> None:
+    """Point file descriptors to nowhere, so that what is buffered for them can be flushed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from .checkpoint import latest, read_about
+from .checkpoint import latest, read_about, shortened
+from .checksums import METADATA, find_damage, has_sums
 from .errors import TrainError, one_line
 
 
@@ -28,9 +29,11 @@ def export(run: str, output: str | None, dtype: str) -> int:
     from safetensors.torch import save_file
 
     folder = Path(run)
-    found = folder if (folder / ".metadata").is_file() else latest(folder)
+    found = folder if (folder / METADATA).is_file() else latest(folder)
     if found is None:
         raise TrainError(f"{run} has no complete checkpoint")
+    if has_sums(found) and (lines := find_damage(found)):
+        raise TrainError(f"{found} is damaged: {shortened(lines)}")
     about = read_about(found)
     tensors = read_model(found)
     if dtype == "bf16":

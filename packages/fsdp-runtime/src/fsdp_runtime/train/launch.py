@@ -1,13 +1,13 @@
-"""Starts ranks through torchrun's own launcher, and turns what comes back into one line.
+"""Starts ranks on this machine, and turns what comes back into one line.
 
-    fsdp-train (plain) -> start_ranks -> torchrun's agent -> `python -m fsdp_runtime.train.worker FOLDER` on every rank
+    fsdp-train (plain) -> start_ranks -> `python -m fsdp_runtime.train.worker FOLDER` for every rank
 
-FOLDER is the control folder of one launch: ``config.json`` goes in, ``message`` (what went wrong, if a rank could
-say it), ``stopped`` and ``summary.json`` come out; a file ``stop`` asks the ranks to save and leave.
+FOLDER is the control folder of one launch. ``config.json`` goes in; ``out`` (the run's folder), ``failed-RANK.json``
+(what went wrong there) and ``summary.json`` come out; a file ``stop`` asks the ranks to save and leave. The ranks meet
+in ``store``, a file too: nothing that they need is in the launcher.
 """
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -23,9 +23,12 @@ import torch
 
 from ragged_shard import is_cpu
 
+from .checkpoint import latest
 from .config import RunConfig
 from .errors import TrainError
 from .hardware import pick_device
+from .processes import Failure, Processes, cause
+from .stop import on_stop_signals
 
 
 @dataclass(frozen=True)
@@ -59,74 +62,52 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finished:
     """Run `config` on `ranks` local ranks and wait.
 
-    SIGINT and SIGTERM ask the ranks to save and leave; a second SIGINT ends them.
+    SIGINT, SIGTERM and SIGHUP ask the ranks to save and leave; a second SIGINT ends them.
 
     Raises:
-        TrainError: the run failed; with what the ranks said, or which of them died and how.
+        TrainError: the run failed; with what the ranks said, or which of them died first and how.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name:
         control = Path(name)
-        (control / "config.json").write_text(json.dumps({**config.to_json(), "quiet": quiet}))
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=control.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.05,
-            signals_to_handle="SIGHUP,SIGQUIT",
-        )
-        environment = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        }
-        command = ["-m", "fsdp_runtime.train.worker", str(control)]
-        with _environment(environment), _asks_to_stop(control) as received:
+        settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
+        (control / "config.json").write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "fsdp_runtime.train.worker", name]
+        with _asks_to_stop(control) as received:
+            processes = Processes([command] * ranks, [_environment(rank, ranks) for rank in range(ranks)])
             try:
-                elastic_launch(settings, sys.executable)(*command)
-            except ChildFailedError as error:
-                raise TrainError(_reason(control, error.failures)) from error
-        summary = control / "summary.json"
-        found = json.loads(summary.read_text()) if summary.exists() else {}
-        return Finished(found, received[0] if received else found.get("stopped_by"))
+                outcome = processes.wait()
+            finally:
+                processes.kill()
+        failures = [Failure(**json.loads(path.read_text())) for path in control.glob("failed-*.json")]
+        failed = cause(outcome, failures)
+        if failed is not None:
+            raise TrainError(failed.text + ("" if failed.kind == "user" else _what_is_left(control)))
+        summary = json.loads((control / "summary.json").read_text())
+        return Finished(summary, received[0] if received else summary["stopped_by"])
 
 
-def _reason(control: Path, failures: dict[int, Any]) -> str:
-    """What to say of a failed launch: the ranks' own message, else who died and how."""
-    message = control / "message"
-    if message.exists():
-        return message.read_text()
-    rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return f"rank {rank} was ended by {name}{hint}; the newest checkpoint stays, --resume goes on from it"
-    return f"rank {rank} ended with status {failure.exitcode}"
+def _environment(rank: int, ranks: int) -> dict[str, str]:
+    """As torchrun sets it, but for the address of its store."""
+    mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {
+        **os.environ,
+        **{name: str(value) for name, value in mine.items()},
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _what_is_left(control: Path) -> str:
+    """How to go on after a failure, if there is a checkpoint to go on from."""
+    named = control / "out"
+    out = Path(named.read_text()) if named.exists() else None
+    newest = latest(out) if out else None
+    return f"; {newest} stays, go on with: fsdp-train --resume --out {out}" if newest else ""
 
 
 @contextmanager
 def _asks_to_stop(control: Path) -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM write the control folder's ``stop``; the signals received, in order."""
+    """Inside, SIGINT, SIGTERM and SIGHUP write the control folder's ``stop``; the signals received, in order."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -135,9 +116,5 @@ def _asks_to_stop(control: Path) -> Iterator[list[int]]:
         if received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop_signals(on_signal):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

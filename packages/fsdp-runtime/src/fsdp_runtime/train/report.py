@@ -6,10 +6,11 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from .errors import say
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
@@ -62,9 +63,10 @@ class Report:
     def say(self, text: str) -> None:
         """A line of text."""
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self.bar.console.print(text, highlight=False)
         elif not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def __enter__(self) -> "Report":
         if self.bar is not None:
@@ -75,7 +77,8 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
         with contextlib.suppress(OSError):
             self.file.close()
 
@@ -147,18 +150,18 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
     pyplot.close(figure)
 
 
-def closing_lines(summary: dict[str, Any], argv: Sequence[str] = ()) -> str:
+def closing_lines(summary: dict[str, Any]) -> str:
     """What a run says last."""
     out, steps = summary["out"], summary["steps"]
     if summary["stopped"]:
-        resume = shlex.join([*(a for a in argv if a != "--resume"), "--resume"])
-        if "--out" not in argv:
-            resume += f" --out {out}"
-        return f"stopped after step {steps}, saved in {out}; go on with: fsdp-train {resume}"
+        resume = shlex.join(["fsdp-train", "--resume", "--out", out])
+        return f"stopped after step {steps}, saved in {out}; go on with: {resume}"
     if summary["loss"] is None:
         return f"nothing to do: {out} has all {steps} steps"
     held = summary["held_out_loss"]
     said = "" if held is None else f", held out {held:.4f}"
+    if summary["bad_steps"]:
+        said += f"; {summary['bad_steps']} updates were skipped, their gradients not being finite"
     return (
         f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
         f"metrics, curves.png and checkpoints are in {out}"

@@ -1,58 +1,124 @@
-"""Which folder a run writes to; rank 0 decides, all ranks learn it."""
+"""Which folder a run writes to, held by a lock; rank 0 decides, all ranks learn it."""
 
+import contextlib
+import errno
+import fcntl
+import os
+import socket
 from pathlib import Path
+from types import TracebackType
 
 import torch.distributed as dist
 
-from .checkpoint import latest
+from .checkpoint import CHECKPOINTS, complete_ones, latest, read_about
 from .config import RunConfig
-from .errors import TrainError
+from .errors import TrainError, from_all, one_line, say
+from .report import METRICS
 
 RUNS = Path("runs")
+LOCK = ".lock"
 
 
-def choose_folder(config: RunConfig) -> Path:
-    """The folder of a run, made if need be. Collective.
+class RunFolder:
+    """The folder of a run. On rank 0 it is locked while this is open: the kernel frees the lock of a dead process.
+
+    Leaving with an exception before anything was written removes the folders that were made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+        self._made: list[Path] = []
+
+    def make(self, *, new: bool = False) -> None:
+        """Make the folder, and lock it. `new`: it must not be there."""
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        self.path.mkdir(parents=True, exist_ok=not new)
+        self._made = missing
+        self._lock = _locked(self.path / LOCK)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._made:
+            self._remove_if_unused()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_if_unused(self) -> None:
+        """Only what a run makes before its first step; a folder that holds more is not empty and stays."""
+        metrics = self.path / METRICS
+        if metrics.exists() and metrics.stat().st_size:
+            return
+        with contextlib.suppress(OSError):
+            metrics.unlink(missing_ok=True)
+            (self.path / LOCK).unlink(missing_ok=True)
+            if (self.path / CHECKPOINTS).exists():
+                (self.path / CHECKPOINTS).rmdir()
+            for folder in self._made:
+                folder.rmdir()
+
+
+def choose_folder(config: RunConfig) -> RunFolder:
+    """The folder of a run, made if need be and locked. Collective.
 
     Raises:
-        TrainError: on every rank: the folder holds another run, or there is none to resume, or it cannot be made.
+        TrainError: on every rank: the folder holds another run, or one that goes on now, or there is none to resume,
+            or it cannot be made.
     """
-    found: list[str | None] = [None, None]
+    folder: RunFolder | None = None
+    problem: str | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             folder = _resumed(config) if config.resume else _fresh(config)
-            found[0] = str(folder)
         except TrainError as error:
-            found[1] = str(error)
+            problem = str(error)
         except OSError as error:
-            found[1] = f"cannot make the run's folder: {error.strerror}: {error.filename}"
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise TrainError(found[1])
-    assert found[0] is not None
-    return Path(found[0])
+            problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
+    path, problem = from_all((folder.path if folder else None, problem))[0]
+    if path is None:
+        raise TrainError(problem or "no folder")
+    return folder or RunFolder(path)
 
 
-def _fresh(config: RunConfig) -> Path:
-    if config.out is None:
-        folder = next_free(RUNS)
-        folder.mkdir(parents=True)
-        return folder
-    folder = Path(config.out)
-    if latest(folder) is not None:
-        raise TrainError(
-            f"--out {folder} holds a run already: add --resume to go on with it, or give another folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+def _fresh(config: RunConfig) -> RunFolder:
+    while config.out is None:
+        folder = RunFolder(next_free(RUNS))
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            folder.make(new=True)
+            return folder
+    folder = RunFolder(Path(config.out))
+    with contextlib.ExitStack() as on_failure:
+        on_failure.push(folder)
+        folder.make()
+        if latest(folder.path) is not None:
+            raise TrainError(
+                f"--out {folder.path} holds a run already: add --resume to go on with it, or give another folder"
+            )
+        on_failure.pop_all()
     return folder
 
 
-def _resumed(config: RunConfig) -> Path:
-    if config.out is not None:
-        if latest(Path(config.out)) is None:
-            raise TrainError(f"--resume: {config.out} has no complete checkpoint")
-        return Path(config.out)
+def _resumed(config: RunConfig) -> RunFolder:
+    folder = RunFolder(run_to_resume(config.out))
+    folder.make()
+    return folder
+
+
+def run_to_resume(out: str | None) -> Path:
+    """The folder that ``--resume`` means: `out`, or the newest of ``runs``.
+
+    Raises:
+        TrainError: it has no complete checkpoint.
+    """
+    if out is not None:
+        if latest(Path(out)) is None:
+            raise TrainError(f"--resume: {out} has no complete checkpoint")
+        return Path(out)
     runs = sorted(
         (path for path in RUNS.glob("*") if latest(path) is not None), key=lambda p: p.stat().st_mtime
     )
@@ -61,9 +127,54 @@ def _resumed(config: RunConfig) -> Path:
     return runs[-1]
 
 
+def saved_config(run: Path) -> RunConfig:
+    """The options of a run, from its newest checkpoint that can be read.
+
+    Raises:
+        TrainError: none can.
+    """
+    problems: list[str] = []
+    for checkpoint in complete_ones(run):
+        try:
+            return RunConfig.from_json(read_about(checkpoint)["config"])
+        except TrainError as error:
+            problems.append(str(error))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            problems.append(f"{checkpoint} has options of another version of fsdp-train: {one_line(error)}")
+    raise TrainError("; ".join(problems) or f"--resume: {run} has no complete checkpoint")
+
+
 def next_free(parent: Path) -> Path:
     """The next numbered folder below `parent` that does not exist."""
     number = 1
     while (parent / f"{number:03d}").exists():
         number += 1
     return parent / f"{number:03d}"
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor of the file, locked; None on a file system without locks, which is said.
+
+    Raises:
+        TrainError: another process holds the lock.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(file, 200).decode(errors="replace")
+            os.close(file)
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                say(f"{path.parent} cannot be locked ({error.strerror}): see that no other run uses it")
+                return None
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise TrainError(
+                f"{path.parent} is in use by another run, {holder or 'which just began'}"
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            os.truncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return file
+        os.close(file)  # removed by a run whose start failed, after it was opened here

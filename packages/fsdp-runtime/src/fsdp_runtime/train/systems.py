@@ -167,8 +167,7 @@ class Runtime(FullyShard):
             ranks = self.mesh.size() if self.mesh is not None else 1
             policy = declared_blocks(self.config.optimizer, model, [*layers, model], ranks)
         else:
-            block = parse_block_option(self.config.block)
-            policy = None if block is None else lambda name, p: block
+            policy = parse_block_option(self.config.block)
         return fully_shard, {
             "block_policy": policy,
             "quantize": quantization(self.config.quantize, self.config.reduce),
@@ -287,12 +286,16 @@ def quantization(weights: str, gradients: str) -> Any:
 
 
 def parse_block_option(text: str) -> Any:
-    """A planner block from ``--block``, None for "none"."""
+    """The block policy of ``--block``, None for "none". Tiles are of matrices; vectors are cut anywhere."""
     if text == "none":
         return None
-    from layout_planner import parse_block
+    from fsdp_runtime import block_policies
+    from layout_planner import Tile, parse_block
 
     try:
-        return parse_block(text)
+        block = parse_block(text)
     except ValueError as error:
         raise TrainError(f"--block {text!r}: {error}") from error
+    if isinstance(block, Tile):
+        return block_policies.tiles(block.rows, block.columns)
+    return lambda name, parameter: block

@@ -8,16 +8,12 @@ step later: so ranks stop at the same step, nobody waits for a flag, and the dev
 
 import contextlib
 import dataclasses
-import math
 import os
-import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,10 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from . import checkpoint as ckpt
+from .bad_numbers import BadNumbers
 from .batches import Batches
 from .config import RunConfig
 from .corpus import TextData, read_data
-from .errors import TrainError, agreed
+from .errors import TrainError, agreed, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .memory import StepMeter
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
@@ -39,7 +36,6 @@ from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
-_BAD_LOSSES = 5  # this many losses in a row that are NaN or infinite end a run
 
 
 @dataclass
@@ -47,40 +43,9 @@ class _Sums:
     """The figures of a step on their way: reduced over ranks, not yet read."""
 
     step: int
-    values: Tensor  # (loss, norm, bad steps, stop, save failed, CPU seconds, memory)
+    values: Tensor  # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
     work: Any
     lr: float
-
-
-@dataclass
-class StopFlag:
-    """Whether this rank was asked to stop: by a signal, by the launcher's file, or because the launcher died."""
-
-    stop_file: Path | None = None
-    parent: int = field(default_factory=os.getppid)
-    received: int = 0
-
-    def __call__(self) -> bool:
-        """Look."""
-        if self.stop_file is None or self.received:
-            return bool(self.received)
-        if self.stop_file.exists() or os.getppid() != self.parent:
-            self.received = signal.SIGTERM
-        return bool(self.received)
-
-    @contextmanager
-    def handling(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for it inside."""
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.received = number
-
-        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class Trainer:
@@ -90,14 +55,14 @@ class Trainer:
         config: the run.
         out: its folder, the same on every rank.
         quiet: print nothing.
-        stop: what is asked, at every step, whether to stop.
+        stop: what is asked, at every step, whether to stop: the number of the signal that says so, else 0.
 
     Raises:
         TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
     """
 
     def __init__(
-        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], bool] = lambda: False
+        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], int] = lambda: 0
     ) -> None:
         self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
         distributed = dist.is_initialized()
@@ -122,7 +87,8 @@ class Trainer:
         self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0
-        self._saved, self._bad = -1, 0
+        self._saved = -1
+        self._bad = BadNumbers(config.on_nan)
         self._last_held_out: float | None = None
         self._report: Report | None = None
         self._last_entry: dict[str, Any] = {}
@@ -196,24 +162,19 @@ class Trainer:
         }
 
     def _resume(self) -> None:
+        found, damaged = ckpt.newest_intact(self.out)
+        if self.rank == 0 and not self.quiet:
+            for line in damaged:
+                say(f"{line}; going on from {found.name}")
         with agreed("resuming"):
-            found = ckpt.latest(self.out)
-            if found is None:
-                raise TrainError(f"--resume: {self.out} has no complete checkpoint")
             about = ckpt.read_about(found)
             ckpt.check_same_model(found, about["parameters"], self.model)
-            if about["config"]["optimizer"] != self.config.optimizer:
-                raise TrainError(
-                    f"{found} has the state of {about['config']['optimizer']}, --optimizer is {self.config.optimizer}"
-                )
-            for name, mine in self._identity().items():
-                if about["identity"][name] != mine:
-                    raise TrainError(
-                        f"{found} was made with {name} {about['identity'][name]}, this run has {mine}"
-                    )
-            if about["step"] > self.config.steps:
-                raise TrainError(f"{found} is beyond --steps {self.config.steps}")
+            ckpt.check_same_run(found, about, self.config.to_json(), self._identity())
+        decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(found, self.model, self.optimizer, self.group)
+        for group, mine in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
+            if mine is not None:
+                group["weight_decay"] = mine
         self.step = int(about["step"])
 
     def run(self) -> dict[str, Any]:
@@ -251,7 +212,9 @@ class Trainer:
                     waiting = None
                     self._held_out(report)
                     clock.lap(synchronize=True)
-                if self.checkpoints and (config.save_every and self.step % config.save_every == 0):
+                if self.checkpoints and self.step % config.save_every == 0:
+                    if waiting is not None:  # an update with NaN must not be saved
+                        stopped, waiting = self._read(waiting, report), None
                     self._save(report)
             if waiting is not None:
                 self._read(waiting, report)
@@ -288,6 +251,8 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
+        if self.config.on_nan == "skip" and not torch.isfinite(norm):  # of all ranks: they agree
+            return
         if optimizer_spec(self.config.optimizer).takes_norm:
             step(grad_norm=norm)
         else:
@@ -297,11 +262,11 @@ class Trainer:
         failed = bool(self._report and self._report.problem) or bool(
             self.checkpoints and self.checkpoints.failed()
         )
-        flags = [float(self.stop()), float(failed)]
+        flags = [float(self.stop() > 0), float(failed)]
         local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
-        values = torch.cat(
-            (loss.double().view(1), norm.double().view(1) / self.world_size, local.to(self.device))
-        )
+        bad = (~torch.isfinite(loss)).double().view(1)
+        figures = (loss.double().view(1), norm.double().view(1) / self.world_size, bad, bad * self.rank)
+        values = torch.cat((*figures, local.to(self.device)))
         work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
         return _Sums(self.step, values, work, lr)
 
@@ -309,11 +274,10 @@ class Trainer:
         """Take in a step's figures; True if some rank was asked to stop. The same on every rank."""
         if sums.work is not None:
             sums.work.wait()
-        loss, norm, stop, failed, cpu, memory = sums.values.tolist()
+        loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.values.tolist()
         loss /= self.world_size
         config = self.config
         tokens_per_s = config.batch * config.seq_len / max(self._lap[0], 1e-9)
-        self._bad = 0 if math.isfinite(loss) else self._bad + 1
         entry = {
             "step": sums.step,
             "loss": loss,
@@ -332,11 +296,14 @@ class Trainer:
             report.step(entry)
         if failed:
             self._give_up()
-        if self._bad >= _BAD_LOSSES:
-            raise TrainError(
-                f"the loss has been {loss} for {_BAD_LOSSES} steps, up to step {sums.step + 1}: "
-                "try a lower --lr, a longer --warmup or --clip"
-            )
+        try:
+            said = self._bad.take(sums.step + 1, loss, norm, int(bad), int(bad_rank))
+        except TrainError:
+            if self.checkpoints:
+                self.checkpoints.finish()  # of an earlier step: those numbers were good
+            raise
+        if said and report:
+            report.say(said)
         return bool(stop > 0)
 
     def _give_up(self) -> None:
@@ -389,6 +356,8 @@ class Trainer:
             "steps": self.step,
             "first_step": first,
             "stopped": stopped,
+            "bad_steps": self._bad.total,
+            "stopped_by": self._signal() if stopped else None,
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
@@ -396,6 +365,13 @@ class Trainer:
             "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
+
+    def _signal(self) -> int:
+        """The signal that some rank was stopped by. Collective."""
+        received = torch.tensor(int(self.stop()), device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(received, dist.ReduceOp.MAX)
+        return int(received)
 
     def _headline(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())

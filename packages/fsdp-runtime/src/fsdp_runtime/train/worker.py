@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import sys
+import time
 import traceback
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,79 +14,82 @@ from typing import Any
 import torch.distributed as dist
 
 from .config import RunConfig
-from .errors import TrainError, one_line
+from .errors import TrainError, lost_contact, one_line, say
 from .hardware import backends, own_device
+from .processes import LOST, Failure
 from .report import closing_lines
+from .stop import StopFlag
 
 USER_ERROR = 2  # exit status
 CRASH = 1
 
 
-def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = None) -> int:
+def run_rank(
+    config: RunConfig, *, quiet: bool = False, control: Path | None = None, stop: StopFlag | None = None
+) -> int:
     """Join the other ranks, train, and say what went wrong in one line. Returns the exit status."""
     from .runs import choose_folder
-    from .trainer import StopFlag, Trainer
+    from .trainer import Trainer
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    stop = StopFlag(control / "stop" if control else None)
+    stop = stop or StopFlag()
     out: Path | None = None
     try:
         with stop.handling():
             config.check(world_size)
-            _init_process_group(config, world_size)
-            out = choose_folder(config)
-            summary: dict[str, Any] = Trainer(config, out, quiet=quiet, stop=stop).run()
-            summary["stopped_by"] = stop.received if summary["stopped"] else None
+            _init_process_group(config, rank, world_size, control)
+            with choose_folder(config) as folder:
+                out = folder.path
+                if control and rank == 0:
+                    (control / "out").write_text(str(out))
+                summary: dict[str, Any] = Trainer(config, out, quiet=quiet, stop=stop).run()
             if control and rank == 0:
                 (control / "summary.json").write_text(json.dumps(summary))
             if not quiet and not control and rank == 0:
-                print(closing_lines(summary), file=sys.stderr)
+                say(closing_lines(summary))
         status = 0
-    except TrainError as error:
-        status = USER_ERROR
-        _say_once(rank, str(error), control)
     except Exception as error:
-        status = CRASH
-        kept = _keep_traceback(out, rank)
-        _say(f"rank {rank}: {one_line(error)}{kept}", control)
+        status = _explain(error, out, rank, control)
     _leave(status)
     return status
 
 
-def _init_process_group(config: RunConfig, world_size: int) -> None:
+def _init_process_group(config: RunConfig, rank: int, world_size: int, control: Path | None) -> None:
     if "RANK" not in os.environ or dist.is_initialized():
         return
     if config.system == "one" and world_size == 1:
         return
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(backends(device), timeout=timedelta(minutes=5))
+    where = f"file://{control.absolute() / 'store'}" if control else "env://"
+    dist.init_process_group(
+        backends(device), init_method=where, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+    )
 
 
-def _say_once(rank: int, text: str, control: Path | None) -> None:
-    """A message that every rank has: rank 0 says it."""
-    if rank == 0:
-        _say(text, control)
-
-
-def _say(text: str, control: Path | None) -> None:
-    """To the launcher, which prints the first one; without a launcher to the terminal."""
-    if control is None:
-        print(f"fsdp-train: {text}", file=sys.stderr, flush=True)
-        return
-    try:
-        with (control / "message").open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        pass  # another rank was first: what it says is nearer to the cause
+def _explain(error: Exception, out: Path | None, rank: int, control: Path | None) -> int:
+    """Say what went wrong, to the launcher if there is one, else to the terminal. Returns the exit status."""
+    at = time.monotonic()
+    kind = "lost" if lost_contact(error) else "user" if isinstance(error, TrainError) else "crash"
+    text = str(error)
+    if kind != "user":
+        text = f"rank {rank}: {one_line(error)}{_keep_traceback(out, rank)}"
+    if control is not None:
+        failure = json.dumps(asdict(Failure(at, rank, text, kind)))
+        (control / f"failing-{rank}").write_text(failure)
+        os.replace(control / f"failing-{rank}", control / f"failed-{rank}.json")
+    elif kind != "user" or rank == 0:  # a user error is the same on every rank
+        say(f"fsdp-train: {text}")
+    return {"user": USER_ERROR, "crash": CRASH, "lost": LOST}[kind]
 
 
 def _keep_traceback(out: Path | None, rank: int) -> str:
     text = traceback.format_exc()
     if out is None:
-        print(text, file=sys.stderr)
+        say(text)
         return ""
     path = out / f"traceback-rank-{rank}.txt"
     with contextlib.suppress(OSError):
+        out.mkdir(parents=True, exist_ok=True)  # a start that failed has removed it
         path.write_text(text)
         return f" (traceback in {path})"
     return ""
@@ -103,12 +108,15 @@ def main(argv: list[str]) -> int:
     """Run the launch described in a control folder."""
     control = Path(argv[0])
     settings = json.loads((control / "config.json").read_text())
-    quiet = settings.pop("quiet")
-    return run_rank(RunConfig.from_json(settings), quiet=quiet, control=control)
+    stop = StopFlag(control / "stop")
+    stop.watch(settings["launcher"])
+    config = RunConfig.from_json(settings["config"])
+    return run_rank(config, quiet=settings["quiet"], control=control, stop=stop)
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)  # gloo may abort a process that takes its time to leave after the work is done

@@ -1,0 +1,33 @@
+"""``fsdp-train verify``: whether checkpoints are as they were written."""
+
+from pathlib import Path
+
+from .checkpoint import complete_ones
+from .checksums import METADATA, find_damage, has_sums
+from .errors import TrainError
+
+
+def verify(run: str) -> int:
+    """Read every checkpoint of `run` (or the checkpoint `run`) and print what is damaged: file by file, with tensors.
+
+    Returns 0 if all are as they were written, else 1.
+
+    Raises:
+        TrainError: there is no checkpoint.
+    """
+    folder = Path(run)
+    found = [folder] if (folder / METADATA).is_file() else complete_ones(folder)
+    if not found:
+        raise TrainError(f"{run} has no complete checkpoint")
+    status = 0
+    for checkpoint in found:
+        lines = find_damage(checkpoint)
+        if not has_sums(checkpoint):
+            lines.append("written without checksums, by version 0.1.0 or another program")
+        for line in lines:
+            print(f"{checkpoint}: {line}")
+        size = sum(path.stat().st_size for path in checkpoint.iterdir())
+        if not lines:
+            print(f"{checkpoint}: as written, {size / 1e6:,.1f} MB")
+        status = status or int(bool(lines))
+    return status

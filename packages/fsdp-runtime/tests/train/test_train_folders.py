@@ -1,0 +1,97 @@
+"""Whose folder it is, and what a run that goes on takes from it."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_runtime.train import PRESETS, RunConfig, TrainError
+from fsdp_runtime.train.config import add_run_options, resumed_config
+from fsdp_runtime.train.runs import choose_folder
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    config = RunConfig(out=str(tmp_path / "run"))
+    with (
+        choose_folder(config),
+        pytest.raises(TrainError, match=r"run is in use by another run, process \d+ on "),
+    ):
+        choose_folder(config)
+    with choose_folder(config) as again:
+        assert again.path.is_dir()
+
+
+def test_a_run_that_was_killed_holds_no_lock(tmp_path):
+    script = (
+        "import fcntl, time; f = open('.lock', 'w'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", script], cwd=tmp_path, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(TrainError, match="in use by another run"):
+            choose_folder(RunConfig(out=str(tmp_path)))
+        holder.kill()
+    with choose_folder(RunConfig(out=str(tmp_path))):
+        pass
+
+
+def test_two_runs_that_begin_at_once_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with choose_folder(RunConfig()) as first, choose_folder(RunConfig()) as second:
+        assert [first.path.name, second.path.name] == ["001", "002"]
+
+
+def start_and_fail(out, name):
+    with choose_folder(RunConfig(out=str(out))) as folder:
+        (folder.path / name).mkdir()
+        raise KeyError
+
+
+def test_a_start_that_failed_removes_what_it_made_and_nothing_else(tmp_path):
+    out = tmp_path / "a" / "b"
+    with pytest.raises(KeyError):
+        start_and_fail(out, "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError):
+        start_and_fail(out, "mine")
+    assert (out / "mine").exists()
+
+
+def resumed(saved, tmp_path, *argv):
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    return resumed_config(parser.parse_args(["--resume", *argv]), tmp_path, saved)
+
+
+SAVED = RunConfig(
+    model=PRESETS["tiny-moe"], batch=6, steps=9, optimizer="muon", data=("/x",), checkpointing=True
+)
+
+
+def test_a_resumed_run_has_its_own_options_but_for_those_that_are_given(tmp_path):
+    same = dataclasses.replace(SAVED, resume=True, out=str(tmp_path))
+    assert resumed(SAVED, tmp_path) == same
+    given = ["--steps", "20", "--lr", "0.1", "--no-checkpointing", "--batch", "6", "--preset", "tiny-moe"]
+    assert resumed(SAVED, tmp_path, *given) == dataclasses.replace(
+        same, steps=20, lr=0.1, checkpointing=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch", "12"], r"--batch 12: the run in .* has 6, and the next batch"),
+        (["--seed", "1"], r"--seed 1: the run in .* has 0"),
+        (["--optimizer", "adamw"], r"--optimizer adamw: the run in .* has muon, and its state is another's"),
+        (["--dim", "64"], r"--dim 64: dim is 64, the run in .* has 32"),
+        (["--preset", "small"], r"--preset small: dim is 192, the run in .* has 32"),
+        (["--hf-config", "/a.json"], r"--hf-config /a.json: the run in .* has None"),
+    ],
+)
+def test_an_option_that_a_resumed_run_cannot_change_is_refused_with_both_values(tmp_path, argv, message):
+    with pytest.raises(TrainError, match=message):
+        resumed(SAVED, tmp_path, *argv)

@@ -1,0 +1,154 @@
+"""What the launcher says of ranks that end, without torch in them; and signals to a real run."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from train_helpers import TINY, text_folder
+
+from fsdp_runtime.train.checkpoint import latest
+from fsdp_runtime.train.errors import lost_contact
+from fsdp_runtime.train.processes import LOST, Ended, Failure, Outcome, Processes, cause
+from fsdp_runtime.train.report import read_metrics
+
+
+def ran(*scripts, **waits):
+    """The processes that run these scripts, all ended."""
+    processes = Processes(
+        [[sys.executable, "-S", "-c", script] for script in scripts], [dict(os.environ)] * len(scripts)
+    )
+    try:
+        return processes.wait(**waits)
+    finally:
+        processes.kill()
+
+
+LOSES = f"import os, time; time.sleep({{}}); os._exit({LOST})"
+DIES = "import os, time; time.sleep({}); os.kill(os.getpid(), {})"
+
+
+def test_of_a_dead_rank_and_its_survivors_the_dead_one_is_named_20_of_20():
+    draw = random.Random(3)
+    for _ in range(20):
+        dead, number = draw.randrange(3), draw.choice([signal.SIGKILL, signal.SIGSEGV])
+        early, late = draw.choice([(0.0, 0.03), (0.03, 0.0)])  # survivors may be reported before it
+        scripts = [LOSES.format(early)] * 3
+        scripts[dead] = DIES.format(late, int(number))
+        said = [Failure(0.0, rank, "connection reset", "lost") for rank in range(3) if rank != dead]
+        found = cause(ran(*scripts), said)
+        assert found is not None
+        assert found.text.startswith(f"rank {dead} was ended by {number.name}")
+
+
+def test_an_exception_is_named_before_what_it_did_to_others():
+    outcome = Outcome((Ended(0, -6, 3.0), Ended(2, LOST, 4.0), Ended(1, 1, 5.0)), frozenset())
+    said = [Failure(2.0, 1, "rank 1: ValueError: no", "crash"), Failure(2.1, 2, "rank 2: gloo", "lost")]
+    assert cause(outcome, said) == said[0]
+
+
+def test_a_rank_that_does_not_answer_is_named_when_all_others_lost_contact():
+    outcome = ran(LOSES.format(0), "import time; time.sleep(60)", grace=0.1, patience=1)
+    found = cause(outcome, [Failure(0.0, 0, "rank 0: gloo timed out", "lost")])
+    assert found is not None
+    assert found.text == "no answer from rank 1; rank 0: gloo timed out"
+
+
+def test_a_rank_that_leaves_too_early_is_the_cause():
+    found = cause(ran("", LOSES.format(0.1)), [Failure(9.0, 1, "gloo", "lost")])
+    assert found is not None
+    assert found.text == "rank 0 ended with status 0 before the others were done"
+
+
+def test_ranks_that_ignore_sigterm_are_killed():
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    begun = time.monotonic()
+    outcome = ran("import sys; sys.exit(7)", stubborn, patience=0.5)
+    assert time.monotonic() - begun < 20
+    assert cause(outcome, []) is not None
+    assert cause(outcome, []).text == "rank 0 ended with status 7"
+
+
+def test_errors_of_transports_say_that_contact_was_lost_and_others_do_not():
+    reset = RuntimeError("[pair.cc:538] Read error [127.0.0.1]: Connection reset by peer")
+    wrapped = ValueError("cannot save")
+    wrapped.__cause__ = reset
+    assert lost_contact(reset)
+    assert lost_contact(wrapped)
+    assert not lost_contact(RuntimeError("size mismatch"))
+    assert not lost_contact(OSError(28, "No space left on device"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("launches")
+    text_folder(made)
+    return made
+
+
+def started(folder, out, *options):
+    command = [sys.executable, "-m", "fsdp_runtime.train", "--ranks", "2", *TINY, "--out", out, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--steps", "100000", "--eval-every", "0", "--data", "text"],
+        cwd=folder, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+
+def ranks_of(running):
+    """Process ids of a launch by rank."""
+    found = {}
+    with open(f"/proc/{running.pid}/task/{running.pid}/children") as file:
+        children = [int(word) for word in file.read().split()]
+    for child in children:
+        with open(f"/proc/{child}/environ") as file:
+            pairs = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
+        found[int(pairs["RANK"])] = child
+    return found
+
+
+def wait_for(happened, running, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.05)
+
+
+linux_only = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")
+
+
+@linux_only
+def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends_with_143(folder):
+    running = started(folder, "piped")
+    assert running.stderr is not None
+    running.stderr.readline()
+    running.stderr.close()  # as `| head -1` does
+    wait_for(lambda: len(read_metrics(folder / "piped" / "metrics.jsonl")) >= 20, running)
+    os.kill(ranks_of(running)[1], signal.SIGTERM)
+    assert running.wait(timeout=60) == 143
+    newest = latest(folder / "piped")
+    assert newest is not None
+    assert json.loads((newest / "run.json").read_text())["step"] >= 20
+
+
+@linux_only
+def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_ends_with_129(folder):
+    killed, running = started(folder, "killed"), started(folder, "hung-up")
+    wait_for(lambda: len(ranks_of(killed)) == 2, killed)
+    left = ranks_of(killed).values()
+    killed.kill()
+    killed.communicate()
+    deadline = time.monotonic() + 30
+    wait_for(lambda: len(read_metrics(folder / "hung-up" / "metrics.jsonl")) >= 3, running)
+    while any(os.path.exists(f"/proc/{pid}") for pid in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGHUP)
+    said = running.communicate(timeout=60)[1]
+    assert running.returncode == 129, said
+    assert latest(folder / "hung-up") is not None
