@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ragged_shard import has_triton
+
 from . import blocks, codec, launch
 from .blocks import Runs
 from .codec import Scratch
@@ -113,7 +115,7 @@ class BlockNF4:
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, as `BlockFormat.dequantize`."""
         blocks.check(self, runs, codes=codes, scales=scales, values=out)
-        if launch.has_triton(out.device):
+        if has_triton(out.device):
             launch.read_pairs(self.size, GROUP, _levels(out.device), runs, codes, scales, out)
             return
         scratch = Scratch(out.device)
