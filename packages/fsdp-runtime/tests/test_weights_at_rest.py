@@ -142,14 +142,19 @@ def count():
         groups = member_of(model.blocks[0]).unit.groups
         (coded,) = [group for group in groups if group.plan.at_rest is not None]
         row = coded.plan.planes.row_bytes
-        assert sum(flat.nbytes for flat in coded.buffer.shard) == row
-        codes, scales, _ = whole(fmt, adapted().blocks[0].base.weight)
-        most_rows = max(len(run.codes) for run in [next(iter(coded.buffer.local_views.values()))])
-        assert most_rows + scales.nbytes // ranks <= row <= codes.nbytes + scales.nbytes + 32
-        values = [4 * s.shard_size for g in groups if g is not coded for s in g.plan.layout.segments]
+        assert [flat.nbytes for flat in coded.buffer.shard] == [
+            *coded.plan.planes.code_bytes,
+            4 * coded.plan.planes.num_scales,
+        ]
+        views: list = list(coded.buffer.local_views.values())
+        held: list = [None] * ranks
+        dist.all_gather_object(held, sum(view.codes.nbytes + view.scales.nbytes for view in views))
+        assert max(held) <= row <= max(held) + coded.plan.layout.padding + 32  # planes of whole 16 bytes
+        plain = [group.plan.layout for group in groups if group is not coded]
+        values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
         memory = unit_memory(model.blocks[0])
-        assert memory.weights == memory.given == row + sum(values)
-        assert memory.gradients == sum(values)
+        assert memory.weights == memory.given == row + values
+        assert memory.gradients == values
         assert memory.codes == 0
         with record_collectives() as record:
             loss_of(model, tokens()).backward()
