@@ -233,6 +233,11 @@ def distributed_sources():
     again = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
     again.load_state_dict(full)
     assert_codes(again, NF4, other_values())
+    again.load_state_dict(adapted().state_dict())
+    placements = {codes.blocks[0].base.weight.placements, again.blocks[0].base.weight.placements}
+    again.load_state_dict(codes.state_dict())
+    assert len(placements) == 2
+    assert_codes(again, NF4, other_values())
     ragged_shard.load_full_state_dict(again, adapted().state_dict())
     assert_codes(again, NF4, adapted().state_dict())
     name = "blocks.0.base.weight"
@@ -292,8 +297,10 @@ def moved():
         ValueError, match=r"base\.weight is kept as codes of BlockNF4\(size=64\) by the unit around"
     ):
         fully_shard(outer.blocks[0])
+    outer.blocks[0].base.weight.local.codes.random_()  # no values are quantized to these
+    before = outer.state_dict()["blocks.0.base.weight.codes"].full_tensor()
     fully_shard(outer.blocks[0], quantize=QuantizationPolicy(at_rest=NF4))
-    assert_codes(outer, NF4, adapted().state_dict())
+    assert outer.state_dict()["blocks.0.base.weight.codes"].full_tensor().equal(before)
 
 
 def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
