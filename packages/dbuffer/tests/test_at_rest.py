@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -157,14 +158,14 @@ def test_copies_hold_the_same_codes_in_memory_of_their_own(copied):
 
 def test_moving_changes_device_and_dtype_of_values_but_no_code():
     tensor = a_tensor()
-    half = tensor.to(torch.bfloat16)
+    half: Any = tensor.to(torch.bfloat16)
     assert half.dtype == torch.bfloat16
     assert half.codes.equal(tensor.codes)
     assert half.dequantize().equal(tensor.dequantize().bfloat16())
-    meta = tensor.to("meta")
+    meta: Any = tensor.to("meta")
     assert meta.is_meta
     assert meta.codes.is_meta
-    empty = torch.empty_like(meta, device="cpu")
+    empty: Any = torch.empty_like(meta, device="cpu")
     assert empty.codes.nbytes == tensor.codes.nbytes
     assert empty.copy_(tensor).dequantize().equal(tensor.dequantize())
     with pytest.raises(ValueError, match=r"no values in torch\.float64"):

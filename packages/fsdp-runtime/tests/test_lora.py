@@ -22,7 +22,7 @@ def llama():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager",
+        num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     targets = ["q_proj", "v_proj", "down_proj"]
     model = peft.get_peft_model(

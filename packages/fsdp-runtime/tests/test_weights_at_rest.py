@@ -142,14 +142,19 @@ def count():
         groups = member_of(model.blocks[0]).unit.groups
         (coded,) = [group for group in groups if group.plan.at_rest is not None]
         row = coded.plan.planes.row_bytes
-        assert sum(flat.nbytes for flat in coded.buffer.shard) == row
-        codes, scales, _ = whole(fmt, adapted().blocks[0].base.weight)
-        most_rows = max(len(run.codes) for run in [next(iter(coded.buffer.local_views.values()))])
-        assert most_rows + scales.nbytes // ranks <= row <= codes.nbytes + scales.nbytes + 32
-        values = [4 * s.shard_size for g in groups if g is not coded for s in g.plan.layout.segments]
+        assert [flat.nbytes for flat in coded.buffer.shard] == [
+            *coded.plan.planes.code_bytes,
+            4 * coded.plan.planes.num_scales,
+        ]
+        views: list = list(coded.buffer.local_views.values())
+        held: list = [None] * ranks
+        dist.all_gather_object(held, sum(view.codes.nbytes + view.scales.nbytes for view in views))
+        assert max(held) <= row <= max(held) + coded.plan.layout.padding + 32  # planes of whole 16 bytes
+        plain = [group.plan.layout for group in groups if group is not coded]
+        values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
         memory = unit_memory(model.blocks[0])
-        assert memory.weights == memory.given == row + sum(values)
-        assert memory.gradients == sum(values)
+        assert memory.weights == memory.given == row + values
+        assert memory.gradients == values
         assert memory.codes == 0
         with record_collectives() as record:
             loss_of(model, tokens()).backward()
@@ -228,6 +233,11 @@ def distributed_sources():
     again = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
     again.load_state_dict(full)
     assert_codes(again, NF4, other_values())
+    again.load_state_dict(adapted().state_dict())
+    placements = {codes.blocks[0].base.weight.placements, again.blocks[0].base.weight.placements}
+    again.load_state_dict(codes.state_dict())
+    assert len(placements) == 2
+    assert_codes(again, NF4, other_values())
     ragged_shard.load_full_state_dict(again, adapted().state_dict())
     assert_codes(again, NF4, adapted().state_dict())
     name = "blocks.0.base.weight"
@@ -287,8 +297,10 @@ def moved():
         ValueError, match=r"base\.weight is kept as codes of BlockNF4\(size=64\) by the unit around"
     ):
         fully_shard(outer.blocks[0])
+    outer.blocks[0].base.weight.local.codes.random_()  # no values are quantized to these
+    before = outer.state_dict()["blocks.0.base.weight.codes"].full_tensor()
     fully_shard(outer.blocks[0], quantize=QuantizationPolicy(at_rest=NF4))
-    assert_codes(outer, NF4, adapted().state_dict())
+    assert outer.state_dict()["blocks.0.base.weight.codes"].full_tensor().equal(before)
 
 
 def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
