@@ -13,7 +13,8 @@ from .batches import check_division
 from .errors import TrainError
 from .model import PRESETS, ModelConfig
 
-SYSTEMS = ("fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one")
+FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
+SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
 PRECISIONS = ("fp32", "bf16")
 QUANTIZED = ("none", "fp8", "int8")
 REDUCED = ("none", "bf16", "int8")
@@ -86,8 +87,10 @@ class RunConfig:
                 raise TrainError(
                     f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
                 )
-        if self.system == "deepspeed" and (self.save_every or self.resume):
-            raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
+        if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
+            raise TrainError(
+                f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise TrainError("--device cuda: torch finds no CUDA device here")
         if self.hf_config and not Path(self.hf_config).is_file():
@@ -131,7 +134,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
     ("--checkpointing", "checkpointing", None, "recompute each block's activations in backward"),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
-    ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
+    (
+        "--system",
+        "system",
+        str,
+        "fsdp_runtime, fsdp2, the same with torchao's float8 (_float8), ddp, deepspeed or one (no sharding)",
+    ),
     (
         "--block",
         "block",
