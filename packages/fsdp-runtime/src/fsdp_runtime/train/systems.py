@@ -181,10 +181,7 @@ class Float8(FullyShard):
 
     def shard(self, model: nn.Module) -> None:
         """Convert what can be, then shard."""
-        from torchao.float8 import (  # type: ignore[import-untyped,import-not-found,unused-ignore]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         cuda = self.device.type == "cuda"
         emulate = not cuda or torch.cuda.get_device_capability(self.device) < (8, 9)
