@@ -163,9 +163,9 @@ def test_compare_names_what_is_not_installed_and_checks_losses(folder, capsys, m
 def test_losses_that_differ_fail_a_comparison(capsys):
     found = {name: Measured(name) for name in ("a", "b")}
     found["a"].losses, found["b"].losses = [2.0, 1.0], [2.0, 1.001]
-    assert _check_losses(found, "a", 1e-4) == 1
+    assert _check_losses(found, "a", {"b": 1e-4}) == 1
     assert "DO NOT AGREE" in capsys.readouterr().out
-    assert _check_losses(found, "a", 1e-2) == 0
+    assert _check_losses(found, "a", {"b": 1e-2}) == 0
 
 
 def test_the_table_has_ratios_to_the_first_system():

@@ -13,7 +13,7 @@ import torch
 
 from ragged_shard import is_cpu
 
-from .config import SYSTEMS, RunConfig
+from .config import FLOAT8, SYSTEMS, RunConfig
 from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
@@ -25,6 +25,7 @@ from .systems import not_installed
 # How far losses of two systems may lie apart over the run, relative: sums are taken in another order, and
 # bf16 is cast at other places.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+QUANTIZED_TOLERANCE = 1e-1  # where one of the two rounds weights, activations or gradients to eight bits
 _WARM = 0.25  # share of the steps that is not timed
 
 
@@ -89,7 +90,8 @@ def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ra
         order = present if number % 2 == 0 else present[::-1]
         for name in order:
             run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
-            run = run if name == "fsdp_runtime" else dataclasses.replace(run, block="auto")
+            if name != "fsdp_runtime":
+                run = dataclasses.replace(run, block="auto", quantize="none", reduce="none")
             say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
             found[name].add(run_quietly(run, ranks[name]))
     return _conclude(config, found, out, "system", ranks)
@@ -198,7 +200,16 @@ def _conclude(
     print(f"table.md, rows.json and plots are in {out}")
     if what != "system":
         return 0
-    return _check_losses(found, first, TOLERANCE[config.precision])
+    quantized = config.quantize != "none" or config.reduce != "none"
+    return _check_losses(
+        found, first, {name: _tolerance(name, first, config.precision, quantized) for name in found}
+    )
+
+
+def _tolerance(name: str, first: str, precision: str, quantized: bool) -> float:
+    """How far a system's losses may be from the first one's."""
+    rounded = quantized and "fsdp_runtime" in (name, first)
+    return QUANTIZED_TOLERANCE if rounded or name in FLOAT8 or first in FLOAT8 else TOLERANCE[precision]
 
 
 def table(rows: dict[str, dict[str, float]], what: str, first: str, cuda: bool) -> list[str]:
@@ -218,7 +229,7 @@ def table(rows: dict[str, dict[str, float]], what: str, first: str, cuda: bool) 
     return lines
 
 
-def _check_losses(found: dict[str, Measured], first: str, tolerance: float) -> int:
+def _check_losses(found: dict[str, Measured], first: str, tolerances: dict[str, float]) -> int:
     """Compare every step's loss with the first system's; say how far they lie apart."""
     status = 0
     base = found[first].losses
@@ -227,7 +238,7 @@ def _check_losses(found: dict[str, Measured], first: str, tolerance: float) -> i
             continue
         pairs = list(zip(measured.losses, base, strict=False))
         apart = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
-        same = apart <= tolerance and len(measured.losses) == len(base)
+        same = apart <= tolerances[name] and len(measured.losses) == len(base)
         print(
             f"losses of {name} and {first}: {apart:.1e} apart at most, {'agree' if same else 'DO NOT AGREE'}"
         )

@@ -15,7 +15,8 @@ from .errors import TrainError
 from .hardware import DEVICES, is_missing, pick_device
 from .model import PRESETS, ModelConfig
 
-SYSTEMS = ("fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one")
+FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
+SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
 PRECISIONS = ("fp32", "bf16")
 QUANTIZED = ("none", "fp8", "int8")
 REDUCED = ("none", "bf16", "int8")
@@ -91,8 +92,10 @@ class RunConfig:
                 raise TrainError(
                     f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
                 )
-        if self.system == "deepspeed" and (self.save_every or self.resume):
-            raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
+        if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
+            raise TrainError(
+                f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
+            )
         if self.system == "deepspeed" and self.on_nan == "skip":
             raise TrainError("--on-nan skip: deepspeed decides itself about updates")
         if is_missing(self.device):
@@ -156,7 +159,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ),
     ("--reshard", "reshard", None, "free gathered blocks between forward and backward (default: yes)"),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
-    ("--system", "system", str, "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"),
+    (
+        "--system",
+        "system",
+        str,
+        "fsdp_runtime, fsdp2, the same with torchao's float8 (_float8), ddp, deepspeed or one (no sharding)",
+    ),
     (
         "--block",
         "block",

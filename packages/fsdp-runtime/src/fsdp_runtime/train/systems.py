@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ragged_shard import distribute_like, is_cpu
 
-from .config import RunConfig
+from .config import FLOAT8, RunConfig
 from .errors import TrainError
 from .optimizers import declared_blocks
 
@@ -175,6 +175,53 @@ class Runtime(FullyShard):
         }
 
 
+class Float8(FullyShard):
+    """torchao's tensorwise float8 for the layers' linear modules, gathered in fp8. Emulated where a GPU has no FP8."""
+
+    def shard(self, model: nn.Module) -> None:
+        """Convert what can be, then shard."""
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        cuda = self.device.type == "cuda"
+        emulate = not cuda or torch.cuda.get_device_capability(self.device) < (8, 9)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+        for layer in wrap_order(model):
+            convert_to_float8_training(layer, config=config, module_filter_fn=_takes_float8)
+        super().shard(model)
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
+    ) -> Tensor:
+        """The same, then the scales of all weights by one all-reduce."""
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        norm = super().step(model, optimizer, step)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        return norm
+
+
+def _takes_float8(module: nn.Module, name: str) -> bool:
+    """Whether FP8 matrix products take the module: sizes in multiples of 16; no router of experts."""
+    return (
+        isinstance(module, nn.Linear)
+        and module.in_features % 16 == 0
+        and module.out_features % 16 == 0
+        and not name.endswith("router")
+    )
+
+
+class RuntimeFloat8(Float8, Runtime):
+    """fsdp_runtime and torchao's float8."""
+
+    name = "fsdp_runtime_float8"
+
+
+class FSDP2Float8(Float8, FSDP2):
+    """FSDP2 and torchao's float8."""
+
+    name = "fsdp2_float8"
+
+
 class DDP(System):
     """torch's DistributedDataParallel: not sharded."""
 
@@ -240,7 +287,9 @@ class DeepSpeed(System):
         return torch.as_tensor(float(norm if norm is not None else 0.0), device=self.device)
 
 
-_ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP2, DDP, DeepSpeed, System)}
+_ADAPTERS: dict[str, type[System]] = {
+    kind.name: kind for kind in (Runtime, FSDP2, RuntimeFloat8, FSDP2Float8, DDP, DeepSpeed, System)
+}
 
 
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
@@ -259,7 +308,9 @@ def not_installed(system: str) -> str | None:
     """Why a system cannot run here, or None."""
     if system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed)"
-    if system in ("ddp", "fsdp2") and not dist.is_available():
+    if system in FLOAT8 and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed (pip install --no-deps torchao)"
+    if system in ("ddp", "fsdp2", *FLOAT8) and not dist.is_available():
         return "this torch was built without torch.distributed"
     return None
 
