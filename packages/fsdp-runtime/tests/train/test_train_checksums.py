@@ -4,10 +4,10 @@ import random
 import shutil
 
 import pytest
-from train_helpers import text_folder, tiny, train, with_changes
+from train_helpers import newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.checkpoint import latest, newest_intact, read_about
+from fsdp_runtime.train.checkpoint import newest_intact, read_about
 from fsdp_runtime.train.checksums import find_damage
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.export import export
@@ -42,15 +42,15 @@ def flip(path, position):
 def test_a_flipped_bit_is_named_by_file_and_tensor_and_resume_takes_the_checkpoint_before(
     config, run, capsys
 ):
-    newest = latest(run)
-    file = newest / "__1_0.distcp"
+    last = newest(run)
+    file = last / "__1_0.distcp"
     flip(file, file.stat().st_size // 2)
     assert main(["verify", str(run)]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{newest}: __1_0.distcp: ")
+    assert first.startswith(f"{last}: __1_0.distcp: ")
     assert first.endswith(" damaged")
     assert first.count(", ") == 0  # one tensor
-    assert second.startswith(f"{newest.with_name('step-00000003')}: as written")
+    assert second.startswith(f"{last.with_name('step-00000003')}: as written")
     with pytest.raises(TrainError, match=r"step-00000006 is damaged: __1_0\.distcp"):
         export(str(run), None, "fp32")
     summaries = run_ranks(3, train, with_changes(config, resume=True, steps=8), run)  # one rank finds it
@@ -58,33 +58,33 @@ def test_a_flipped_bit_is_named_by_file_and_tensor_and_resume_takes_the_checkpoi
 
 
 def test_any_flip_cut_or_loss_of_any_file_is_found(original):
-    newest, draw = latest(original), random.Random(1)
-    assert find_damage(newest) == []
-    for path in sorted(newest.iterdir()):
+    last, draw = newest(original), random.Random(1)
+    assert find_damage(last) == []
+    for path in sorted(last.iterdir()):
         whole = path.read_bytes()
         for _ in range(12):
             flip(path, draw.randrange(len(whole)))
-            assert len(find_damage(newest)) == 1, path
+            assert len(find_damage(last)) == 1, path
             path.write_bytes(whole)
         for changed in (whole[:-1], whole + b"\0", b""):
             path.write_bytes(changed)
-            assert len(find_damage(newest)) == 1, path
+            assert len(find_damage(last)) == 1, path
         path.unlink()
-        (line,) = find_damage(newest)
+        (line,) = find_damage(last)
         assert line.startswith(f"{path.name}: missing")
         path.write_bytes(whole)
-    assert [find_damage(newest, share, 3) for share in range(3)] == [[], [], []]
+    assert [find_damage(last, share, 3) for share in range(3)] == [[], [], []]
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("run.json", "{}"), ("run.json", "[1]"), (".metadata", "rubbish")]
 )
 def test_a_checkpoint_without_sums_is_passed_over_if_it_cannot_be_read(run, name, text):
-    newest = latest(run)
-    for path in newest.glob("sums*.json"):
+    last = newest(run)
+    for path in last.glob("sums*.json"):
         path.unlink()
-    assert newest_intact(run) == (newest, [])
-    (newest / name).write_text(text)
+    assert newest_intact(run) == (last, [])
+    (last / name).write_text(text)
     found, (damage,) = newest_intact(run)
     assert found.name == "step-00000003"
     assert "step-00000006 is damaged: .metadata or run.json: " in damage
@@ -98,4 +98,4 @@ def test_where_no_checkpoint_is_intact_every_rank_says_so(config, run):
     assert len(set(messages)) == 1
     assert "step-00000006 is damaged: run.json: damaged; " in messages[0]
     with pytest.raises(TrainError, match=r"run\.json has no config"):
-        read_about(latest(run))
+        read_about(newest(run))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp_runtime.train import PRESETS, RunConfig, Trainer, TrainError
+from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import METRICS, read_metrics
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
@@ -84,6 +85,13 @@ def train_and_die(config, out, step):
         return False
 
     return train(config, out, stop)
+
+
+def newest(out):
+    """The newest complete checkpoint of a run that has one."""
+    found = latest(Path(out))
+    assert found is not None
+    return found
 
 
 def losses(out):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from . import checkpoint as ckpt
+from .agreement import check_data, check_model
 from .bad_numbers import BadNumbers
 from .batches import Batches
 from .config import RunConfig
@@ -81,9 +82,11 @@ class Trainer:
             )
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
+        check_data(self.data.identity)
         mesh = init_device_mesh(self.device.type, (self.world_size,)) if distributed else None
         self.system: System = make_system(config, self.device, mesh)
         self.model, self.optimizer = self._build()
+        check_model(self.model)
         self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0

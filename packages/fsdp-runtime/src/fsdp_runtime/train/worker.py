@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .agreement import check_options
 from .config import RunConfig
 from .errors import TrainError, lost_contact, one_line, say
 from .hardware import backends, own_device
@@ -38,6 +39,7 @@ def run_rank(
         with stop.handling():
             config.check(world_size)
             _init_process_group(config, rank, world_size, control)
+            check_options(config)
             with choose_folder(config) as folder:
                 out = folder.path
                 if control and rank == 0:
