@@ -31,7 +31,7 @@ def device_names(text: str) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
-            names = NAME.fullmatch(node.value)
+            names = NAME.fullmatch(node.value) is not None
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
             names = node.attr in KINDS
         elif isinstance(node, ast.ImportFrom):

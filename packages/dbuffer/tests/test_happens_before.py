@@ -18,9 +18,10 @@ NBYTES = 1 << 10
 
 
 @contextmanager
-def device():
-    with SimulatedDevice() as found, simulated_ranks(4, rank=1):
+def device(name="cpu"):
+    with SimulatedDevice(name) as found, simulated_ranks(4, rank=1):
         yield found
+    assert found.accesses > 0, "nothing was checked"
 
 
 def read(buffer):
@@ -107,7 +108,7 @@ def test_watched_memory_is_checked_after_it_was_filled_on_another_stream(monkeyp
 
 
 def test_offloaded_shards_are_page_locked_to_the_byte_and_gradients_reuse_their_pages():
-    with SimulatedDevice("cpu:0") as found, simulated_ranks(4, rank=1):
+    with device("cpu:0") as found:
         buffer = make("split", mesh=mesh_of(4), device="cpu:0", shard_device="cpu", pin_memory=True)
         needed = [segment.shard_size * 4 for segment in buffer.layout.segments]
         assert list(found.registered.values()) == needed

@@ -10,15 +10,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, mesh_of, peers_of, swap
+from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, peers_of, swap
 
 import dbuffer
-from dbuffer import DBuffer
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
 from dbuffer.transport.digest import digest
 from dbuffer.transport.sends import Sends, _tag
-from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
 BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
@@ -68,14 +66,19 @@ def again(buffer):
     return buffer if CAN_SWAP else build_large(alias=False, rows=4)
 
 
+def fill(buffer):
+    """Ones in the shard, twos in the gathered memory."""
+    buffer.shard[0].fill_(1.0)
+    buffer.materialize()
+    buffer.full[0].fill_(2.0)
+
+
 def waits_are_interrupted():
     buffer = build_large(alias=False, rows=4)
 
     def attack(number):
         nonlocal buffer
-        buffer.shard[0].fill_(1.0)
-        buffer.materialize()
-        buffer.full[0].fill_(2.0)
+        fill(buffer)
         handle = buffer.reduce_scatter(op="sum", accumulate=True)
         try:
             with interrupted_at(number):
@@ -103,9 +106,7 @@ def starts_are_interrupted():
 
     def attack(number):
         nonlocal buffer
-        buffer.shard[0].fill_(1.0)
-        buffer.materialize()
-        buffer.full[0].fill_(2.0)
+        fill(buffer)
         try:
             with interrupted_at(number):
                 buffer.all_gather()
@@ -181,29 +182,30 @@ def test_a_start_interrupted_before_it_begins_can_be_made_again():
     assert run_ranks(2, a_start_is_interrupted_before_it_begins) == [1.0, 0.0]
 
 
-def interrupt_after(seconds):
+def ring(seconds, error):
+    """Have a signal's handler raise after so many seconds."""
+
     def handler(number, frame):
-        raise Interrupted
+        raise error
 
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def a_wait_is_interrupted():
-    """Rank 0's wait is interrupted by a signal before rank 1 has started."""
-    layout = plan([TensorSpec("w", (1024, 1024))], 2)
-    buffer = DBuffer(layout, mesh_of(), dtype=torch.float32, transport="peer_memory", name="unit")
+def a_wait_is_interrupted(transport, error):
+    """Rank 0's wait is interrupted by a signal before rank 1 has started; rank 1 still gets its shard."""
+    buffer = build_large(transport=transport)
     buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
     buffer.all_gather().wait()  # connects
     buffer.zero_("full")
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        time.sleep(0.8)
         buffer.all_gather().wait()
     else:
         handle = buffer.all_gather()
-        interrupt_after(0.2)
-        with pytest.raises(Interrupted):
+        ring(0.2, error)
+        with pytest.raises(type(error), match=r"^from the handler$"):
             handle.wait()
         assert buffer.busy
         assert not handle.waited
@@ -215,36 +217,15 @@ def a_wait_is_interrupted():
 
 
 def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on():
-    assert run_ranks(2, a_wait_is_interrupted) == [True, True]
-
-
-def a_handler_raises_runtime_error(transport):
-    """As torch's DataLoader does where a worker dies. Rank 1 takes part later, and must get rank 0's shard."""
-    buffer = build_large(transport=transport)
-    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
-    buffer.all_gather().wait()  # connects
-    buffer.zero_("full")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(0.6)
-        buffer.all_gather().wait()
-    else:
-
-        def handler(*_):
-            raise RuntimeError("DataLoader worker is killed")
-
-        handle = buffer.all_gather()
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        assert error_of(handle.wait) == "DataLoader worker is killed"
-        assert buffer.busy
-        handle.wait()
-    return bool((buffer.views["w"] == 3).all())
+    found = run_ranks(2, a_wait_is_interrupted, "peer_memory", Interrupted("from the handler"))
+    assert found == [True, True]
 
 
 @BOTH
 def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(transport):
-    assert run_ranks(2, a_handler_raises_runtime_error, transport) == [True, True]
+    """As torch's DataLoader raises one where a worker dies."""
+    found = run_ranks(2, a_wait_is_interrupted, transport, RuntimeError("from the handler"))
+    assert found == [True, True]
 
 
 def interrupt_at_failure(frame, event, _):

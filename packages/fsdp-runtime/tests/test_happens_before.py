@@ -66,6 +66,7 @@ def device(completes="at once", device="cpu", ranks=4, rank=1):
     answers = COMPLETES[completes] or (lambda: chance.random() < 0.5)
     with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
         yield found
+    assert found.accesses > 0, "nothing was checked"
 
 
 def mesh_of(*shape):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ragged_shard import RaggedShard, StridedRaggedShard, is_cpu
+from ragged_shard import CPU, RaggedShard, StridedRaggedShard
 
 from . import _torch_compat as compat
 from ._errors import WrongCallError
@@ -86,10 +86,9 @@ class DataMesh:
     @cached_property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        kind = torch.device(self.mesh.device_type)
-        if is_cpu(kind):
-            return kind
-        return torch.device(kind.type, torch.accelerator.current_device_index())
+        if self.mesh.device_type == CPU.type:
+            return CPU
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
 def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:

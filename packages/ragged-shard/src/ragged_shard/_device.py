@@ -206,7 +206,7 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
     found = _layers.get(device)
     if found is not None:
         return found
-    if is_cpu(device):
+    if device.type == CPU.type:
         return _layers.setdefault(device, DeviceLayer(CPU))
     accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:

@@ -311,6 +311,18 @@ def _second_scale(
 
 
 @triton.jit
+def _tiles(table, row_of, TILES: tl.constexpr, TILE_COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
+    """This program's row, the stretch's rows and columns, tiles, which of them are there, tiles across, the class."""
+    program = tl.program_id(0)
+    row = table + tl.load(row_of + program) * 14
+    rows, columns = tl.load(row + 6).to(tl.int32), tl.multiple_of(tl.load(row + 7), VECTOR)
+    tile = (program - tl.load(row + 8).to(tl.int32)) * TILES + tl.arange(0, TILES)
+    there = tile < tl.load(row + 13).to(tl.int32)
+    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
+    return row, rows, columns, tile, there, across, tl.load(row + 9).to(tl.int32)
+
+
+@triton.jit
 def quantized_adamw(
     table, rates, counts, row_of, flag,
     first_values, first_base, first_limit, second_values, second_base, second_limit,
@@ -325,22 +337,14 @@ def quantized_adamw(
     SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
 ):  # fmt: skip
     """One AdamW step of TILES tiles. `table` and `rates` have the columns named above, `row_of` a row each program."""
-    program = tl.program_id(0)
-    row = table + tl.load(row_of + program) * 14
     skip = tl.load(flag)
-    rows, columns = tl.load(row + 6).to(tl.int32), tl.multiple_of(tl.load(row + 7), VECTOR)
-    tile = (program - tl.load(row + 8).to(tl.int32)) * TILES + tl.arange(0, TILES)
-    tiles, kind = tl.load(row + 13).to(tl.int32), tl.load(row + 9).to(tl.int32)
-    param, grad = tl.load(row), tl.load(row + 1)
-    first, second = tl.load(row + 2), tl.load(row + 3)
-    first_scales, second_scales = tl.load(row + 4), tl.load(row + 5)
+    row, rows, columns, tile, there, across, kind = _tiles(table, row_of, TILES, TILE_COLUMNS, VECTOR)
+    param, grad, first, second = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    first_scales = _at(tl.load(row + 4), tl.float32, 4) + tile
+    second_scales = _at(tl.load(row + 5), tl.float32, 4) + tile
     if skip != 0.0:
         return
     rate = rates + kind * 8
-    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
-    there = tile < tiles
-    first_scales = _at(first_scales, tl.float32, 4) + tile
-    second_scales = _at(second_scales, tl.float32, 4) + tile
     first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
     second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
     held = ()
@@ -406,22 +410,14 @@ def quantized_adamw_twice(
     SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
 ):  # fmt: skip
     """The same, in two passes over PIECES pieces of a tile that is too large for registers: scales first, then all."""
-    program = tl.program_id(0)
-    row = table + tl.load(row_of + program) * 14
     skip = tl.load(flag)
-    rows, columns = tl.load(row + 6).to(tl.int32), tl.multiple_of(tl.load(row + 7), VECTOR)
-    tile = (program - tl.load(row + 8).to(tl.int32)) * TILES + tl.arange(0, TILES)
-    tiles, kind = tl.load(row + 13).to(tl.int32), tl.load(row + 9).to(tl.int32)
-    param, grad = tl.load(row), tl.load(row + 1)
-    first, second = tl.load(row + 2), tl.load(row + 3)
-    first_scales, second_scales = tl.load(row + 4), tl.load(row + 5)
+    row, rows, columns, tile, there, across, kind = _tiles(table, row_of, TILES, TILE_COLUMNS, VECTOR)
+    param, grad, first, second = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    first_scales = _at(tl.load(row + 4), tl.float32, 4) + tile
+    second_scales = _at(tl.load(row + 5), tl.float32, 4) + tile
     if skip != 0.0:
         return
     rate = rates + kind * 8
-    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
-    there = tile < tiles
-    first_scales = _at(first_scales, tl.float32, 4) + tile
-    second_scales = _at(second_scales, tl.float32, 4) + tile
     first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
     second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
     first_largest = tl.zeros([TILES, ROW_SPAN, COLUMN_SPAN], tl.int32)

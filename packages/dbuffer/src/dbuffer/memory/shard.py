@@ -31,8 +31,10 @@ class ShardMemory:
     ) -> None:
         self._geometry = geometry
         self._dtype, self._device = dtype, device
-        sizes = [segment.shard_size for segment in geometry.layout.segments]
-        self._pinned = [PinnedMemory(pinned_for, size, dtype) for size in sizes] if pinned_for else None
+        self._pinned: list[PinnedMemory] = []  # one a segment, or none
+        if pinned_for is not None:
+            for segment in geometry.layout.segments:
+                self._pinned.append(PinnedMemory(pinned_for, segment.shard_size, dtype))
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
@@ -40,13 +42,15 @@ class ShardMemory:
 
     def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
         geometry = self._geometry
-        if self._pinned is None:
-            sizes = [segment.shard_size for segment in geometry.layout.segments]
-            flats = [make(size, dtype=self._dtype, device=self._device) for size in sizes]
-        else:
-            flats = [memory.zeros() if make is torch.zeros else memory.empty() for memory in self._pinned]
-        for flat in flats:
+        flats: list[torch.Tensor] = []
+        for index, segment in enumerate(geometry.layout.segments):
+            if self._pinned:
+                memory = self._pinned[index]
+                flat = memory.zeros() if make is torch.zeros else memory.empty()
+            else:
+                flat = make(segment.shard_size, dtype=self._dtype, device=self._device)
             check_aligned(flat.data_ptr())
+            flats.append(flat)
         views: dict[str, torch.Tensor] = {}
         for name, found in geometry.slices.items():
             flat = flats[found.segment]

@@ -5,23 +5,20 @@ square transpose exactly, so one plane of codes serves a matrix and its transpos
 is read back as bf16 is exact; fp32 scales use the range fully but round a second time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from . import blocks, codec
-from .blocks import Runs
 from .codec import Scratch
+from .formats import CodedBlocks
 from .noise import Noise
-from .tiles import TileGrid
 
 TOP = 448.0  # e4m3's largest number
 
 
 @dataclass(frozen=True)
-class BlockFP8:
+class BlockFP8(CodedBlocks):
     """e4m3 codes with one fp32 scale a tile.
 
     |value read back - value| <= max(|value| / 16, scale / 1024). A value within 4 % of fp32's largest may be read back
@@ -47,57 +44,15 @@ class BlockFP8:
         object.__setattr__(self, "tile", tile)
 
     @property
-    def shares_amax(self) -> bool:
-        """Whether a cut can go through a tile."""
-        return self.tile[0] > 1
-
-    @property
-    def needs_noise(self) -> bool:
-        """No: codes are rounded to nearest even."""
-        return False
-
-    def grid(self, shape: Sequence[int]) -> TileGrid:
-        """The tiles of a tensor."""
-        return TileGrid(tuple(shape), self.tile)
-
-    def code_bytes(self, columns: int) -> int:
-        """One byte an element."""
-        return columns
-
-    def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the largest magnitude of each tile, as `BlockFormat.amax`."""
-        blocks.check(self, runs, values=values, amax=out)
-        codec.write_amax(runs, values, out)
-
-    def quantize(
-        self,
-        runs: Runs,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        *,
-        amax: torch.Tensor | None = None,
-        noise: Noise | None = None,
-    ) -> None:
-        """Write codes and scales, as `BlockFormat.quantize`."""
-        given = {} if amax is None else {"amax": amax}
-        blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
-        blocks.check_quantize(self, runs, amax, noise)
-        codec.quantize(_E4M3(self.scale == "pow2"), runs, values, codes, scales, amax, noise)
-
-    def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write values, as `BlockFormat.dequantize`."""
-        blocks.check(self, runs, codes=codes, scales=scales, values=out)
-        codec.dequantize(_E4M3(self.scale == "pow2"), runs, codes, scales, out)
-
-    def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write sums over ranks, as `BlockFormat.sum`."""
-        blocks.check_ranks(self, runs, codes=codes, scales=scales, out=out)
-        codec.sum_ranks(_E4M3(self.scale == "pow2"), runs, codes, scales, out)
+    def coder(self) -> "E4M3":
+        """e4m3, to nearest even."""
+        return E4M3(self.scale == "pow2")
 
 
 @dataclass(frozen=True)
-class _E4M3:
+class E4M3:
+    """The coder of `BlockFP8`."""
+
     pow2: bool
     code = 0
     top = TOP

@@ -4,23 +4,20 @@ One byte an element and four a block: 1.0156 bytes an element with blocks of 256
 is the value, so that errors of many ranks and steps cancel.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from . import blocks, codec
-from .blocks import Runs
 from .codec import Scratch
+from .formats import CodedBlocks
 from .noise import Noise, random_bits
-from .tiles import TileGrid
 
 TOP = 127.0
 
 
 @dataclass(frozen=True)
-class BlockInt8:
+class BlockInt8(CodedBlocks):
     """Codes -127..127 with one fp32 scale for each `size` consecutive elements of a row.
 
     |value read back - value| <= block's amax / 254 to nearest (ties to even), amax / 127 stochastically.
@@ -50,57 +47,20 @@ class BlockInt8:
         return (1, self.size)
 
     @property
-    def shares_amax(self) -> bool:
-        """No: a cut between rows cuts no block."""
-        return False
-
-    @property
     def needs_noise(self) -> bool:
         """Whether codes are rounded stochastically."""
         return self.rounding == "stochastic"
 
-    def grid(self, shape: Sequence[int]) -> TileGrid:
-        """The blocks of a tensor."""
-        return TileGrid(tuple(shape), self.tile)
-
-    def code_bytes(self, columns: int) -> int:
-        """One byte an element."""
-        return columns
-
-    def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the largest magnitude of each block, as `BlockFormat.amax`."""
-        blocks.check(self, runs, values=values, amax=out)
-        codec.write_amax(runs, values, out)
-
-    def quantize(
-        self,
-        runs: Runs,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        *,
-        amax: torch.Tensor | None = None,
-        noise: Noise | None = None,
-    ) -> None:
-        """Write codes and scales, as `BlockFormat.quantize`."""
-        given = {} if amax is None else {"amax": amax}
-        blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
-        blocks.check_quantize(self, runs, amax, noise)
-        codec.quantize(_Int8(), runs, values, codes, scales, amax, noise)
-
-    def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write values, as `BlockFormat.dequantize`."""
-        blocks.check(self, runs, codes=codes, scales=scales, values=out)
-        codec.dequantize(_Int8(), runs, codes, scales, out)
-
-    def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write sums over ranks, as `BlockFormat.sum`."""
-        blocks.check_ranks(self, runs, codes=codes, scales=scales, out=out)
-        codec.sum_ranks(_Int8(), runs, codes, scales, out)
+    @property
+    def coder(self) -> "Int8":
+        """Integers."""
+        return Int8()
 
 
 @dataclass(frozen=True)
-class _Int8:
+class Int8:
+    """The coder of `BlockInt8`."""
+
     code = 1
     top = TOP
     pow2 = False

@@ -14,18 +14,18 @@ between rows leaves codes as they are.
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ragged_shard import has_triton
 
-from . import blocks, codec, launch
+from . import codec, launch
 from .blocks import Runs
 from .codec import Scratch
+from .formats import CodedBlocks
 from .noise import Noise
-from .tiles import Bands, RowRun, TileGrid
+from .tiles import Bands, RowRun
 
 GROUP = 256  # blocks that share an fp32 scale
 LEVELS = (
@@ -37,7 +37,7 @@ MIDDLES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
 
 
 @dataclass(frozen=True)
-class BlockNF4:
+class BlockNF4(CodedBlocks):
     """16 levels with an 8-bit scale for each `size` consecutive elements of a row, and an fp32 scale for 256 of those.
 
     |value read back - value| <= 0.152 block scales, half of the widest step; a block scale is at least the block's
@@ -61,43 +61,19 @@ class BlockNF4:
         """What shares an fp32 scale: one row of 256 blocks."""
         return (1, GROUP * self.size)
 
-    @property
-    def shares_amax(self) -> bool:
-        """No: a cut between rows cuts no group."""
-        return False
-
-    @property
-    def needs_noise(self) -> bool:
-        """No: codes are rounded to nearest."""
-        return False
-
-    def grid(self, shape: Sequence[int]) -> TileGrid:
-        """The groups of a tensor."""
-        return TileGrid(tuple(shape), self.tile)
-
     def code_bytes(self, columns: int) -> int:
         """Two codes a byte, then one byte a block."""
         return -(-columns // 2) + -(-columns // self.size)
 
-    def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the largest magnitude of each group, as `BlockFormat.amax`."""
-        blocks.check(self, runs, values=values, amax=out)
-        codec.write_amax(runs, values, out)
-
-    def quantize(
+    def _quantize(
         self,
         runs: Runs,
         values: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
-        *,
-        amax: torch.Tensor | None = None,
-        noise: Noise | None = None,
+        amax: torch.Tensor | None,
+        noise: Noise | None,
     ) -> None:
-        """Write codes and scales, as `BlockFormat.quantize`."""
-        given = {} if amax is None else {"amax": amax}
-        blocks.check(self, runs, values=values, codes=codes, scales=scales, **given)
-        blocks.check_quantize(self, runs, amax, noise)
         if amax is None:
             codec.write_amax(runs, values, scales)
             amax = scales
@@ -112,9 +88,7 @@ class BlockNF4:
                 )
             codec.tiles_of(scales, run).copy_(groups)
 
-    def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write values, as `BlockFormat.dequantize`."""
-        blocks.check(self, runs, codes=codes, scales=scales, values=out)
+    def _dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         if has_triton(out.device):
             launch.read_pairs(self.size, GROUP, _levels(out.device), runs, codes, scales, out)
             return
