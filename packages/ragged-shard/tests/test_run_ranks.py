@@ -109,7 +109,9 @@ def test_a_rank_that_dies_is_named_with_its_signal():
 def crash_in_a_native_thread():
     """Of gloo's, which Python does not know: it has no Python stack."""
     print("a warning", file=sys.stderr)
-    (victim, *_) = [int(task.name) for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    (victim, *_) = [
+        int(task.name) for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()
+    ]
     if dist.get_rank() == 0:
         ctypes.CDLL(None).syscall(234, os.getpid(), victim, signal.SIGSEGV)  # tgkill
         time.sleep(10)
