@@ -139,7 +139,9 @@ def memory(session: nox.Session) -> None:
     """Run dbuffer's and fsdp-runtime's tests so that writes into released memory are found; slow."""
     _prepare(session)
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    environment = {"DBUFFER_DEBUG_MEMORY": "1"}
+    # What is freed is unmapped at once from 8 KiB on, so that a late access is a fault.
+    tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
+    environment = {"DBUFFER_DEBUG_MEMORY": "1", "GLIBC_TUNABLES": tunables}
     if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's own checks need it from 2.34 on
         environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
     else:
@@ -147,6 +149,16 @@ def memory(session: nox.Session) -> None:
     tests = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
     slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
     session.run(*_pytest(session, *tests), *slow, env=environment)
+
+
+@nox.session
+def integrations(session: nox.Session) -> None:
+    """Run the tests that need packages of other projects: transformers, peft, torchao. They are skipped elsewhere."""
+    _prepare(session)
+    others = ("transformers>=5", "peft>=0.17", "accelerate>=1.10", "torchao>=0.18")
+    session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
+    tests = ("test_lora.py", "test_extensions_torchao.py", "train/test_train_float8.py", "parity/test_hf.py")
+    session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
 
 
 @nox.session
