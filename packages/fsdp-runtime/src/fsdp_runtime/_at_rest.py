@@ -7,7 +7,6 @@
 Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +41,18 @@ def is_at_rest(param: torch.Tensor) -> bool:
     return isinstance(param, RaggedDTensor) and isinstance(param.local, BlockQuantizedTensor)
 
 
-def check_taken_over(params: Iterable[ManagedParam[Any]], policy: QuantizationPolicy | None) -> None:
+def check_taken_over(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> None:
     """Raise ValueError, naming the parameter, where an outer unit keeps codes that the new unit does not go on with."""
-    for param in params:
-        held = param.example
-        if not isinstance(held, RaggedDTensor) or not isinstance(held.local, BlockQuantizedTensor):
-            continue
-        wanted = policy.at_rest if policy is not None and is_selected(param, policy) else None
-        if wanted != held.local.format:
-            raise ValueError(
-                f"quantize: parameter {param.name} is kept as codes of {held.local.format} by the unit around, and "
-                f"would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both the same "
-                "policy, or shard inner modules first"
-            )
+    held = param.example
+    if not isinstance(held, RaggedDTensor) or not isinstance(held.local, BlockQuantizedTensor):
+        return
+    wanted = policy.at_rest if policy is not None and is_selected(param, policy) else None
+    if wanted != held.local.format:
+        raise ValueError(
+            f"quantize: parameter {param.name} is kept as codes of {held.local.format} by the unit around, and "
+            f"would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both the same "
+            "policy, or shard inner modules first"
+        )
 
 
 def entries_of(sharded: torch.Tensor) -> Entries:

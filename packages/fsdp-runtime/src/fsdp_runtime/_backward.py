@@ -47,7 +47,8 @@ class Backward:
             grad = grad.detach()
         if param.other is not None:
             grad = compat.local_of_dtensor_grad(grad, param.other.placements)
-        grad = param.plain(grad)
+        if param.extension is not None:
+            grad = param.plain(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
         group = param.group

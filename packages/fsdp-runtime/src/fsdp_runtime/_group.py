@@ -82,26 +82,28 @@ class Group:
         While one has no memory, the sharded parameters stay where their values are, until `adopt`. Communicates for
         sharded ones that lie otherwise (see `ragged_shard.redistribute`).
         """
-        slices, on_meta = [], False
+        slices: list[torch.Tensor] = []
+        on_meta, at_rest = False, self.plan.at_rest
         for param, plan in zip(self.params, self.plan.params, strict=True):
-            slices.append(self._local_value(plan, param.plain(values[param.name])))
+            value = values[param.name]
+            if param.extension is not None:
+                value = param.plain(value)
+            if at_rest is not None and is_at_rest(value):  # values of these would be quantized twice
+                slices.append(quantized(self.plan, plan, value))
+            else:
+                slices.append(local_value(self.plan, plan, value))
             on_meta = on_meta or slices[-1].is_meta
         if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
                 kept = (
                     param.extended(local.clone())
-                    if self.plan.at_rest is None
+                    if at_rest is None
                     else quantized(self.plan, plan, values[param.name])
                 )
                 param.set_sharded(wrap_local(plan, kept))
             return
         self._allocate()
         self._bind(slices)
-
-    def _local_value(self, plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-        if self.plan.at_rest is not None and is_at_rest(value):  # values of these would be quantized twice
-            return quantized(self.plan, plan, value)
-        return local_value(self.plan, plan, value)
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -217,7 +219,8 @@ class Group:
             if value is not None:
                 with torch.no_grad():
                     local_views[param.name].copy_(value)
-            param.set_sharded(wrap_local(plan, param.extended(local_views[param.name])))
+            local = local_views[param.name]
+            param.set_sharded(wrap_local(plan, local if param.extension is None else param.extended(local)))
             if self.extended is None:
                 param.set_unsharded(views[param.name], self._make_hook)
         self._users_at_rest = buffer.count_users()
@@ -287,15 +290,18 @@ class Group:
         if self.extended is None and not self._gathered_versions:
             for param in self.params:
                 refuse_patched(param.name, local_of(param.sharded))
-        self._gathered_versions = self._versions(self.buffer)
+        if self.extended is None:
+            self._gathered_versions = compat.versions(self.buffer.shard)
+        else:
+            self._gathered_versions = self._versions_of_subclasses(self.buffer)
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
         assert self.buffer is not None
-        return self._versions(self.buffer) != self._gathered_versions
+        if self.extended is None:
+            return compat.versions(self.buffer.shard) != self._gathered_versions
+        return self._versions_of_subclasses(self.buffer) != self._gathered_versions
 
-    def _versions(self, buffer: DBuffer) -> list[int]:
-        versions = compat.versions(buffer.shard)
-        if self.extended is not None:  # writes through a tensor subclass count there
-            versions += compat.versions([local_of(param.sharded) for param in self.params])
-        return versions
+    def _versions_of_subclasses(self, buffer: DBuffer) -> list[int]:
+        """Writes through a tensor subclass count in the subclass."""
+        return compat.versions([*buffer.shard, *(local_of(param.sharded) for param in self.params)])

@@ -80,8 +80,10 @@ class ManagedParam(Generic[G]):
         self.requires_grad = original.requires_grad
         self.unsharded: nn.Parameter | None = None
         self._view: torch.Tensor | None = None
-        own = frozenset() if extension is None else extension.attributes
-        self._user_attributes = {key: value for key, value in original.__dict__.items() if key not in own}
+        self._user_attributes = dict(original.__dict__)
+        if extension is not None:
+            for key in extension.attributes:
+                self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
 

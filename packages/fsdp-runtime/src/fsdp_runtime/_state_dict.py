@@ -24,39 +24,26 @@ def attach(unit: Unit) -> None:
         for param in group.params:
             for place in param.places:
                 modules[place.module] = None
-    save, split, load = _before_save(unit), _after_save(unit), _before_load(unit)
+    save, split, load = _hooks(unit)
     for module in modules:
         module.register_state_dict_pre_hook(save)
         module.register_state_dict_post_hook(split)
         module.register_load_state_dict_pre_hook(load)
 
 
-def _before_save(unit: Unit) -> Any:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
+    """What a module calls before and after it saves, and before it loads."""
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.reshard()
 
-    return hook
-
-
-def _after_save(unit: Unit) -> Any:
-    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for param, attribute in _held_by(unit, module):
-            key = prefix + attribute
-            value = state_dict.get(key)
+            value = state_dict.get(prefix + attribute)
             if is_at_rest(param.sharded) and value is not None and value is not param.sharded:
-                del state_dict[key]
-                codes, scales = entries_of(param.sharded)
-                state_dict.update({key + CODES: codes, key + SCALES: scales})
-                for (
-                    name
-                ) in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
-                    vars(param.sharded).setdefault(name, "an entry of state dicts")
+                _split_entry(param, state_dict, prefix + attribute)
 
-    return hook
-
-
-def _before_load(unit: Unit) -> Any:
-    def hook(
+    def before_load(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         unit.reshard()
@@ -74,7 +61,16 @@ def _before_load(unit: Unit) -> Any:
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
             state_dict[prefix + attribute] = loaded
 
-    return hook
+    return before_save, after_save, before_load
+
+
+def _split_entry(param: Param, state_dict: dict[str, Any], key: str) -> None:
+    """Put its two entries in place of a parameter that is kept as codes."""
+    del state_dict[key]
+    codes, scales = entries_of(param.sharded)
+    state_dict.update({key + CODES: codes, key + SCALES: scales})
+    for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
+        vars(param.sharded).setdefault(name, "an entry of state dicts")
 
 
 def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:

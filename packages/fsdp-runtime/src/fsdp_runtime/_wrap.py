@@ -126,14 +126,17 @@ def fully_shard(
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize)
+    params = [one.param for one in found]
     if quantize is not None:
-        check_quantized([one.param for one in found], request, quantize)
-    check_taken_over([one.param for one in found], quantize)
+        check_quantized(params, request, quantize)
+    for one in found:
+        if one.outer is not None:
+            check_taken_over(one.param, quantize)
     unit = Unit(modules, request, options, neighbors, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
     values = {one.param.name: one.value for one in found}
-    unit.shard([one.param for one in found], values, around_others=around_others)
+    unit.shard(params, values, around_others=around_others)
     outer = _release_from_outer(found)
     for one in found:
         remember_original(one.original, one.param.name)

@@ -12,7 +12,7 @@ from ragged_shard import is_cpu
 
 from .bad_numbers import ON_NAN
 from .errors import TrainError
-from .hardware import DEVICES, is_missing, pick_device
+from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
@@ -98,8 +98,7 @@ class RunConfig:
             )
         if self.system == "deepspeed" and self.on_nan == "skip":
             raise TrainError("--on-nan skip: deepspeed decides itself about updates")
-        if is_missing(self.device):
-            raise TrainError(f"--device {self.device}: torch finds no {self.device.upper()} device here")
+        check_present(self.device)
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         check_division(self.batch, world_size, self.accumulate)
@@ -235,6 +234,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def run_config(options: argparse.Namespace) -> RunConfig:
     """The run that parsed options describe."""
     values = _given(options)
+    check_present(values.get("device", "auto"))
     values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
     sizes = _given_sizes(options)
     if sizes and options.hf_config:

@@ -107,6 +107,7 @@ def _conclude(config: RunConfig, runs: Runs, seeds: list[int], out: Path, ranks:
     )
     report = "\n".join([head, "", *lines, "", verdict, ""])
     print(report)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
     draw(runs, out / "convergence.png", head)
     print(f"table.md and convergence.png are in {out}")

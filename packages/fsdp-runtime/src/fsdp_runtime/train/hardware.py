@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ragged_shard import CPU, is_cpu
 
+from .errors import TrainError
+
 DEVICES = ("cpu", "cuda")  # that can be asked for; "auto" takes any accelerator
 # Dense bf16 peak by vendors' data sheets, FLOP/s; matched in this order against the device's name.
 PEAK_BF16: tuple[tuple[str, float], ...] = (
@@ -45,11 +47,6 @@ def pick_device(asked: str) -> torch.device:
     return CPU if found is None else torch.device(found.type)
 
 
-def is_missing(asked: str) -> bool:
-    """Whether a device was asked for that this machine does not have."""
-    return asked not in ("auto", CPU.type, pick_device("auto").type)
-
-
 def own_device(asked: str, local_rank: int) -> torch.device:
     """The device of this rank, made the current one."""
     kind = pick_device(asked)
@@ -71,6 +68,17 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in PEAK_BF16 if key in name), None)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether matrices of FP8 are multiplied as such: NVIDIA's from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def check_present(asked: str) -> None:
+    """Raise TrainError where a device was asked for that this machine does not have."""
+    if asked not in ("auto", CPU.type, pick_device("auto").type):
+        raise TrainError(f"--device {asked}: torch finds no {asked.upper()} device here")
 
 
 def memory_mb(device: torch.device) -> float:
