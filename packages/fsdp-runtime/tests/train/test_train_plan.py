@@ -32,9 +32,7 @@ def folder(tmp_path_factory):
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "quantize": "fp8", "reduce": "int8"}),
     ],
 )
-def test_the_measured_live_bytes_are_within_the_planned_bounds(
-    folder, tmp_path, world_size, changes
-):
+def test_the_measured_live_bytes_are_within_the_planned_bounds(folder, tmp_path, world_size, changes):
     config = tiny(folder, steps=6, measure=True, **changes)
     early, late = make_plan(config, 256, world_size).bounds  # how soon reductions end is the machine's to say
     measured = run_ranks(world_size, train, config, tmp_path)[0]["measured_peak"]
