@@ -1,6 +1,8 @@
 """Parameters that say themselves what is gathered: what FSDP2 cannot do, and what travels. The rest: conformance."""
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -57,9 +59,9 @@ class Scaled(Wrapper):
         return None
 
 
-def linears(*sizes):
+def linears(*sizes, bias=True):
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+    return nn.Sequential(*[nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)])
 
 
 def signs(weight):
@@ -306,3 +308,38 @@ def step_with(name):
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
 def test_block_optimizers_write_into_the_subclass(name):
     run_ranks(2, step_with, name)
+
+
+class Broken:
+    """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
+
+    name = "broken"
+    quiet, under_way = False, False
+
+    def all_gather(self, pairs, label):
+        self.sent = [weakref.ref(send.untyped_storage()) for _, send in pairs]
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise RuntimeError("a peer died")
+
+
+def failed():
+    broken = Broken()
+    model = fully_shard(extend(linears(8, 6, bias=False), Halved), transport=lambda _: broken)
+    with pytest.raises(RuntimeError, match="a peer died"):
+        model(torch.ones(2, 8))
+    first = broken.sent
+    with pytest.raises(RuntimeError, match="a peer died"):
+        model(torch.ones(2, 8))
+    del model
+    gc.collect()
+    assert first
+    assert all(one() is not None for one in first)
+
+
+def test_what_a_failed_gather_sent_is_kept_for_good():
+    run_ranks(2, failed)

@@ -12,7 +12,7 @@ from ._collectives import Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from .memory.geometry import Geometry, TensorSlice, geometry_of
-from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, shared_recycler
+from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
 from .memory.scratch import Scratch
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work, reduction_scratch_bytes
 from .wire import (
@@ -83,6 +83,7 @@ __all__ = [
     "empty_codes",
     "exchange_scratch_bytes",
     "geometry_of",
+    "hold_forever",
     "needs_amax",
     "prepare_gather",
     "prepare_reduction",

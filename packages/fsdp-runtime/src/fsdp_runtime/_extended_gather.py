@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dbuffer import DeviceLayer, Geometry, Recycler, Scratch
+from dbuffer import DeviceLayer, Geometry, Recycler, Scratch, hold_forever
 
 from ._extension import POST, PRE
 from ._mesh import DataMesh
@@ -300,7 +300,8 @@ class ExtendedGather:
                     self._layer.resize(storage, 0)
 
     def condemn(self) -> None:
-        """Never use the planes' memory again: a gather that failed may still write there."""
+        """Never use the planes' memory again: a gather that failed may still write there. Nor what peers may read."""
+        hold_forever([send for _, send in self._sent])
         for member in self._members:
             for plane in member.planes:
                 plane.memory.condemn()

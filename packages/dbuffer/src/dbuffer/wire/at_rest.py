@@ -16,16 +16,16 @@ from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
 from ..memory.shard import ShardMemory
-from .blocks import VALUES, BlockFormat
+from .blocks import BlockFormat
 from .form import Encoder, Pairs
 from .planes import CodePlanes
-from .quantized import BlockDecoder
+from .quantized import BlockDecoder, InBlocks
 from .quantized_tensor import BlockQuantizedTensor
 from .tiles import RowRun
 
 
 @dataclass(frozen=True)
-class BlocksAtRest:
+class BlocksAtRest(InBlocks):
     """The shard is codes and scales: `row_bytes` a rank, and as many travel. For weights that are not trained.
 
     Codes and scales are those of whole tensors, whatever the number of ranks. A tensor's slice is a
@@ -37,25 +37,6 @@ class BlocksAtRest:
     Raises:
         ValueError: the format rounds stochastically.
     """
-
-    format: BlockFormat
-
-    def __post_init__(self) -> None:
-        if self.format.needs_noise:
-            raise ValueError(
-                f"BlocksAtRest: {self.format} rounds stochastically; weights are rounded to nearest"
-            )
-
-    def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Bytes; of values in fp32, bf16 or fp16."""
-        for dtype in (shard, gathered):
-            if dtype not in VALUES:
-                raise ValueError(f"{dtype} cannot be quantized by {self.format}; expected fp32, bf16 or fp16")
-        return (torch.uint8,)
-
-    def row_bytes(self, geometry: Geometry) -> int:
-        """What each rank keeps, and gives to each other one, in bytes."""
-        return CodePlanes(geometry.layout, self.format).row_bytes
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """One that sends the shard as it is.

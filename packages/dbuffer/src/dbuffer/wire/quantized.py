@@ -24,28 +24,23 @@ from .planes import CodePlanes
 
 
 @dataclass(frozen=True)
-class BlocksOnWire:
-    """Codes travel, one byte an element or less, and a scale for each tile. Every rank computes with the same values.
-
-    Codes and scales are those of whole tensors, whatever the number of ranks. They are kept until the shard changes
-    (its version counter, or `DBuffer.forget_encoding`) and sent again as they are: `row_bytes` at rest.
+class InBlocks:
+    """What forms of codes have in common: values of one format of blocks, and as many bytes from each rank.
 
     Args:
         format: of the codes; one that rounds to nearest.
-        cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
-            `dbuffer.share_amax` finds the amax of the tiles that are cut.
+
+    Raises:
+        ValueError: the format rounds stochastically.
     """
 
     format: BlockFormat
-    cut: Literal["whole", "shared"] = "whole"
 
     def __post_init__(self) -> None:
         if self.format.needs_noise:
             raise ValueError(
-                f"BlocksOnWire: {self.format} rounds stochastically; weights are rounded to nearest"
+                f"{type(self).__name__}: {self.format} rounds stochastically; weights are rounded to nearest"
             )
-        if self.cut not in ("whole", "shared"):
-            raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
 
     def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
         """Bytes; of values in fp32, bf16 or fp16."""
@@ -57,6 +52,27 @@ class BlocksOnWire:
     def row_bytes(self, geometry: Geometry) -> int:
         """What each rank gives to each other one, in bytes."""
         return CodePlanes(geometry.layout, self.format).row_bytes
+
+
+@dataclass(frozen=True)
+class BlocksOnWire(InBlocks):
+    """Codes travel, one byte an element or less, and a scale for each tile. Every rank computes with the same values.
+
+    Codes and scales are those of whole tensors, whatever the number of ranks. They are kept until the shard changes
+    (its version counter, or `DBuffer.forget_encoding`) and sent again as they are: `row_bytes` at rest.
+
+    Args:
+        format: of the codes; one that rounds to nearest.
+        cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
+            `dbuffer.share_amax` finds the amax of the tiles that are cut.
+    """
+
+    cut: Literal["whole", "shared"] = "whole"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cut not in ("whole", "shared"):
+            raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """One that keeps its codes.

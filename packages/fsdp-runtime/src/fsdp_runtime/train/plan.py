@@ -31,7 +31,7 @@ from .memory import LiveBytes
 from .model import Transformer
 from .optimizers import make_optimizer, optimizer_spec
 from .systems import Runtime, wrap_order
-from .timeline import Buffers, Replay, record
+from .timeline import ENDS, Buffers, Replay, record
 from .trainer import MEASURED_STEP, losses_of, model_config
 
 _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
@@ -61,8 +61,8 @@ class MemoryPlan:
     buffers: int  # the most bytes of gathered buffers
     activations: int  # the most bytes of activations and temporaries
     pass_peaks: tuple[
-        int, int
-    ]  # the most of both, with gradients: reductions over as soon, and as late, as they may
+        int, int, int
+    ]  # the most of both, with gradients: reductions over at once, soon and late
     optimizer_step: int | None  # temporaries; None: not known
 
     @property
@@ -79,9 +79,11 @@ class MemoryPlan:
     def peak(self) -> int:
         """The most live bytes of a step, once the order of units is known (from the second step on).
 
-        Half-way between the bounds: where in the next unit's backward a reduction ends is a matter of the wire.
+        Half-way between reductions that end before the next unit's first gradient, and after its last: where in its
+        backward one ends is a matter of the wire.
         """
-        return sum(self.bounds) // 2
+        _, soon, late = self._peaks
+        return (soon + late) // 2
 
     @property
     def reserved(self) -> int:
@@ -93,10 +95,15 @@ class MemoryPlan:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The same if reductions end before the next unit's first gradient, and if after its last."""
+        """The same if reductions end at once, as on the last rank to begin, or after the next unit's last gradient."""
+        least, _, most = self._peaks
+        return least, most
+
+    @property
+    def _peaks(self) -> tuple[int, int, int]:
         update = self.gradients + (self.optimizer_step or 0)
-        early, late = (self.at_rest + max(most, update) for most in self.pass_peaks)
-        return early, late
+        at_once, soon, late = (self.at_rest + max(most, update) for most in self.pass_peaks)
+        return at_once, soon, late
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0) -> MemoryPlan:
@@ -151,12 +158,12 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     rows = config.batch // (world_size * config.accumulate)
     moments = record(build, wrap_order, run, rows, config.seq_len, device)
     buffers = [unit.buffers for unit in units]
-    early, late = (Replay(buffers, config.accumulate > 1, prompt).run(moments) for prompt in (True, False))
+    at_once, soon, late = (Replay(buffers, config.accumulate > 1, ends).run(moments) for ends in ENDS)
     return MemoryPlan(
         units=units,
         buffers=late.buffers_peak,
         activations=max(moment.live for moment in moments),
-        pass_peaks=(early.peak, late.peak),
+        pass_peaks=(at_once.peak, soon.peak, late.peak),
         optimizer_step=step,
     )
 
@@ -271,7 +278,7 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("gradients, when all are there", plan.gradients),
         ("gathered buffers, at most", plan.buffers),
         ("activations and temporaries, at most", plan.activations),
-        ("the last three together, at most", plan.pass_peaks[1]),
+        ("the last three together, at most", plan.pass_peaks[-1]),
         ("temporaries of the optimizer's step", plan.optimizer_step),
         ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
         ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),

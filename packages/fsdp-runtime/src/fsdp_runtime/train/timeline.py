@@ -10,7 +10,7 @@ a unit's first parameter), ``done`` (of the first layer's backward; those of oth
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch import nn
 from fsdp_runtime import fake_tensors
 
 from .memory import LiveBytes
+
+Reductions = Literal["at once", "soon", "late"]  # when they end: see `Replay`
+ENDS: tuple[Reductions, ...] = get_args(Reductions)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ class Replay:
     Args:
         units: the root first, then the layers in order.
         accumulated: gradients of an earlier microbatch are there from the beginning.
-        prompt: reductions are over when the next unit's first gradient comes; else when its last has come.
+        reductions: when they are over: "at once", when the next unit's first gradient comes ("soon"), or when its
+            last has come ("late").
 
     One unit is gathered ahead; one reduction is under way while the backward goes on.
 
@@ -167,9 +171,11 @@ class Replay:
         buffers_peak: the most bytes of gathered buffers.
     """
 
-    def __init__(self, units: list[Buffers], accumulated: bool = False, prompt: bool = False) -> None:
+    def __init__(
+        self, units: list[Buffers], accumulated: bool = False, reductions: Reductions = "late"
+    ) -> None:
         self.units = units
-        self._prompt = prompt
+        self._reductions = reductions
         self.peak = self.buffers_peak = 0
         self._pool = _Pool()
         self._gradients = sum(unit.gradients for unit in units) if accumulated else 0
@@ -231,8 +237,8 @@ class Replay:
         self._ahead(range(before - 1, 0, -1))
 
     def _gradient(self, unit: int) -> None:
-        if self._prompt:
-            self._land()
+        if self._reductions == "soon":
+            self._end_reduction()
         self._pool.lend(self.units[unit].reducing)
 
     def _done(self, unit: int) -> None:
@@ -246,14 +252,16 @@ class Replay:
     def _finish(self, unit: int) -> None:
         """A unit's backward is over: its parameters go, its gradients are reduced."""
         self._release(unit)
-        self._land()
+        self._end_reduction()
         self._received = self.units[unit].received
         self._flying = unit
         self._gradients += self.units[unit].gradients
         # The new shard is there while the gathered gradients still are.
         self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
+        if self._reductions == "at once":
+            self._end_reduction()
 
-    def _land(self) -> None:
+    def _end_reduction(self) -> None:
         """The reduction that was under way is over."""
         if self._flying is not None:
             self._pool.take_back(self.units[self._flying].reducing)
@@ -263,5 +271,5 @@ class Replay:
         self._finish_running()
         self._pool.trim()
         self._finish(0)
-        self._land()
+        self._end_reduction()
         self._pool.trim()
