@@ -328,8 +328,8 @@ class Broken:
 
 
 def failed():
-    broken = Broken()
-    model = fully_shard(extend(linears(8, 6, bias=False), Halved), transport=lambda _: broken)
+    broken: Any = Broken()
+    model: Any = fully_shard(extend(linears(8, 6, bias=False), Halved), transport=lambda _: broken)
     with pytest.raises(RuntimeError, match="a peer died"):
         model(torch.ones(2, 8))
     first = broken.sent
