@@ -192,74 +192,115 @@ def run(
         )
 
 
-@case(TP, "column-wise and row-wise layers, tp 2 x fsdp 2")
+@case(
+    TP,
+    "column-wise and row-wise layers, tp 2 x fsdp 2",
+    counts={"all_gather": 5, "all_reduce": 4, "reduce_scatter": 3},
+)
 def tp2(fsdp: Any) -> Outcome:
     return run(fsdp, layers_only)
 
 
-@case(TP, "the same, tp 4 x fsdp 1")
+@case(TP, "the same, tp 4 x fsdp 1", counts={"all_reduce": 4})
 def tp4(fsdp: Any) -> Outcome:
     return run(fsdp, layers_only, (1, 4))
 
 
-@case(TP, "the same, tp 1 x fsdp 4")
+@case(TP, "the same, tp 1 x fsdp 4", counts={"all_gather": 5, "reduce_scatter": 3})
 def tp1(fsdp: Any) -> Outcome:
     return run(fsdp, layers_only, (4, 1))
 
 
-@case(TP, "vocabulary-parallel embedding and head, tp 2 x fsdp 2")
+@case(
+    TP,
+    "vocabulary-parallel embedding and head, tp 2 x fsdp 2",
+    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+)
 def vocabulary2(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary)
 
 
-@case(TP, "vocabulary-parallel embedding and head, tied, tp 2 x fsdp 2")
+@case(
+    TP,
+    "vocabulary-parallel embedding and head, tied, tp 2 x fsdp 2",
+    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+)
 def vocabulary_tied(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary, build=lambda: Model(tied=True))
 
 
-@case(TP, "vocabulary-parallel embedding and head, tp 4 x fsdp 1")
+@case(TP, "vocabulary-parallel embedding and head, tp 4 x fsdp 1", counts={"all_reduce": 6, "all_gather": 1})
 def vocabulary4(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary, (1, 4))
 
 
-@case(TP, "sequence-parallel, tp 2 x fsdp 2")
+@case(TP, "sequence-parallel, tp 2 x fsdp 2", counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6})
 def sequence2(fsdp: Any) -> Outcome:
     return run(fsdp, sequence)
 
 
-@case(TP, "sequence-parallel, tp 4 x fsdp 1")
+@case(TP, "sequence-parallel, tp 4 x fsdp 1", counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 6})
 def sequence4(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, (1, 4))
 
 
-@case(TP, "loss-parallel, tp 2 x fsdp 2")
+@case(TP, "loss-parallel, tp 2 x fsdp 2", counts={"all_gather": 11, "reduce_scatter": 9, "all_reduce": 9})
 def loss2(fsdp: Any) -> Outcome:
     return run(fsdp, loss_too, context=loss_parallel)
 
 
-@case(TP, "sequence-parallel, replicate 2 x fsdp 1 x tp 2")
+@case(
+    TP,
+    "sequence-parallel, replicate 2 x fsdp 1 x tp 2",
+    counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 9},
+)
 def replicated_shards_of_one(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, (2, 1, 2))
 
 
-@case(TP, "sequence-parallel, replicate 1 x fsdp 2 x tp 2")
+@case(
+    TP,
+    "sequence-parallel, replicate 1 x fsdp 2 x tp 2",
+    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
+)
 def one_replica(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, (1, 2, 2))
 
 
-@case(TP, "vocabulary-parallel, replicate 2 x fsdp 2 x tp 1")
+@case(
+    TP,
+    "vocabulary-parallel, replicate 2 x fsdp 2 x tp 1",
+    counts={"all_gather": 5, "reduce_scatter": 3, "all_reduce": 3},
+)
 def replicated_tp1(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary, (2, 2, 1))
 
 
-@case(TP, "clipped to a norm, sequence-parallel, tp 2 x fsdp 2")
+@case(
+    TP,
+    "clipped to a norm, sequence-parallel, tp 2 x fsdp 2",
+    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 8},
+)
 def clipped(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, clip=0.5)
 
 
-@case(TP, "clipped to a norm, sequence-parallel, replicate 2 x fsdp 1 x tp 2")
+@case(
+    TP,
+    "clipped to a norm, sequence-parallel, replicate 2 x fsdp 1 x tp 2",
+    counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 10},
+)
 def clipped_replicas(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, (2, 1, 2), clip=0.5)
+
+
+@case(
+    TP,
+    "clipped to a norm, norms and biases on the data axis only, tp 2 x fsdp 2",
+    counts={"all_gather": 6, "all_reduce": 8, "reduce_scatter": 3},
+)
+def clipped_mixed(fsdp: Any) -> Outcome:
+    return run(fsdp, vocabulary, clip=0.5)
 
 
 def freeze(model: Any) -> None:
@@ -268,27 +309,50 @@ def freeze(model: Any) -> None:
     model.layers[1].mlp.requires_grad_(False)
 
 
-@case(TP, "frozen parameters that are cut, tp 2 x fsdp 2")
+@case(
+    TP,
+    "frozen parameters that are cut, tp 2 x fsdp 2",
+    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+)
 def frozen(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary, prepare=freeze)
 
 
-@case(TP, "a vocabulary of 25, which tp does not divide, tp 2 x fsdp 2")
+@case(
+    TP,
+    "a vocabulary of 25, which tp does not divide, tp 2 x fsdp 2",
+    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+)
 def uneven(fsdp: Any) -> Outcome:
     return run(fsdp, vocabulary, build=lambda: Model(vocabulary=25))
 
 
-@case(TP, "block policy rows(4)", only_ours=ONLY_OURS)
+@case(
+    TP,
+    "block policy rows(4)",
+    only_ours=ONLY_OURS,
+    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
+)
 def rows4(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, block=Rows(4))
 
 
-@case(TP, "block policy tiles(4, 4)", only_ours=ONLY_OURS)
+@case(
+    TP,
+    "block policy tiles(4, 4)",
+    only_ours=ONLY_OURS,
+    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
+)
 def tiles4(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, block=Tile(4, 4))
 
 
-@case(TP, "block policy whole", only_ours=ONLY_OURS)
+@case(
+    TP,
+    "block policy whole",
+    only_ours=ONLY_OURS,
+    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
+)
 def whole(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, block=Whole())
 
@@ -327,52 +391,106 @@ def matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
 
 
-@case(OPTIMIZERS, "Muon, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 3, "all_to_all": 2},
+)
 def muon(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02))
 
 
-@case(OPTIMIZERS, "Muon, tp 4 x fsdp 1", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon, tp 4 x fsdp 1",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 2, "all_to_all": 2},
+)
 def muon4(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (1, 4))
 
 
-@case(OPTIMIZERS, "Muon, tp 1 x fsdp 4", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon, tp 1 x fsdp 4",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 2, "all_to_all": 2},
+)
 def muon1(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (4, 1))
 
 
-@case(OPTIMIZERS, "Muon, replicate 2 x fsdp 1 x tp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon, replicate 2 x fsdp 1 x tp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 2, "all_to_all": 2},
+)
 def muon_replicas(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (2, 1, 2))
 
 
-@case(OPTIMIZERS, "Muon, its block policy, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon, its block policy, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 3, "all_to_all": 2},
+)
 def muon_whole(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), policy=Muon.block_policy())
 
 
-@case(OPTIMIZERS, "Muon and AdamW by `param_groups_for`, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Muon and AdamW by `param_groups_for`, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 3, "all_to_all": 2},
+)
 def mixed(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: param_groups_for(model, lr=0.02, verbose=False))
 
 
-@case(OPTIMIZERS, "Shampoo, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "Shampoo, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 4, "all_to_all": 4},
+)
 def shampoo(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: Shampoo(model.named_parameters(), max_preconditioner_dim=8))
 
 
-@case(OPTIMIZERS, "SOAP, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "SOAP, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 4, "all_to_all": 4},
+)
 def soap(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: SOAP(model.named_parameters(), max_preconditioner_dim=8))
 
 
-@case(OPTIMIZERS, "AdamW, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(OPTIMIZERS, "AdamW, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2, counts={"all_reduce": 2})
 def adamw(fsdp: Any) -> Outcome:
     return bits(fsdp, lambda model: AdamW(model.named_parameters(), lr=0.02))
 
 
-@case(OPTIMIZERS, "AdamW8bit of tiles, its block policy, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2)
+@case(
+    OPTIMIZERS,
+    "AdamW8bit of tiles, its block policy, tp 2 x fsdp 2",
+    bound=0.0,
+    only_ours=NOT_FSDP2,
+    counts={"all_reduce": 2},
+)
 def adamw8bit(fsdp: Any) -> Outcome:
     options: Mapping[str, Any] = {"block": Tile(4, 4), "min_8bit_numel": 1}
     policy = AdamW8bit.block_policy(**options)
