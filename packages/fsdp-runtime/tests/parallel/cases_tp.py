@@ -189,6 +189,7 @@ def run(
             batches=tokens_of,
             share=lambda whole: whole.chunk(data.size())[rank],
             clip=clip,
+            clip_with=getattr(fsdp, "clip_grad_norm_", None) if parallelize is vocabulary else None,
         )
 
 
