@@ -189,7 +189,6 @@ def run(
             batches=tokens_of,
             share=lambda whole: whole.chunk(data.size())[rank],
             clip=clip,
-            clip_with=getattr(fsdp, "clip_grad_norm_", None) if parallelize is vocabulary else None,
         )
 
 
@@ -293,15 +292,6 @@ def clipped(fsdp: Any) -> Outcome:
 )
 def clipped_replicas(fsdp: Any) -> Outcome:
     return run(fsdp, sequence, (2, 1, 2), clip=0.5)
-
-
-@case(
-    TP,
-    "clipped to a norm, norms and biases on the data axis only, tp 2 x fsdp 2",
-    counts={"all_gather": 6, "all_reduce": 8, "reduce_scatter": 3},
-)
-def clipped_mixed(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, clip=0.5)
 
 
 def freeze(model: Any) -> None:
