@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Run, same, world_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
+from runs import Run, same
 
 from block_optim import SOAP, Shampoo
 from ragged_shard.testing import record_collectives, run_ranks
@@ -120,19 +118,6 @@ def test_bytes_are_twice_what_owners_do_not_hold():
     """(8, 8) on 3 ranks: rows 0-3, 3-6, 6-8; strips 0-4, 4-8. One row each way for the first, two for the second."""
     found = run_ranks(3, collectives_of, "shampoo", "shard", {"shapes": ((8, 8),)}, {"grad_norm": 1.0})
     assert found[0][2] == 2 * (8 + 2 * 8) * 4
-
-
-def refusal(kind):
-    """What building an optimizer says of a parameter that is cut along its columns."""
-    value = torch_distribute(torch.zeros(4, 6), world_mesh(), [Shard(1)], src_data_rank=None)
-    with pytest.raises(
-        ValueError, match=r"head: placements \(Shard\(dim=1\),\) cut it other than along its rows"
-    ):
-        kind([("head", torch.nn.Parameter(value))])
-
-
-def test_a_cut_through_columns_is_refused_by_name_on_every_rank():
-    run_ranks(2, refusal, SOAP)
 
 
 def missing_and_bad(kind, layout):
