@@ -1,0 +1,91 @@
+"""Writes packages/fsdp-runtime/docs/PARALLEL.md: each case with this runtime and with FSDP2, in turns on the same ranks."""
+
+import platform
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from harness import RANKS, Case, Outcome, all_cases, run_case, worst_of
+
+from ragged_shard.testing import RankError, run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "PARALLEL.md"
+SHORT = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+HEAD = "| case | loss | gradients | clip norm | collectives of a step (rank 0) | bytes a rank sends |"
+
+
+def both(name: str, ask_fsdp2: bool) -> tuple[Outcome | str, Outcome | str | None]:
+    """On a rank: ours, then FSDP2."""
+    return run_case(name, "ours"), run_case(name, "fsdp2") if ask_fsdp2 else None
+
+
+def found_of(entry: Case) -> tuple[Outcome | str, Outcome | str]:
+    """What a case gives with ours and with FSDP2."""
+    try:
+        ranks = run_ranks(RANKS, both, entry.name, not entry.only_ours, timeout=300)
+    except RankError as error:
+        raise SystemExit(f"{entry.name}: {error}") from error
+    ours = worst_of([one for one, _ in ranks])
+    theirs = [other for _, other in ranks if other is not None]
+    return ours, worst_of(theirs) if theirs else entry.only_ours
+
+
+def cells(found: Outcome | str) -> list[str]:
+    """One implementation's five cells; of an error one, across."""
+    if isinstance(found, str):
+        return [found.replace("|", "/")[:160], "", "", "", ""]
+    norm = "not clipped" if found.norm is None else _distance(found.norm)
+    counts = ", ".join(
+        f"{count} {SHORT.get(kind, kind)}" for kind, count in sorted((found.counts or {}).items())
+    )
+    return [
+        _distance(found.loss),
+        _distance(found.gradients),
+        norm,
+        counts or "none",
+        f"{found.bytes_sent:,.0f}",
+    ]
+
+
+def _distance(value: float | str) -> str:
+    if isinstance(value, str):
+        return value.replace("|", "/")[:100]
+    return f"**{value:.0e}**" if not value <= 1e-4 else f"{value:.0e}"
+
+
+def main() -> None:
+    lines = [
+        "# With tensor, expert, pipeline and context parallelism, case by case",
+        "",
+        f"Each case trains on {RANKS} gloo ranks with this runtime and with FSDP2, in turns in the same process group; "
+        "the import is the only difference.",
+        "Loss, gradients (after clipping) and the norm are distances from one plain process, relative; what is further "
+        "than 1e-4 is bold.",
+        "Each case is also a test (`tests/parallel`), which holds ours to 1e-5 and to the exact number of collectives.",
+        "",
+        "Made by `python packages/fsdp-runtime/tests/parallel/make_table.py`; "
+        f"torch {torch.__version__}, {platform.machine()}.",
+    ]
+    section = ""
+    for entry in all_cases().values():
+        if entry.section != section:
+            section = entry.section
+            lines += ["", f"## {section}", "", HEAD, "| --- | --- | --- | --- | --- | --- |"]
+        ours, theirs = found_of(entry)
+        print(f"{entry.name}: {ours} / {theirs}", flush=True)
+        lines += [f"| {entry.text} | | | | | |"]
+        for name, found in (("ours", ours), ("FSDP2", theirs)):
+            lines.append(f"| {name} | {' | '.join(cells(found))} |")
+    PAGE.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

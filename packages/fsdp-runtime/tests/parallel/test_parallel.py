@@ -1,0 +1,33 @@
+"""Every case of parallelism gives the loss, gradients and norm of one process, with exactly the collectives it says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RANKS, all_cases, problems, run_cases, worst_of
+from make_table import PAGE
+
+from ragged_shard.testing import run_ranks
+
+CASES = all_cases()
+SECTIONS = list(dict.fromkeys(entry.section for entry in CASES.values()))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_cases_give_the_numbers_of_one_process(section: str) -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    names = [name for name, entry in CASES.items() if entry.section == section and version >= entry.since]
+    if not names:
+        pytest.skip(f"torch {torch.__version__} has not got what these need")
+    found = run_ranks(RANKS, run_cases, names, "ours", timeout=240)
+    assert not [
+        text for name in names for text in problems(CASES[name], worst_of([one[name] for one in found]))
+    ]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the page is in the source tree, not in a wheel")
+def test_every_case_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    assert not [name for name, entry in CASES.items() if f"| {entry.text} |" not in page], (
+        f"stale: run {Path(__file__).parent / 'make_table.py'}"
+    )
