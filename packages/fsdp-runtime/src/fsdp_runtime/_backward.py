@@ -62,8 +62,8 @@ class Backward:
         gradients.write(param.index, grad)
         del grad
         # Ranks that use different parameters must not reduce at different times.
-        options = unit.options
-        if last and group.plan.large and options.requires_gradient_sync and not options.reduce_unused:
+        options, differ = unit.options, unit.options.reduce_unused or unit.on_several_meshes
+        if last and group.plan.large and options.requires_gradient_sync and not differ:
             self.reduce(unit, [one for one in unit.groups if _is_complete(one)])
 
     def _is_last_of(self, group: Group, param: Param) -> bool:

@@ -62,12 +62,13 @@ def unit_memory(module: nn.Module) -> UnitMemory:
     gathered: list[int] = []
     reducing: list[int] = []
     decoding: list[int] = []
-    weights = gradients = given = codes = reduced = 0
+    weights = gradients = given = codes = reduced = laid_out = 0
     for group in unit.groups:
         plan = group.plan
         ranks, dtypes = plan.data.shard_size, plan.dtypes
         sizes = [segment.shard_size for segment in plan.layout.segments]
         shards += sizes
+        laid_out += ranks * sum(sizes)
         if plan.at_rest is None:
             weights += sum(sizes) * dtypes.kept.itemsize
             gradients += sum(sizes) * dtypes.kept.itemsize
@@ -95,7 +96,7 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         name=unit.name,
         parameters=elements,
         shards=tuple(shards),
-        padding=unit.data.shard_size * sum(shards) - elements,
+        padding=laid_out - elements,
         weights=weights,
         gradients=gradients,
         given=given,
@@ -104,19 +105,30 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         reduced=reduced,
         gathered=tuple(gathered),
         reducing=tuple(reducing),
-        scratch=_scratch(unit, sum(reducing)),
+        scratch=_scratch(unit),
         kept_after_forward=not unit.reshard_after_forward,
     )
 
 
-def _scratch(unit: Unit, reducing: int) -> int:
-    ranks = unit.data.shard_size
-    plans = [group.plan for group in unit.groups]
-    forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
-    encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
-    if encoded:
-        return exchange_scratch_bytes(encoded) if ranks > 1 else 0
-    return reduction_scratch_bytes(reducing, ranks) if is_cpu(unit.data.device) else 0
+def _scratch(unit: Unit) -> int:
+    """Of one reduction: one call for each mesh."""
+    total = 0
+    for data in unit.meshes:
+        plans = [
+            group.plan for group in unit.groups if group.plan.data is data and group.plan.at_rest is None
+        ]
+        forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
+        encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
+        if encoded:
+            total += exchange_scratch_bytes(encoded) if data.shard_size > 1 else 0
+        elif is_cpu(data.device):
+            reducing = sum(
+                data.shard_size * segment.shard_size * plan.dtypes.reduce.itemsize
+                for plan in plans
+                for segment in plan.layout.segments
+            )
+            total += reduction_scratch_bytes(reducing, data.shard_size)
+    return total
 
 
 def gathered_memory(module: nn.Module) -> RecyclerStats:

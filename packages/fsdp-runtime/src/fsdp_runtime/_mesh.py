@@ -22,9 +22,9 @@ _NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DataMesh:
-    """The data-parallel mesh of a unit.
+    """The data-parallel mesh of parameters of a unit. Equal to itself alone; `groups` says whether two are one.
 
     Attributes:
         mesh: of one dimension (shard) or two (replicate, shard).
@@ -51,6 +51,11 @@ class DataMesh:
         found = {"hybrid": axis == 1, "shard_size": size, "shard_rank": self.mesh.get_local_rank(axis)}
         for name, value in {**found, "num_replicas": self.mesh.size() // size}.items():
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """This rank's process group on each axis."""
+        return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
     @cached_property
     def simulated(self) -> bool:
@@ -117,7 +122,40 @@ def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
             f"fully_shard got the 2D mesh {mesh} without names; give init_device_mesh "
             'mesh_dim_names=("replicate", "shard"): HSDP cuts over the last dimension and copies over the first'
         )
+    _check_member(mesh)
     return DataMesh(mesh)
+
+
+def data_mesh_of(info: Any) -> DataMesh:
+    """The same for torch's FSDPMeshInfo and HSDPMeshInfo.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: as `data_mesh`, or other axes than the mesh's last to cut over and its first to copy over.
+    """
+    mesh = getattr(info, "mesh", None)
+    shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh_info is a {type(info).__name__}; expected torch's FSDPMeshInfo or HSDPMeshInfo"
+        )
+    if (shard, replicate) != (mesh.ndim - 1, None if mesh.ndim == 1 else 0):
+        raise ValueError(
+            f"mesh_info cuts over axis {shard} of {mesh} and copies over {replicate}; expected the only axis, or the "
+            "last of two and the first: pass the sub-mesh of these axes"
+        )
+    dims = getattr(info, "dp_mesh_dims", None)
+    if dims is None:
+        return data_mesh(mesh)
+    _check_member(mesh)
+    return DataMesh(mesh, info.spmd_mesh, _as_names(dims.shard) + _as_names(dims.replicate))
+
+
+def _check_member(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in {mesh}; only the ranks of a mesh may shard over it"
+        )
 
 
 def _named_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:

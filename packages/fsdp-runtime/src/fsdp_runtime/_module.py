@@ -214,7 +214,7 @@ class FSDPModule(fsdp.FSDPModule):
             ValueError: a stream with HSDP, where the hook runs on the reduction's.
         """
         unit = _unit(self)
-        if stream is not None and unit.data.hybrid:
+        if stream is not None and any(data.hybrid for data in unit.meshes):
             raise ValueError("set_all_reduce_hook: stream cannot be set with HSDP, whose own stream is used")
         _change_reduction(unit, hook=hook, hook_stream=stream)
 
@@ -310,7 +310,10 @@ class FSDPModule(fsdp.FSDPModule):
         Makes one process group for each set of ranks that parameters are cut over: all of them must call.
         """
         for unit in _units(self, recurse):
-            unit.configure(reduction_group=unit.data.reduction_group() if enable else None)
+            if enable:
+                for data in unit.meshes:
+                    data.reduction_group()
+            unit.configure(separate_reductions=enable)
 
     # -- what has no meaning here -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ragged_shard import RaggedDTensor
 
 from ._extension import Extension
-from ._mesh import OtherParallelism
+from ._mesh import DataMesh, OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
 # Makes what autograd calls with the unsharded parameter when its gradient is there.
@@ -46,6 +46,7 @@ class ManagedParam(Generic[G]):
         slots: the same, as the dictionaries that hold it and its key there.
         shape: of the plain tensor that this rank computes with.
         dtype: of the sharded parameter.
+        data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
         extension: how to take the tensor subclass apart that it is, or None.
         group, index: the group that it belongs to, and its number there; set by `join_group`.
@@ -64,6 +65,7 @@ class ManagedParam(Generic[G]):
         places: list[Place],
         original: torch.Tensor,
         shape: tuple[int, ...],
+        data: DataMesh,
         other: OtherParallelism | None,
         example: torch.Tensor,
         extension: Extension | None = None,
@@ -74,6 +76,7 @@ class ManagedParam(Generic[G]):
         for place in places:
             self.slots.append((place.module._parameters, place.attribute))
         self.shape = shape
+        self.data = data
         self.dtype = original.dtype
         self.other = other
         self.extension = extension

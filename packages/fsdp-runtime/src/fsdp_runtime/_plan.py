@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement
@@ -76,6 +77,7 @@ class GroupPlan:
         reduction: what gradients travel as; None: a reduce-scatter of their dtype.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
+        neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
     """
 
     data: DataMesh
@@ -89,6 +91,7 @@ class GroupPlan:
     layout: Layout
     geometry: Geometry
     params: tuple[ParamPlan, ...]
+    neighbors: dist.ProcessGroup | None
 
     @property
     def large(self) -> bool:
@@ -132,11 +135,12 @@ class Request:
     """What `fully_shard` was asked for, for all parameters of a unit.
 
     Attributes:
-        data: the mesh that cuts them.
+        data: the unit's mesh; a parameter may have another.
         precision, offload, blocks: the policies.
         transport: see `dbuffer.DBuffer`.
         planner: packs the tensors of a group.
         quantize: what travels quantized; None: nothing.
+        neighbors: among how many ranks parameters are kept after forward; None: all or nothing is kept.
     """
 
     data: DataMesh
@@ -146,6 +150,7 @@ class Request:
     transport: TransportChoice | None
     planner: Planner
     quantize: QuantizationPolicy | None
+    neighbors: int | None
 
 
 def check_quantized(
@@ -196,12 +201,12 @@ def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
-    """Plan where parameters of one dtype lie.
+    """Plan where parameters of one dtype and mesh lie. Makes process groups where neighbors were asked for.
 
     Raises:
         ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
     """
-    data, policy = request.data, request.quantize
+    data, policy = params[0].data, request.quantize
     dtypes = dtypes_for(params[0].dtype, request.precision)
     selected = policy is not None and is_selected(params[0], policy)
     shared = False
@@ -225,6 +230,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         layout=layout,
         geometry=geometry,
         params=tuple([_plan_param(param, data, geometry) for param in params]),
+        neighbors=None if request.neighbors is None else data.neighbors(request.neighbors),
     )
 
 
@@ -237,7 +243,7 @@ def _lay_out(
 
     def planned(rows: int) -> Layout:
         specs = [_spec(param, request.blocks, rows) for param in params]
-        return request.planner(specs, request.data.shard_size, align=align)
+        return request.planner(specs, params[0].data.shard_size, align=align)
 
     if weights is None or not weights.shares_amax:
         return planned(1), False
@@ -261,7 +267,7 @@ def _lay_out_apart(params: Sequence[ManagedParam[Any]], request: Request, dtypes
     Raises:
         ValueError: the planner lays one tensor out otherwise.
     """
-    align, ranks = max(8, _ALIGNMENT // dtypes.narrowest), request.data.shard_size
+    align, ranks = max(8, _ALIGNMENT // dtypes.narrowest), params[0].data.shard_size
     specs, segments = [], []
     for param in params:
         given = _spec(param, request.blocks, None)

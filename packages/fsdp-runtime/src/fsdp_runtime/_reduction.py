@@ -18,7 +18,7 @@ from dbuffer import Handle
 from ._grad_memory import GradientMemory
 from ._group import Group
 from ._labels import label
-from ._scaling import AllReduceHook, Scaling
+from ._scaling import Scaling
 from ._streams import Streams
 from ._unit import Param, Unit
 
@@ -48,7 +48,6 @@ class Reduction:
         self._options = unit.options.reduction
         self._unused = unit.options.reduce_unused
         self._streams = streams
-        self._hybrid = unit.data.hybrid
         self._event: Any = None
         self._used: list[list[Param]] = []
         self._scalings: list[Scaling] = []
@@ -82,8 +81,7 @@ class Reduction:
             for group, memory in zip(self.groups, self._memories, strict=True):
                 partial = group.plan.data.hybrid and not self._options.all_reduce
                 group.gradients.free(memory, partial=partial)
-            if self._options.hook is not None and not self._hybrid:
-                self._call_hook(self._options.hook)
+            self._call_hook(hybrid=False)
             self._event = layer.record()
         self.state = ReductionState.FREED
 
@@ -93,18 +91,28 @@ class Reduction:
             return
         self.free()
         self.state = ReductionState.REPLICATED
-        if not self._hybrid or not self._options.all_reduce:
+        replicated = self._on_mesh(hybrid=True)
+        if not replicated or not self._options.all_reduce:
             return
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self._unit_name):
-            for memory, how in zip(self._memories, self._scalings, strict=True):
+            for memory, how in replicated:
                 handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
                 self._handles.append(handle)
 
-    def _call_hook(self, hook: AllReduceHook) -> None:
+    def _on_mesh(self, *, hybrid: bool) -> list[tuple[GradientMemory, Scaling]]:
+        """Those of the groups on meshes with replicas, or without."""
+        found = zip(self.groups, self._memories, self._scalings, strict=True)
+        return [(memory, how) for group, memory, how in found if group.plan.data.hybrid is hybrid]
+
+    def _call_hook(self, *, hybrid: bool) -> None:
+        """Call the user's hook, if there is one, with the shards of the groups on meshes with replicas, or without."""
+        hook, reduced = self._options.hook, self._on_mesh(hybrid=hybrid)
+        if hook is None or not reduced:
+            return
         layer = self._streams.layer
         with layer.on(self._options.hook_stream):
-            for memory in self._memories:
+            for memory, _ in reduced:
                 for shard in memory.buffer.shard:
                     hook(shard)
             done = layer.record()
@@ -118,8 +126,7 @@ class Reduction:
             with layer.on(self._streams.reduce, ()):
                 for handle in self._handles:
                     handle.wait()
-                if self._options.hook is not None:
-                    self._call_hook(self._options.hook)
+                self._call_hook(hybrid=True)
                 self._event = layer.record()
         layer.wait(self._event)
         if self.groups[0].plan.offload is not None:

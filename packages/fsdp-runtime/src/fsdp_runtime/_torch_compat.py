@@ -5,8 +5,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
-recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, and whether
-torch.func transforms.
+recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
+torch.func transforms, and what `shard_placement_fn` may return.
 """
 
 import operator
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -28,6 +29,8 @@ T = TypeVar("T")
 _VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
+# A placement and the mesh that it is on; absent before 2.12.
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.

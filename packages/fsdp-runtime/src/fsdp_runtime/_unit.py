@@ -14,6 +14,7 @@ from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 
 from ._group import Group
 from ._labels import label
+from ._mesh import DataMesh
 from ._param import MakeHook, ManagedParam
 from ._plan import Request, children_of, is_selected, plan_group
 from ._scaling import ReduceOptions
@@ -44,7 +45,7 @@ class UnitState(enum.Enum):
 
 
 # Options that prepared collectives depend on.
-_OF_CALLS = {"gather_by", "reduce_by", "reduction_group"}
+_OF_CALLS = {"gather_by", "reduce_by", "separate_reductions"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class UnitOptions:
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
     gather_by: TransportChoice | None = None  # None: as `fully_shard` was asked
     reduce_by: TransportChoice | None = None
-    reduction_group: dist.ProcessGroup | None = None  # None: the mesh's own
+    separate_reductions: bool = False  # whether reductions have process groups of their own
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
 
@@ -90,12 +91,14 @@ class Unit:
     Attributes:
         modules: those passed to `fully_shard`.
         name: the first module's name in the root, for errors and profiles.
-        data, mp_policy: of `fully_shard`.
+        data: the mesh that `fully_shard` was given; parameters may have others.
+        mp_policy: of `fully_shard`.
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
         quantized: whether a policy says what of it travels quantized.
         groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
+        on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
     """
 
@@ -104,7 +107,6 @@ class Unit:
         modules: tuple[nn.Module, ...],
         request: Request,
         options: UnitOptions,
-        neighbors: dist.ProcessGroup | None,
         streams: Streams,
     ) -> None:
         self.modules = modules
@@ -115,10 +117,11 @@ class Unit:
         self.options = options
         self.groups: list[Group] = []
         self.around_others = False
+        self.on_several_meshes = False
         self.root = True
         self.quantized = request.quantize is not None
         self._request = request
-        self._neighbors = neighbors  # to gather from again after forward
+        self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
         self._streams = streams
         self._make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
@@ -143,7 +146,7 @@ class Unit:
     def configure(self, **changes: Any) -> None:
         """Change options; a reduction under way keeps those that it was launched with."""
         if changes.get("reshard_after_forward") is not None:
-            self._neighbors = None
+            self._keeps_slices = False
         self.options = replace(self.options, **changes)
         if changes.keys() & _OF_CALLS:
             self._forget_calls()
@@ -173,15 +176,17 @@ class Unit:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
         assert self._make_hook is not None
         self.around_others = around_others
+        self.on_several_meshes = len({param.data.groups for param in params}) > 1
         self.groups = []
         self._forget_calls()
-        kinds: dict[tuple[torch.dtype, bool, int, bool, bool], list[Param]] = {}
+        kinds: dict[tuple[Any, ...], list[Param]] = {}
         children = children_of(params) if around_others else {}
         policy = self._request.quantize
         for param in params:
             selected = policy is not None and is_selected(param, policy)
             extended = param.extension is not None
-            kind = (param.dtype, param.requires_grad, children.get(param.name, 0), selected, extended)
+            child = children.get(param.name, 0)
+            kind = (param.data.groups, param.dtype, param.requires_grad, child, selected, extended)
             kinds.setdefault(kind, []).append(param)
         for members in kinds.values():
             plan = plan_group(members, self._request)
@@ -237,6 +242,11 @@ class Unit:
     # -- sharded <-> unsharded --------------------------------------------------------------------------------------
 
     @property
+    def meshes(self) -> tuple[DataMesh, ...]:
+        """Those that its parameters are cut over, each once."""
+        return tuple(dict.fromkeys(group.plan.data for group in self.groups))
+
+    @property
     def at_rest(self) -> bool:
         """Whether it holds its shards and nothing more."""
         return self.state is UnitState.SHARDED and not self._shrunk
@@ -254,14 +264,16 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
-        absent = self._freed if self.state is UnitState.THINNED else self.groups
+        absent = self.groups
+        if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
+            absent = [group for group in self.groups if group in self._freed]
         with label("all_gather", self.name):
             for group in absent:
                 if group.buffer is None:
                     self.prepare()
                 group.remember_gather()
                 if group.plan.wire is not None and group.buffer is not None:
-                    group.buffer.keep_codes_for(None if self._shrunk else self._neighbors)
+                    group.buffer.keep_codes_for(None if self._shrunk else self._neighbors_of(group))
             self.state = UnitState.GATHERING
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
@@ -275,10 +287,10 @@ class Unit:
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
-        by_mesh: dict[int, list[dbuffer.DBuffer]] = {}
+        by_mesh: dict[DataMesh, list[dbuffer.DBuffer]] = {}
         for group in groups:
             assert group.buffer is not None
-            by_mesh.setdefault(id(group.plan.data.mesh), []).append(group.buffer)
+            by_mesh.setdefault(group.plan.data, []).append(group.buffer)
         transport = self.options.gather_by
         return [dbuffer.prepare_gather(buffers, transport=transport) for buffers in by_mesh.values()]
 
@@ -298,7 +310,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and free the gathered memory."""
-        self._leave(None)
+        self._leave(keep_slices=False)
         if self._shrunk:
             self._shrunk = False
             for group in self.groups:
@@ -307,9 +319,12 @@ class Unit:
 
     def reshard_for_backward(self) -> None:
         """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
-        self._leave(self._neighbors)
+        self._leave(keep_slices=True)
 
-    def _leave(self, neighbors: dist.ProcessGroup | None) -> None:
+    def _neighbors_of(self, group: Group) -> dist.ProcessGroup | None:
+        return group.plan.neighbors if self._keeps_slices else None
+
+    def _leave(self, *, keep_slices: bool) -> None:
         if self.state is UnitState.SHARDED:
             return
         for handle in self._handles:
@@ -319,6 +334,7 @@ class Unit:
         freed, self._freed = self._freed, []
         for group in self.groups:
             assert group.buffer is not None
+            neighbors = self._neighbors_of(group) if keep_slices else None
             if neighbors is not None and group not in freed:
                 group.buffer.shrink(neighbors)
                 self._shrunk = True
@@ -335,21 +351,27 @@ class Unit:
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def groups_to_reduce(self) -> list[Group]:
-        """Those whose gradients wait, and where unused parameters count, all that are trained."""
-        unused = self.options.reduce_unused
+        """Those whose gradients wait, and where unused parameters count, all that are trained.
+
+        On several meshes unused ones count as soon as one of the unit's gradients waits: experts without a token on
+        this rank have some on another.
+        """
+        waiting = [group for group in self.groups if group.gradients.written]
+        if not (self.options.reduce_unused or (waiting and self.on_several_meshes)):
+            return waiting
         return [
             group
             for group in self.groups
-            if group.gradients.written or (unused and any(p.sharded.requires_grad for p in group.params))
+            if group.gradients.written or any(p.sharded.requires_grad for p in group.params)
         ]
 
     def reductions_of(self, groups: list[Group], accumulate: list[bool]) -> list[tuple[ReduceScatter, bool]]:
         """The calls that reduce these groups, and whether each adds to the shard: one a mesh and way of scaling."""
         found: dict[tuple[Any, ...], list[Group]] = {}
         for group, add in zip(groups, accumulate, strict=True):
-            found.setdefault((id(group.plan.data.mesh), group.gradients.scaling, add), []).append(group)
+            found.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
         calls = []
-        for (_, how, add), members in found.items():
+        for (data, how, add), members in found.items():
             buffers = [group.gradients.memory.buffer for group in members]
             key = tuple(id(buffer.memory) for buffer in buffers)
             if key not in self._reductions:
@@ -359,7 +381,7 @@ class Unit:
                     op=how.op,
                     divide=how.divide,
                     transport=options.reduce_by,
-                    group=options.reduction_group,
+                    group=data.reduction_group() if options.separate_reductions else None,
                 )
             calls.append((self._reductions[key], add))
         return calls

@@ -1,15 +1,14 @@
 """`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
 
 from dbuffer import TransportChoice
 from layout_planner import plan
@@ -21,6 +20,7 @@ from ._at_rest import check_taken_over
 from ._errors import WrongCallError
 from ._extension import extension_of
 from ._mesh import DataMesh, data_mesh, take_apart
+from ._mesh_choice import PlacementFn, choose_meshes
 from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
 from ._module import FSDPModule, mix_in
 from ._param import ManagedParam, Place
@@ -41,7 +41,7 @@ class _Options(TypedDict, total=False):
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    shard_placement_fn: PlacementFn | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: Iterable[nn.Parameter] | None
@@ -65,7 +65,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -117,22 +117,19 @@ def fully_shard(
     for around in members_around(modules):
         around.unit.reshard()  # its unsharded parameters would be taken for plain ones
     managed, around_others = _managed_modules(modules)
-    found = _find_params(modules, managed, _checked_ignored(ignored_params), data)
-    if shard_placement_fn is not None:
-        _check_placements(found, shard_placement_fn)
+    found = _find_params(modules, managed, _checked_ignored(ignored_params), data, shard_placement_fn)
     if count is not None:
-        _check_no_extensions(found, count)
-    neighbors = None if count is None else data.neighbors(count)
+        _check_neighbors(found, count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
-    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize)
+    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
     params = [one.param for one in found]
     if quantize is not None:
         check_quantized(params, request, quantize)
     for one in found:
         if one.outer is not None:
             check_taken_over(one.param, quantize)
-    unit = Unit(modules, request, options, neighbors, streams)
+    unit = Unit(modules, request, options, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
     values = {one.param.name: one.value for one in found}
@@ -218,7 +215,7 @@ def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | Non
             "reshard_after_forward=1 means groups of one rank, which keep all parameters, like False"
         )
         return False, None
-    return True, None if value == data.shard_size else value
+    return True, value
 
 
 @dataclass
@@ -248,10 +245,14 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bo
 
 
 def _find_params(
-    modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter], data: DataMesh
+    modules: tuple[nn.Module, ...],
+    managed: set[nn.Module],
+    ignored: set[nn.Parameter],
+    data: DataMesh,
+    placement_fn: PlacementFn | None,
 ) -> list[_Found]:
-    places: dict[nn.Parameter, list[Place]] = {}
-    names: dict[nn.Parameter, str] = {}
+    places: dict[torch.Tensor, list[Place]] = {}
+    names: dict[torch.Tensor, str] = {}
     for number, top in enumerate(modules):
         for path, module in top.named_modules():
             if module not in managed:
@@ -262,10 +263,11 @@ def _find_params(
                 name = f"{path}.{attribute}" if path else attribute
                 names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
                 places.setdefault(param, []).append(Place(module, attribute))
-    return [_take(names[param], param, where, data) for param, where in places.items()]
+    meshes = choose_meshes(names, placement_fn, data)
+    return [_take(names[param], param, where, meshes[param]) for param, where in places.items()]
 
 
-def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -> _Found:
+def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
     elsewhere = original_name(param)
     if elsewhere is not None:
         raise ValueError(
@@ -281,18 +283,18 @@ def _take(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -
             "torch.view_as_real of it"
         )
     if type(param.data) is torch.Tensor:
-        taken: Param = ManagedParam(name, places, param, tuple(param.shape), None, param)
+        taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
         return _Found(taken, param, param, None)
     plain, other = take_apart(name, param, data)
     extension = None
     if compat.is_wrapper_subclass(plain):
         extension = extension_of(name, plain.data)
         plain = extension.unwrap(plain.data)
-    taken = ManagedParam(name, places, param, tuple(plain.shape), other, plain, extension)
+    taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, extension)
     return _Found(taken, param, plain, None)
 
 
-def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: DataMesh) -> _Found:
+def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
     owner = owner_of(param)
     if owner is None:
         raise ValueError(
@@ -305,8 +307,13 @@ def _take_from_outer(name: str, param: nn.Parameter, places: list[Place], data: 
             f"{name} is shared with a module outside ({managed.name!r} in {outer.unit.name}): tied parameters must be "
             "in one unit"
         )
+    if managed.data.groups != data.groups:
+        raise ValueError(
+            f"{name} was cut over {managed.data.mesh} by the unit around ({outer.unit.name}), and is to be cut over "
+            f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh"
+        )
     taken: Param = ManagedParam(
-        name, places, managed.sharded, managed.shape, managed.other, managed.example, managed.extension
+        name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.extension
     )
     return _Found(taken, managed.sharded, managed.sharded, outer)
 
@@ -325,21 +332,15 @@ def _release_from_outer(found: list[_Found]) -> list[Member]:
     return list(outers)
 
 
-def _check_placements(found: list[_Found], placement_fn: Callable[[nn.Parameter], Any]) -> None:
+def _check_neighbors(found: list[_Found], count: int) -> None:
     for one in found:
-        chosen = placement_fn(cast(nn.Parameter, one.original))
-        if chosen is None or chosen == Shard(0):
-            continue
-        raise ValueError(
-            f"shard_placement_fn gave {chosen} for {one.param.name}: parameters lie in one flat buffer and are cut "
-            "between blocks of rows, so that only None and Shard(0) have a meaning. Say with block_policy what must "
-            "stay whole; for another mesh shard those modules in a fully_shard call of their own"
-        )
-
-
-def _check_no_extensions(found: list[_Found], count: int) -> None:
-    for one in found:
-        if one.param.extension is not None:
+        size = one.param.data.shard_size
+        if size % count:
+            raise ValueError(
+                f"reshard_after_forward={count}: parameter {one.param.name} is cut over {size} ranks of a mesh of its "
+                f"own ({one.param.data.mesh}); pass a factor of each mesh's ranks, or a bool"
+            )
+        if one.param.extension is not None and count < size:
             raise NotImplementedError(
                 f"reshard_after_forward={count}: parameter {one.param.name} is a {one.param.extension.kind.__name__}, "
                 "which says itself what is gathered and cannot be kept among neighbors; use True or False"

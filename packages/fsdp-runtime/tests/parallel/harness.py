@@ -70,6 +70,7 @@ def case(
     bound: float = 1e-5,
     only_ours: str = "",
     since: tuple[int, int] = (2, 11),
+    name: str = "",
 ) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
     """Enter a case.
 
@@ -78,12 +79,13 @@ def case(
         bound: on every distance.
         only_ours: why FSDP2 is not asked.
         since: the torch that ours needs for it.
+        name: defaults to the function's.
     """
 
     def enter(fn: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
-        name = fn.__name__
-        assert name not in CASES, f"two cases called {name}"
-        CASES[name] = Case(name, section, text, fn, counts, bound, only_ours, since)
+        entered = name or fn.__name__
+        assert entered not in CASES, f"two cases called {entered}"
+        CASES[entered] = Case(entered, section, text, fn, counts, bound, only_ours, since)
         return fn
 
     return enter

@@ -1,4 +1,4 @@
-"""Writes packages/fsdp-runtime/docs/PARALLEL.md: each case with this runtime and with FSDP2, in turns on the same ranks."""
+"""Writes packages/fsdp-runtime/docs/PARALLEL.md: each case with this runtime and FSDP2, in turns on the same ranks."""
 
 import platform
 import sys

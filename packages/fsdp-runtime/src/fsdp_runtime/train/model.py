@@ -145,7 +145,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.top_k, E = config.top_k, config.num_experts
+        self.top_k = config.top_k
+        self.num_experts = E = config.num_experts
         self.router = nn.Linear(config.dim, E, bias=False)
         self.w_gate = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
         self.w_up = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
@@ -168,25 +169,31 @@ class MixtureOfExperts(nn.Module):
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU."""
-        if (
-            x_SD.is_cuda and x_SD.dtype == torch.bfloat16
-        ):  # one kernel for all experts, and no sync with the host
-            offsets_E = counts_E.cumsum(0).to(torch.int32)
-            gate_SF = F.grouped_mm(x_SD, self.w_gate.transpose(1, 2), offs=offsets_E)
-            up_SF = F.grouped_mm(x_SD, self.w_up.transpose(1, 2), offs=offsets_E)
-            return F.grouped_mm(F.silu(gate_SF) * up_SF, self.w_down.transpose(1, 2), offs=offsets_E)
-        parts = x_SD.split(self.split_sizes(counts_E, len(x_SD)))
-        # unbind: the backward of all slices of a stack is one stack, not a sum of E padded ones.
-        experts = zip(parts, self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
-        return torch.cat([F.silu(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
+        return swiglu_of_experts(x_SD, counts_E, self.w_gate, self.w_up, self.w_down)
 
-    def split_sizes(self, counts_E: Tensor, total: int) -> list[int]:
-        """How many pairs each expert gets, on the host. Where values do not exist (meta), an even split."""
-        if counts_E.is_meta or type(counts_E).__name__ == "FakeTensor":
-            E = len(counts_E)
-            return [total // E + (e < total % E) for e in range(E)]
-        sizes: list[int] = counts_E.tolist()
-        return sizes
+
+def swiglu_of_experts(
+    x_SD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """Rows sorted by expert, `counts_E` of each, through their expert's SwiGLU. An expert may get none."""
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:  # one kernel for all experts, and no sync with the host
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        gate_SF = F.grouped_mm(x_SD, gate_EFD.transpose(1, 2), offs=offsets_E)
+        up_SF = F.grouped_mm(x_SD, up_EFD.transpose(1, 2), offs=offsets_E)
+        return F.grouped_mm(F.silu(gate_SF) * up_SF, down_EDF.transpose(1, 2), offs=offsets_E)
+    parts = x_SD.split(_split_sizes(counts_E, len(x_SD)))
+    # unbind: the backward of all slices of a stack is one stack, not a sum of E padded ones.
+    experts = zip(parts, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
+    return torch.cat([F.silu(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
+
+
+def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
+    """How many rows each expert gets, on the host. Where values do not exist (meta), an even split."""
+    if counts_E.is_meta or type(counts_E).__name__ == "FakeTensor":
+        E = len(counts_E)
+        return [total // E + (e < total % E) for e in range(E)]
+    sizes: list[int] = counts_E.tolist()
+    return sizes
 
 
 def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
