@@ -7,7 +7,7 @@ import pytest
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
 from block_optim.core.holding import Holding
 from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
-from block_optim.muon.matrices import Matrix, holders, matrices_of
+from block_optim.muon.matrices import Matrix, matrices_of
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -106,9 +106,9 @@ def llama_8b(num_ranks):
     found = []
     for i, (rows, columns) in enumerate(shapes * 32):
         (matrix,) = matrices_of("w", (rows, columns), "auto")
-        holding = Holding(None, None, 0, even_cuts(rows * columns, num_ranks))
+        holding = Holding.of_runs(even_cuts(rows * columns, num_ranks))
         flops = 5 * min(rows, columns) ** 2 * (4 * max(rows, columns) + 2 * min(rows, columns))
-        found.append(AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holders(matrix, holding), flops))
+        found.append(AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(*matrix.ranges), flops))
     return found
 
 
@@ -134,8 +134,8 @@ def test_an_assignment_is_a_value_and_its_fingerprint_tells_others_apart():
 
 def test_an_assignment_prints_owner_bytes_flops_and_imbalance():
     matrix = Matrix(4, 6, ((0, 24),))
-    holding = Holding(None, None, 0, (0, 18, 24))
-    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holders(matrix, holding), 2000)]
+    holding = Holding.of_runs((0, 18, 24))
+    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(*matrix.ranges), 2000)]
     text = str(Assignment((assign_domain(matrices, 2, 100),)))
     assert text.splitlines() == [
         "Muon assignment",
@@ -197,12 +197,12 @@ def test_interleaved_rows_are_gathered_group_by_group():
 def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
     cuts = [0, *sorted(cuts), 72]
     for matrix in matrices_of("w", (12, 6), how):
-        holding = Holding(None, None, 0, tuple(cuts))
+        holding = Holding.of_runs(cuts)
         seen = []
         for rank in range(len(cuts) - 1):
-            pieces = matrix.pieces(cuts[rank], cuts[rank + 1])
-            seen += [(offset, cuts[rank] + low, length) for offset, low, length in pieces]
-            assert dict(holders(matrix, holding)).get(rank, 0) == sum(n for _, _, n in pieces)
+            pieces = matrix.pieces(holding, rank)
+            seen += [(p.first, cuts[rank] + p.local, p.numel) for p in pieces]
+            assert dict(holding.holders(*matrix.ranges)).get(rank, 0) == sum(p.numel for p in pieces)
         elements = [e for first, length in matrix.runs for e in range(first, first + length)]
         for offset, first, length in seen:
             assert elements[offset : offset + length] == list(range(first, first + length))

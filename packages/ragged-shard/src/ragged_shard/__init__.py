@@ -9,6 +9,7 @@ from ragged_shard import _tensor
 from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._device import CPU, DeviceLayer, device_layer, has_triton, is_cpu, use_device_layer
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
+from ragged_shard._geometry import held_boxes
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._pinned import PinnedMemory
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
@@ -36,6 +37,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "has_triton",
+    "held_boxes",
     "is_cpu",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

@@ -176,6 +176,33 @@ def region(
     return Region(box, len(placement.dims), start, stop, True)
 
 
+def held_boxes(
+    shape: Iterable[int], mesh_shape: Iterable[int], placements: Iterable[Placement], coordinate: Iterable[int]
+) -> tuple[tuple[Ints, Ints], ...]:
+    """What the rank at a mesh coordinate holds of a tensor: (offsets, sizes) of boxes, none empty.
+
+    In the order of the local tensor, in which each box is one row-major run. Communicates nothing.
+
+    Args:
+        shape: of the full tensor.
+        mesh_shape: ranks along each mesh axis.
+        placements: one for each mesh axis: Replicate, Shard, RaggedShard and StridedRaggedShard.
+        coordinate: the rank's on each mesh axis.
+
+    Raises:
+        ValueError: a placement of another kind.
+    """
+    shape, mesh_shape, coordinate = tuple(shape), tuple(mesh_shape), tuple(coordinate)
+    placements = normalize(placements, len(shape))
+    for placement in placements:
+        if type(placement) not in (Shard, Replicate) and not isinstance(placement, RaggedShard):
+            raise ValueError(
+                f"{placement!r}: expected Replicate, Shard, RaggedShard or StridedRaggedShard; redistribute the tensor"
+            )
+    held = region(placements, ragged_axis(placements), mesh_shape, shape, coordinate)
+    return tuple((box.offsets, box.sizes) for box in held.boxes() if box.numel)
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """What one rank holds of a base tensor along one mesh axis.

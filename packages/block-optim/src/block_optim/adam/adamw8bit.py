@@ -184,11 +184,6 @@ def _check_quantizable(param: Param) -> None:
         raise ValueError(
             f"{param.name}: 8-bit states are for fp32, bf16 and fp16 parameters, not {param.dtype}"
         )
-    if param.start is None:
-        raise ValueError(
-            f"{param.name}: with placements {param.placements} what a rank holds is not one run of the tensor, so "
-            "blocks are cut; keep its states in fp32 with quantize=False in its group"
-        )
     if not param.local.is_contiguous():
         raise ValueError(
             f"{param.name}: 8-bit states need a contiguous parameter, its stride is {param.local.stride()}"

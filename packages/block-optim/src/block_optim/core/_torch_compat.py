@@ -7,10 +7,12 @@ under a distributed one (`_local_tensor`, without the view that `to_local()` cos
 `Optimizer.load_state_dict` runs.
 """
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
@@ -46,6 +48,25 @@ def _inside(tensor: Any) -> torch.Tensor:
     ]
     found: torch.Tensor = same[0] if len(same) == 1 else tensor
     return found
+
+
+def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+    """A process group of these global ranks in this very order. All of them must ask, at the same time.
+
+    Raises:
+        NotImplementedError: ranks that do not ascend, in a release of torch that sorts them.
+    """
+    options = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
+    if options and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise NotImplementedError(
+            f"a process group of ranks {list(ranks)} in this order needs torch.distributed.new_group(sort_ranks=), which "
+            f"torch {torch.__version__} does not have; use a newer torch, or AdamW or Muon for parameters that tensor "
+            "parallelism cuts along their rows"
+        )
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=True, group_desc=description, **options
+    )
+    return group
 
 
 def load_pre_hooks(optimizer: Any) -> Iterable[Any]:

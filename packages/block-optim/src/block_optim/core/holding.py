@@ -1,21 +1,25 @@
 """Which rank holds which elements of a tensor. All other modules ask here; only this one reads placements.
 
-    placements                               cut along          ranks of the other axes
-    ---------------------------------------  -----------------  ---------------------------------------------
-    none (a plain tensor), all Replicate     nothing            hold the same
-    (RaggedShard,)  (Shard(0),)              that axis
-    (Replicate, RaggedShard or Shard(0))     the second axis    hold the same (HSDP)
-    (Shard(0), RaggedShard or Shard(0))      the second axis    hold other rows (expert parallelism)
-    (StridedRaggedShard, Shard(0))           the first axis     hold other rows
+    placements                               ranks that a Holding spans
+    ---------------------------------------  ----------------------------------------------------------------------
+    none (a plain tensor), all Replicate     one: each rank holds all of it
+    RaggedShard, StridedRaggedShard, Shard   those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
+                                             expert parallelism: their product), but for axes that leave what must be
+                                             seen as a whole on one of their ranks, such as those of experts
+    Replicate on some axes (HSDP)            those axes are left out: their ranks hold the same
 
-A mesh axis of size 1 cuts nothing, whatever its placement. Other placements do not leave a rank one run of the
-flattened tensor per axis; `holding_of` refuses them. Nothing here communicates.
+A mesh axis of size 1 cuts nothing, whatever its placement. Other placements are refused. Asking for the process group
+of several axes makes one, the first time; else nothing here communicates.
 """
 
+import itertools
 import math
-from bisect import bisect_right
+import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,72 +27,124 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of
-from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, new_ordered_group
+from block_optim.core.pieces import Piece, flat_offset, pieces_of, run
+from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
 
 Range = tuple[int, int]  # elements [start, stop)
+
+# For a process group of one axis: meshes of that and other axes, by their ranks. Kept as long as that group is.
+_JOINT: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Rank r of a mesh axis holds elements [cuts[r], cuts[r + 1]) of the flattened tensor.
+    """Which of some ranks holds what of a tensor.
 
     Attributes:
         mesh: the tensor's mesh; None for a plain tensor.
-        axis: the mesh axis that cuts the tensor into runs; None where each rank holds all of it.
-        rank: this rank's coordinate on the axis.
-        cuts: ascending, one more than the axis has ranks. They span less than the tensor where a `Shard(0)` on
-            another axis leaves the rest to other ranks.
+        axes: the mesh axes whose ranks these are; none where each rank holds all of it.
+        ranks: their global ranks, in the order of everything here; () where there are no axes.
+        rank: this rank's place among them.
+        held: what each of them holds. They hold less than the tensor where an axis that is left out cuts it, too.
     """
 
     mesh: DeviceMesh | None
-    axis: int | None
+    axes: tuple[int, ...]
+    ranks: tuple[int, ...]
     rank: int
-    cuts: tuple[int, ...]
+    held: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def of_runs(cls, cuts: Sequence[int]) -> "Holding":
+        """Of no mesh: rank r of some holds elements [cuts[r], cuts[r + 1]), and this is rank 0."""
+        return cls(None, (), (), 0, tuple(run(a, b) for a, b in itertools.pairwise(cuts)))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the axis."""
-        return None if self.mesh is None or self.axis is None else self.mesh.get_group(self.axis)
+        """The process group of the ranks, in their order. Makes it where it is not that of one axis."""
+        if self.mesh is None or not self.axes:
+            return None
+        return self.mesh.get_group(self.axes[0]) if len(self.axes) == 1 else self._joint_mesh().get_group()
+
+    def _joint_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        known = _JOINT.setdefault(self.mesh.get_group(self.axes[0]), {})
+        if self.ranks not in known:
+            known[self.ranks] = DeviceMesh.from_group(
+                new_ordered_group(self.ranks, "optimizer"), self.mesh.device_type
+            )
+        return known[self.ranks]
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on the axis."""
-        return len(self.cuts) - 1
+        """How many ranks there are."""
+        return len(self.held)
 
     @property
-    def own(self) -> Range:
-        """The elements that this rank holds."""
-        return self.cuts[self.rank], self.cuts[self.rank + 1]
+    def own(self) -> tuple[Piece, ...]:
+        """What this rank holds."""
+        return self.held[self.rank]
 
-    def touching(self, start: int, stop: int) -> list[int]:
-        """The ranks between whose cuts elements [start, stop) lie, in order; some may hold nothing of them."""
-        rank = max(bisect_right(self.cuts, start) - 1, 0)
-        found = []
-        while rank < self.num_ranks and self.cuts[rank] < stop:
-            found.append(rank)
-            rank += 1
-        return found
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return sum(piece.numel for piece in self.own)
 
-    def held(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """(rank, elements) of each rank that holds some of elements [start, stop)."""
+    @cached_property
+    def _bounds(self) -> tuple[list[int], list[int]]:
+        """For each rank: where what it and the ranks before it hold ends, and where what is held from it on begins."""
+        ends = accumulate((max((p.stop for p in held), default=0) for held in self.held), max)
+        largest = max((p.stop for held in self.held for p in held), default=0)
+        firsts = [min((p.first for p in held), default=largest) for held in self.held]
+        return list(ends), list(accumulate(reversed(firsts), min))[::-1]
+
+    def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
+        """What a rank holds of elements [start, stop), in the order of its local memory."""
+        return [part for piece in self.held[rank] for part in piece.within(start, stop)]
+
+    def holders(self, *ranges: Range) -> tuple[tuple[int, int], ...]:
+        """(rank, elements) of each rank that holds some of the ranges of elements [start, stop), in their order."""
+        ends, firsts = self._bounds
+        first = bisect_right(ends, min(start for start, _ in ranges))
+        last = bisect_left(firsts, max(stop for _, stop in ranges))
         sizes = (
-            (rank, min(self.cuts[rank + 1], stop) - max(self.cuts[rank], start))
-            for rank in self.touching(start, stop)
+            (rank, sum(p.numel for start, stop in ranges for p in self.pieces(rank, start, stop)))
+            for rank in range(first, last)
         )
-        return tuple((rank, size) for rank, size in sizes if size > 0)
+        return tuple((rank, size) for rank, size in sizes if size)
+
+    def in_order(self) -> "Holding":
+        """The same, with the ranks in the order of the first element that they hold."""
+        if len(self.axes) < 2:
+            return self
+        end = max((piece.stop for held in self.held for piece in held), default=0)
+        order = sorted(
+            range(self.num_ranks), key=lambda r: min((piece.first for piece in self.held[r]), default=end)
+        )
+        return replace(
+            self,
+            ranks=tuple(self.ranks[r] for r in order),
+            rank=order.index(self.rank),
+            held=tuple(self.held[r] for r in order),
+        )
 
     def state(self, local: torch.Tensor, shape: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A tensor of this shape, flattened and cut along the same axis so that rank r holds `lengths[r]` elements.
+        """A tensor of this shape, flattened and cut over the ranks, so that rank r holds `lengths[r]` elements.
 
         Shares the memory of `local`, which is this rank's run.
         """
         if self.mesh is None:
             return local
+        ragged = RaggedShard(tuple(range(len(shape))), lengths) if self.axes else Replicate()
+        if len(self.axes) > 1:
+            return wrap_local(local, self._joint_mesh(), [ragged], shape, ragged=True)
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
-        if self.axis is not None:
-            placements[self.axis] = RaggedShard(tuple(range(len(shape))), lengths)
-        return wrap_local(local, self.mesh, placements, shape, ragged=self.axis is not None)
+        for axis in self.axes:
+            placements[axis] = ragged
+        return wrap_local(local, self.mesh, placements, shape, ragged=bool(self.axes))
 
 
 def cutting_axes(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> list[int]:
@@ -103,63 +159,62 @@ def holding_of(
     shape: Sequence[int],
     mesh: DeviceMesh | None,
     placements: Sequence[Placement],
-    coordinate: Sequence[int] | None = None,
+    units: Sequence[Sequence[Range]] | None = None,
 ) -> Holding:
-    """Who holds what of a tensor; the same on every rank of the axis that cuts it.
+    """Who holds what of a tensor: the same on all ranks of the holding.
 
     Args:
         name: for messages.
         shape: of the global tensor.
         mesh: None for a plain tensor.
         placements: one for each mesh axis.
-        coordinate: the rank's on each mesh axis; None: this rank's.
+        units: what somebody needs as wholes, each by its ranges of elements: axes that leave all of them on one of
+            their ranks are left out. None: no axis is.
 
     Raises:
         ValueError: placements outside the module's table.
     """
-    cutting = cutting_axes(mesh, placements)
-    if mesh is None or not cutting:
-        return Holding(mesh, None, 0, (0, math.prod(shape)))
-    axis = next((a for a in cutting if isinstance(placements[a], RaggedShard)), cutting[-1])
-    outer = [a for a in cutting if a != axis]
-    placement = placements[axis]
-    strided = isinstance(placement, StridedRaggedShard)
-    known = all(_cuts_rows(placements[a], shape) and (a > axis) == strided for a in outer)
-    if not known or not (isinstance(placement, RaggedShard) or _cuts_rows(placement, shape)):
-        raise ValueError(
-            f"{name}: placements {tuple(placements)} cut it other than along its rows (shape {tuple(shape)}); "
-            "matrices and blocks may lie as RaggedShard or Shard(0) on one mesh axis, with Replicate or a Shard(0) "
-            "between stacked matrices on the others. Redistribute the parameter, or give it to AdamW"
-        )
-    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
-    assert coordinate is not None, "an optimizer is built by ranks of its parameters' meshes"
-    first, last = 0, shape[0]
-    for a in outer:
-        low, high = _chunk(last - first, mesh.size(a), coordinate[a])
-        first, last = first + low, first + high
-    base = first * math.prod(shape[1:])
-    cuts = tuple(base + cut for cut in _cuts(placement, (last - first, *shape[1:]), mesh.size(axis)))
-    return Holding(mesh, axis, coordinate[axis], cuts)
+    axes = cutting_axes(mesh, placements)
+    if mesh is None or not axes:
+        return Holding(mesh, (), (), 0, (run(0, math.prod(shape)),))
+    for placement in placements:
+        if type(placement) not in (Shard, Replicate) and not isinstance(placement, RaggedShard):
+            raise ValueError(
+                f"{name}: placements {tuple(placements)} (shape {tuple(shape)}); expected RaggedShard, Shard and "
+                "Replicate on the axes of its mesh. Redistribute the parameter, or give it to AdamW"
+            )
+    found = _over(axes, shape, mesh, placements)
+    if len(axes) == 1 or units is None:
+        return found
+    last = next((a for a in axes if isinstance(placements[a], RaggedShard)), axes[-1])
+    needed = [a for a in axes if a == last or _splits(found, axes.index(a), units)]
+    return found if needed == axes else _over(needed, shape, mesh, placements)
 
 
-def _cuts_rows(placement: Placement, shape: Sequence[int]) -> bool:
-    return type(placement) is Shard and placement.dim in (0, -len(shape))
+def _over(
+    axes: Sequence[int], shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Holding:
+    own = mesh.get_coordinate()
+    assert own is not None, "an optimizer is built by ranks of its parameters' meshes"
+    # An axis of size 1 cuts nothing, whatever its placement says about those next to it.
+    plain = [p if a in axes or mesh.size(a) > 1 else Replicate() for a, p in enumerate(placements)]
+    held, rank = [], 0
+    for number, where in enumerate(itertools.product(*(range(mesh.size(a)) for a in axes))):
+        coordinate = list(own)
+        for axis, index in zip(axes, where, strict=True):
+            coordinate[axis] = index
+        held.append(pieces_of(held_boxes(shape, mesh.shape, plain, coordinate), shape))
+        rank = number if coordinate == list(own) else rank
+    ranks = mesh.mesh[tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))].flatten().tolist()
+    return Holding(mesh, tuple(axes), tuple(ranks), rank, tuple(held))
 
 
-def _cuts(placement: Placement, shape: Sequence[int], ranks: int) -> list[int]:
-    """Where each rank's elements begin in a tensor of this shape, and the end."""
-    if isinstance(placement, RaggedShard):
-        numel = math.prod(shape)
-        ends = [placement.unit_range(rank)[1] for rank in range(ranks)]
-        return [0, *(numel * end // placement.total_units for end in ends)]
-    row = math.prod(shape[1:])
-    return [0, *(_chunk(shape[0], ranks, rank)[1] * row for rank in range(ranks))]
-
-
-def _chunk(size: int, count: int, index: int) -> Range:
-    """The rows that Shard(0) gives chunk `index` of `count`: equal chunks, the last ones short or empty."""
-    step = -(-size // count)
-    return min(size, step * index), min(size, step * (index + 1))
+def _splits(holding: Holding, position: int, units: Sequence[Sequence[Range]]) -> bool:
+    """Whether several ranks of an axis, by its position among the holding's, hold some of one unit."""
+    assert holding.mesh is not None
+    sizes = [holding.mesh.size(a) for a in holding.axes]
+    inner, size = math.prod(sizes[position + 1 :]), sizes[position]
+    return any(len({rank // inner % size for rank, _ in holding.holders(*ranges)}) > 1 for ranges in units)
 
 
 # ---------------------------------------------------------------- this rank's own elements, in any placement
@@ -180,9 +235,9 @@ def first_element(tensor: torch.Tensor) -> int | None:
         return None
     if count == 0:
         return 0
-    first = min(_flat_offset(offset, tensor.shape) for offset, _ in boxes)
+    first = min(flat_offset(offset, tensor.shape) for offset, _ in boxes)
     last = max(
-        _flat_offset([o + s - 1 for o, s in zip(offset, size, strict=True)], tensor.shape)
+        flat_offset([o + s - 1 for o, s in zip(offset, size, strict=True)], tensor.shape)
         for offset, size in boxes
     )
     return first if last - first + 1 == count else None
@@ -218,11 +273,3 @@ def wrap_local(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
-
-
-def _flat_offset(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Of an element in the row-major flattened tensor."""
-    offset = 0
-    for i, size in zip(index, shape, strict=True):
-        offset = offset * size + i
-    return offset

@@ -8,6 +8,7 @@ Plain tensors, DTensors of torch (FSDP2's uneven `Shard(0)` too) and RaggedDTens
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
 from block_optim.core._torch_compat import DISTRIBUTED, local_of
-from block_optim.core.holding import Holding, first_element, holding_of, wrap_local
+from block_optim.core.holding import Holding, Range, first_element, holding_of, wrap_local
 from ragged_shard import RaggedDTensor
 
 Group = dict[str, Any]  # a parameter group: "params" and options, as torch's optimizers have them
@@ -77,12 +78,16 @@ class Param:
 
     @property
     def holding(self) -> Holding:
-        """Which rank holds which elements.
+        """Which rank holds which elements, over all axes that cut it.
 
         Raises:
-            ValueError: placements that do not leave each rank one run of rows.
+            ValueError: placements other than Ragged, Shard and Replicate.
         """
         return holding_of(self.name, self.shape, self.mesh, self.placements)
+
+    def holding_of(self, units: Sequence[Sequence[Range]]) -> Holding:
+        """The same, but for axes that leave each of these units on one of their ranks; see `core.holding`."""
+        return holding_of(self.name, self.shape, self.mesh, self.placements, units)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a gradient of this parameter, plain.

@@ -44,7 +44,7 @@ class Fragment:
         number: the matrix's in the bucket.
         param: the parameter.
         low, high: in the parameter's local elements.
-        packed: where it is packed and where its update arrives, 1-D, bf16.
+        packed: where it is packed and where its update arrives, bf16: a run is 1-D, runs at equal distances are 2-D.
         own: whether this rank computes the matrix.
         row: the run's first row in the matrix (NorMuon).
         side: first row in what this rank sends in the side exchange (NorMuon).
@@ -62,12 +62,20 @@ class Fragment:
     @property
     def local(self) -> torch.Tensor:
         """Its elements of the parameter."""
-        return self.param.local[self.low : self.high]
+        return self._shaped(self.param.local[self.low : self.high])
 
     @property
     def grad(self) -> torch.Tensor:
         """Its elements of the gradient."""
-        return self.param.grad[self.low : self.high]
+        return self._shaped(self.param.grad[self.low : self.high])
+
+    @property
+    def momentum(self) -> torch.Tensor:
+        """Its elements of the momentum's buffer."""
+        return self._shaped(self.param.momentum[self.low : self.high])
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self.packed.dim() == 1 else flat.view(self.packed.shape)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -174,29 +182,28 @@ class Bucket:
     def _lay_out(self, i: int) -> None:
         """What this rank holds of a matrix, and what it gets of its own ones."""
         m, param = self.matrices[i], self._params[self.matrices[i].param]
-        columns = m.matrix.columns
+        columns, exchange = m.matrix.columns, self.exchange
         for rank, _ in m.held:
-            pieces = m.matrix.pieces(*param.cuts[rank : rank + 2])
+            if self._rank not in (rank, m.owner):
+                continue
             at = 0  # in what travels of this matrix
-            for first, low, length in pieces:
-                row, side = first // columns, at // columns
+            for piece in m.matrix.pieces(param.holding, rank):
+                row, side, stop = piece.first // columns, at // columns, at + piece.numel
+                if rank == self._rank == m.owner:
+                    packed = piece.of(self._own[i])
+                else:
+                    assert exchange is not None
+                    flat = exchange.held[i] if rank == self._rank else exchange.owned[i, rank]
+                    packed = flat[at:stop].view(piece.shape)
                 if rank == self._rank:
-                    if m.owner == rank:
-                        packed = self._own[i][first : first + length]
-                    else:
-                        assert self.exchange is not None
-                        packed = self.exchange.held[i][at : at + length]
-                    own = m.owner == rank
-                    self._fragments.append(Fragment(i, param, low, low + length, packed, own, row, side))
-                elif m.owner == self._rank:
-                    assert self.exchange is not None
-                    packed = self.exchange.owned[i, rank][at : at + length]
+                    low, own = piece.local, m.owner == rank
+                    self._fragments.append(Fragment(i, param, low, low + piece.numel, packed, own, row, side))
+                else:
                     rows = None
                     if self.side is not None:
-                        rows = self.side.owned[i, rank][side : side + length // columns]
-                    stack = self._own[i][first : first + length]
-                    self._arrivals.append(Arrival(i, stack, packed, row, rows))
-                at += length
+                        rows = self.side.owned[i, rank][side : stop // columns]
+                    self._arrivals.append(Arrival(i, piece.of(self._own[i]), packed, row, rows))
+                at = stop
 
     # ------------------------------------------------------------- a step
 
@@ -226,7 +233,7 @@ class Bucket:
         mu, nesterov = self.group["momentum"], self.group["nesterov"]
         packed = [f.packed for f in fragments]
         if not fragments[0].param.coded:
-            momenta = [f.param.momentum[f.low : f.high] for f in fragments]
+            momenta = [f.momentum for f in fragments]
             if not nesterov:
                 foreach_copy_(packed, momenta)
                 return
@@ -240,12 +247,13 @@ class Bucket:
             momentum = self._scratch.take("decoded", (f.high - f.low,), torch.float32)
             decode(*f.param.coded_momentum(f.low, f.high), f.param.columns, momentum)
             if nesterov:
-                momentum = value.copy_(f.grad).lerp_(momentum, mu)
-            f.packed.copy_(momentum)
+                momentum = value.copy_(f.param.grad[f.low : f.high]).lerp_(momentum, mu)
+            f.packed.copy_(momentum.view(f.packed.shape))
 
     def _pieces(self, name: str, fragments: Sequence[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch for each fragment, side by side."""
-        return self._scratch.take_each(name, [f.high - f.low for f in fragments], dtype)
+        flat = self._scratch.take_each(name, [f.high - f.low for f in fragments], dtype)
+        return [t if f.packed.dim() == 1 else t.view(f.packed.shape) for t, f in zip(flat, fragments, strict=True)]
 
     def compute(self) -> None:
         """Orthogonalise this rank's own matrices. Communicates nothing."""

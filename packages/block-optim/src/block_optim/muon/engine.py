@@ -17,7 +17,7 @@ from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssign
 from block_optim.muon.bucket import Bucket, run_pipeline
 from block_optim.muon.coefficients import resolve
 from block_optim.muon.local import LocalParam, update_momenta
-from block_optim.muon.matrices import holders, matrices_in
+from block_optim.muon.matrices import matrices_in
 from block_optim.muon.newton_schulz import Recipe
 
 
@@ -77,16 +77,18 @@ class MuonEngine:
         domains: dict[tuple[torch.device, str | None], _Domain] = {}
         numbers = {id(group): i for i, group in enumerate(self._groups)}
         for i, param in enumerate(params):
-            holding, device, matrices = param.holding, param.device, matrices_in(param)
-            self._locals.append(LocalParam(i, param, holding.cuts, states[param.tensor]))
+            device, matrices = param.device, matrices_in(param)
+            holding = param.holding_of([m.ranges for m in matrices])
+            self._locals.append(LocalParam(i, param, holding, states[param.tensor]))
             key = (device, None if holding.group is None else holding.group.group_name)
             if key not in domains:
                 domains[key] = _Domain(device, holding, Lane(device))
             recipe = recipe_of(param.group)
             for k, m in enumerate(matrices):
-                if holding.cuts[0] <= m.span[0] and m.span[1] <= holding.cuts[-1]:
+                held = holding.holders(*m.ranges)
+                if held:  # else it is on other ranks of an axis that is not exchanged along
                     name = param.name if len(matrices) == 1 else f"{param.name}[{k}]"
-                    flops, held = recipe.flops(m.rows, m.columns, device), holders(m, holding)
+                    flops = recipe.flops(m.rows, m.columns, device)
                     number = numbers[id(param.group)]
                     domains[key].matrices.append(AssignedMatrix(name, i, number, m, held, flops))
         return list(domains.values())

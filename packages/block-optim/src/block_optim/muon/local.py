@@ -1,12 +1,11 @@
 """A parameter of Muon on this rank, as flat tensors: its elements, its states, and in a step its gradient."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
 from block_optim.core._torch_compat import foreach_lerp_, local_of
-from block_optim.core.holding import wrap_local
+from block_optim.core.holding import Holding, wrap_local
 from block_optim.core.params import Param
 from block_optim.core.scratch import Scratch
 from block_optim.muon.matrices import matrices_in
@@ -20,7 +19,7 @@ class LocalParam:
     Attributes:
         index: in the optimizer.
         columns: of its matrices.
-        cuts: where each rank's elements begin in the flattened tensor, as in `Holding`.
+        holding: which rank of those that exchange it holds what.
         local: this rank's elements of it, 1-D; renewed when it lies elsewhere.
         grad: this step's gradient, 1-D.
         momentum: the buffer, 1-D.
@@ -29,9 +28,9 @@ class LocalParam:
     """
 
     def __init__(
-        self, index: int, param: Param, cuts: tuple[int, ...], state: dict[str, torch.Tensor]
+        self, index: int, param: Param, holding: Holding, state: dict[str, torch.Tensor]
     ) -> None:
-        self.index, self.param, self.cuts = index, param, cuts
+        self.index, self.param, self.holding = index, param, holding
         matrices = matrices_in(param)
         self.columns = matrices[0].columns if matrices else 1
         self.local = param.local.view(-1)
@@ -108,24 +107,29 @@ def _row_state(param: Param, columns: int, per_row: int) -> torch.Tensor:
     """
     flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone
     shape = (param.shape[0], per_row) if flat else (*param.shape[:-1], per_row)
-    placements, cuts = list(param.placements), param.holding.cuts
-    ragged = next((p for p in placements if isinstance(p, RaggedShard)), None)
-    leading = 1 if ragged is None else len(ragged.dims)
-    inside = leading >= len(shape)  # cut by elements; perhaps between rows all the same
-    if any(c % columns for c in cuts) or (inside and isinstance(ragged, StridedRaggedShard)):
+    if any(p.first % columns or p.width % columns for held in param.holding.held for p in held):
         raise ValueError(
             f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but int8 "
-            "momentum and NorMuon keep numbers for whole rows; lay it out with whole rows (a block policy of Rows(1)), "
-            "or leave the option off"
+            "momentum and NorMuon keep numbers for whole rows; lay it out with whole rows (a block policy of Rows(1), "
+            "tensor parallelism along the first dimension), or leave the option off"
         )
-    if ragged is not None and inside:
-        leading = len(shape) - 1
-        lengths = [(stop - start) // columns for start, stop in pairwise(cuts)]
-        by_rows = RaggedShard(tuple(range(leading)), lengths if any(lengths) else ragged.local_units)
-        placements[placements.index(ragged)] = by_rows
+    local_shape = (*param.local.shape[: 1 if flat else -1], per_row)
+    placements = list(param.placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard) and len(placement.dims) >= len(shape):  # of elements: now of rows
+            placements[axis] = _with_dims(placement, len(shape) - 1)
+            local_shape = (-1, per_row)
     rows = param.local.numel() // columns
     local = torch.zeros(rows * per_row, dtype=torch.float32, device=param.device)
     if param.mesh is None:
         return local.view(shape)
-    is_ragged = isinstance(param.tensor, RaggedDTensor)
-    return wrap_local(local.view(-1, *shape[leading:]), param.mesh, placements, shape, is_ragged)
+    return wrap_local(
+        local.view(local_shape), param.mesh, placements, shape, isinstance(param.tensor, RaggedDTensor)
+    )
+
+
+def _with_dims(placement: RaggedShard, count: int) -> RaggedShard:
+    """The same shares of fewer leading dimensions."""
+    if isinstance(placement, StridedRaggedShard):
+        return StridedRaggedShard(range(count), placement.local_units, placement.split_factor)
+    return RaggedShard(range(count), placement.local_units)

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from block_optim.core.holding import Holding
 from block_optim.core.params import Param
+from block_optim.core.pieces import Piece
 from layout_planner import Block, Rows, Whole
 
 Runs = tuple[tuple[int, int], ...]
@@ -45,19 +46,17 @@ class Matrix:
         return self.rows * self.columns
 
     @property
-    def span(self) -> tuple[int, int]:
-        """The first element and the one after the last in the flattened tensor."""
-        return self.runs[0][0], self.runs[-1][0] + self.runs[-1][1]
+    def ranges(self) -> Runs:
+        """The runs as (first element, element after the last)."""
+        return tuple((first, first + length) for first, length in self.runs)
 
-    def pieces(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-        """What lies in elements [start, stop) of the tensor: (offset in the matrix, offset from start, length)."""
+    def pieces(self, holding: Holding, rank: int) -> list[Piece]:
+        """What a rank holds of it, as pieces of the matrix."""
         found, offset = [], 0
-        for first, length in self.runs:
-            low, high = max(first, start), min(first + length, stop)
-            if low < high:
-                found.append((offset + low - first, low - start, high - low))
-            offset += length
-        return tuple(found)
+        for first, stop in self.ranges:
+            found += [piece.moved(offset - first) for piece in holding.pieces(rank, first, stop)]
+            offset += stop - first
+        return found
 
 
 @lru_cache(maxsize=4096)
@@ -117,16 +116,6 @@ def _split(shape: tuple[int, ...], sizes: tuple[int, ...], groups: int) -> tuple
 def matrices_in(param: Param) -> tuple[Matrix, ...]:
     """The matrices of a parameter by its group's option ``matrices``."""
     return matrices_of(param.name, tuple(param.shape), param.group["matrices"])
-
-
-def holders(matrix: Matrix, holding: Holding) -> tuple[tuple[int, int], ...]:
-    """(rank, elements) of each rank that holds some of a matrix."""
-    found = []
-    for rank in holding.touching(*matrix.span):
-        count = sum(n for _, _, n in matrix.pieces(*holding.cuts[rank : rank + 2]))
-        if count:
-            found.append((rank, count))
-    return tuple(found)
 
 
 def block_of_matrices(name: str, shape: tuple[int, ...], how: str) -> Block | None:

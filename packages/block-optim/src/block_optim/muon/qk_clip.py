@@ -102,9 +102,7 @@ def _heads(weight: torch.Tensor, name: str, heads: int, special: int) -> tuple[P
 
 def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | None, int]]) -> None:
     """Multiply this rank's rows of each head: ``factors`` says by what, for how many rows one after the other."""
-    local, first = param.local.view(-1), param.holding.own[0]
-    if not local.numel():
-        return
+    local = param.local.view(-1)
     inner = param.numel // param.shape[0]
     heads = param.shape[0] // rows
     by_row = torch.cat(
@@ -116,9 +114,16 @@ def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | 
         ],
         1,
     ).reshape(-1)
-    mine = by_row[first // inner : -(-(first + local.numel()) // inner)]
-    head = first % inner  # elements of the first row that are another rank's
-    if head == 0 and local.numel() % inner == 0:
-        local.view(-1, inner).mul_(mine[:, None])
-    else:
-        local.mul_(mine.repeat_interleave(inner)[head : head + local.numel()])
+    for piece in param.holding.own:
+        part = piece.here(local)
+        if piece.rows > 1:  # of columns that tensor parallelism has cut
+            starts = piece.first + piece.stride * torch.arange(piece.rows, device=local.device)
+            columns = torch.arange(piece.width, device=local.device)
+            part.mul_(by_row[(starts[:, None] + columns) // inner])
+            continue
+        mine = by_row[piece.first // inner : -(-piece.stop // inner)]
+        head = piece.first % inner  # elements of the first row that are another rank's
+        if head == 0 and piece.width % inner == 0:
+            part.view(-1, inner).mul_(mine[:, None])
+        else:
+            part.mul_(mine.repeat_interleave(inner)[head : head + piece.width])

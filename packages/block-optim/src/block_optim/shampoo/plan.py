@@ -16,6 +16,7 @@ from torch import Tensor
 from block_optim.core._torch_compat import local_of
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group, Param
+from block_optim.core.pieces import run
 from block_optim.shampoo.grid import Grid, grid_of
 from block_optim.shampoo.strips import StripAssignment, assign_strips
 
@@ -92,7 +93,9 @@ class TensorPlan:
     @property
     def owned_numel(self) -> int:
         """How many elements this rank works on: one run."""
-        start, stop = self.holding.own if self.assignment is None else self.assignment.owned_range
+        if self.assignment is None:
+            return self.holding.numel
+        start, stop = self.assignment.owned_range
         return stop - start
 
     def own(self, assignment: StripAssignment, counts: dict[tuple[int, int], int]) -> None:
@@ -153,7 +156,7 @@ class Plan:
         found: list[TensorPlan] = []
         for param in params:
             grid = grid_of(tuple(param.shape), param.group)
-            holding = _elementwise_holding(param) if grid is None else _holding(param)
+            holding = _elementwise_holding(param) if grid is None else param.holding.in_order()
             found.append(TensorPlan(param, self._added, grid, holding))
             self._added += 1
         gridded = [t for t in found if t.grid is not None]
@@ -173,14 +176,4 @@ class Plan:
 
 def _elementwise_holding(param: Param) -> Holding:
     """A tensor that goes element by element is worked on where it lies, however that is."""
-    return Holding(param.mesh, None, 0, (0, param.local.numel()))
-
-
-def _holding(param: Param) -> Holding:
-    holding = param.holding
-    if (holding.cuts[0], holding.cuts[-1]) != (0, param.numel):
-        raise ValueError(
-            f"{param.name}: placements {param.placements} cut it along two mesh axes; Shampoo and SOAP take "
-            "RaggedShard or Shard(0) on one axis and Replicate on the others: redistribute it, or give it to AdamW"
-        )
-    return holding
+    return Holding(param.mesh, (), (), 0, (run(0, param.local.numel()),))

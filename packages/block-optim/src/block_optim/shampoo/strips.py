@@ -6,14 +6,21 @@
     s0 and s5 lie whole on ranks 0 and 3: those own them, nothing moves
     s1 is cut between 0 and 1: one of the two owns it; its gradient goes there, its update comes back
 
-Only ranks that hold some of a strip may own it, so ownership never runs against rank order, and the state of a
-tensor's strips, laid end to end, is a `RaggedShard` of one 1-D tensor: it goes through checkpoints at any world size,
-and memory is exactly what is owned.
+Ownership never runs against rank order, so the state of a tensor's strips, laid end to end, is a `RaggedShard` of one
+1-D tensor: it goes through checkpoints at any world size, and memory is exactly what is owned. Where FSDP alone cuts a
+tensor, that follows from owners being holders. Where tensor parallelism cuts it, too, the ranks of both are taken in
+the order of the first element that they hold, and owners of equal strips are exchanged until they are in that order:
+
+    columns cut in two    strip   holders    least loaded    in order
+    ranks 0 1 | 2 3       s0      0 1        1               0
+                          s1      0 1        0               1
+                          s2      2 3        2               2
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,6 +28,7 @@ from torch import Tensor
 from block_optim.core.assign import Job, assign, loads
 from block_optim.core.exchange import Exchange, Lane, Presence, travels
 from block_optim.core.holding import Holding, Range
+from block_optim.core.pieces import Piece
 from block_optim.core.scratch import Scratch
 from block_optim.shampoo.grid import Grid
 
@@ -30,7 +38,7 @@ class StripAssignment:
     """Owner of each strip of one tensor.
 
     Attributes:
-        owners: rank (of the axis that cuts the tensor) of each strip, never decreasing.
+        owners: rank of each strip, in the holding's order: never decreasing.
         held: (rank, elements) of each strip's holders.
     """
 
@@ -41,8 +49,8 @@ class StripAssignment:
 
     @property
     def moving(self) -> list[int]:
-        """The strips that no rank holds whole."""
-        return [index for index, held in enumerate(self.held) if len(held) > 1]
+        """The strips that their owners do not hold whole."""
+        return [i for i, held in enumerate(self.held) if [rank for rank, _ in held] != [self.owners[i]]]
 
     @property
     def owned(self) -> range:
@@ -81,7 +89,7 @@ def assign_strips(
         name = "" if holding.group is None else holding.group.group_name
         before.setdefault(name, [0] * holding.num_ranks)
         for strip in map(grid.strip, range(grid.num_strips)):
-            held = holding.held(strip.start, strip.stop)
+            held = holding.holders((strip.start, strip.stop))
             job = Job(grid.cost(strip), strip.stop - strip.start, held, among_holders=True)
             by_group[name].append((number, job))
     owners: list[list[int]] = [[] for _ in tensors]
@@ -94,9 +102,17 @@ def assign_strips(
             owners[number].append(owner)
             held_by[number].append(job.held)
     return [
-        StripAssignment(grid, holding, tuple(own), tuple(held))
+        StripAssignment(grid, holding, _ascending(own, held), tuple(held))
         for (grid, holding), own, held in zip(tensors, owners, held_by, strict=True)
     ]
+
+
+def _ascending(owners: Sequence[int], held: Sequence[tuple[tuple[int, int], ...]]) -> tuple[int, ...]:
+    """The owners of one tensor's strips in an order that never decreases, each between the strip's holders."""
+    between = (
+        min(max(owner, ranks[0][0]), ranks[-1][0]) for owner, ranks in zip(sorted(owners), held, strict=True)
+    )
+    return tuple(accumulate(between, max))
 
 
 class StripExchange:
@@ -139,47 +155,51 @@ class StripExchange:
             owned: what this rank owns of the same tensors, flat; filled.
         """
         for number in owned:
-            here, there = self._kept(number, local[number], owned[number])
-            there.copy_(here)
+            for here, there in self._kept(number, local[number], owned[number]):
+                there.copy_(here)
         for i, sent in self._exchange.held.items():
-            if self._strips[i][0] in local:
-                sent.copy_(self._in_local(i, local))
+            number, index = self._strips[i]
+            if number in local:
+                for piece, part in self._packed(number, index, self._rank, sent):
+                    part.copy_(piece.here(local[number]))
         self._exchange.to_owners(self._lane)()
         for (i, rank), received in self._exchange.owned.items():
-            if self._strips[i][0] in owned:
-                self._in_owned(i, rank, owned).copy_(received)
+            number, index = self._strips[i]
+            if number in owned:
+                for piece, part in self._packed(number, index, rank, received):
+                    self._in_owned(number, piece, owned[number]).copy_(part)
 
     def scatter(self, owned: Mapping[int, Tensor], local: Mapping[int, Tensor]) -> None:
         """Bring updates back: `gather` the other way round."""
         for (i, rank), sent in self._exchange.owned.items():
-            if self._strips[i][0] in owned:
-                sent.copy_(self._in_owned(i, rank, owned))
+            number, index = self._strips[i]
+            if number in owned:
+                for piece, part in self._packed(number, index, rank, sent):
+                    part.copy_(self._in_owned(number, piece, owned[number]))
         self._exchange.back(self._lane)()
         for i, received in self._exchange.held.items():
-            if self._strips[i][0] in local:
-                self._in_local(i, local).copy_(received)
+            number, index = self._strips[i]
+            if number in local:
+                for piece, part in self._packed(number, index, self._rank, received):
+                    piece.here(local[number]).copy_(part)
         for number in owned:
-            here, there = self._kept(number, local[number], owned[number])
-            here.copy_(there)
+            for here, there in self._kept(number, local[number], owned[number]):
+                here.copy_(there)
 
-    def _kept(self, number: int, local: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
+    def _kept(self, number: int, local: Tensor, owned: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What this rank both holds and owns of a tensor, in each of the two."""
         t = self._tensors[number]
-        (first, last), (start, stop) = t.holding.own, t.owned_range
-        low = max(first, start)
-        high = max(low, min(last, stop))
-        return local[low - first : high - first], owned[low - start : high - start]
+        pieces = t.holding.pieces(self._rank, *t.owned_range)
+        return [(piece.here(local), self._in_owned(number, piece, owned)) for piece in pieces]
 
-    def _in_local(self, i: int, local: Mapping[int, Tensor]) -> Tensor:
-        number, _ = self._strips[i]
-        return self._of(local[number], self._tensors[number].holding.own[0], i, self._rank)
+    def _packed(self, number: int, index: int, rank: int, packed: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """What a rank holds of a strip, piece by piece, each with its place in what travels of the strip."""
+        t = self._tensors[number]
+        strip, at = t.grid.strip(index), 0
+        for piece in t.holding.pieces(rank, strip.start, strip.stop):
+            yield piece, packed[at : at + piece.numel].view(piece.shape)
+            at += piece.numel
 
-    def _in_owned(self, i: int, rank: int, owned: Mapping[int, Tensor]) -> Tensor:
-        number, _ = self._strips[i]
-        return self._of(owned[number], self._tensors[number].owned_range[0], i, rank)
-
-    def _of(self, flat: Tensor, first: int, i: int, rank: int) -> Tensor:
-        """The elements of a strip that a rank holds, of a tensor's elements from ``first`` on."""
-        number, index = self._strips[i]
-        strip, cuts = self._tensors[number].grid.strip(index), self._tensors[number].holding.cuts
-        return flat[max(cuts[rank], strip.start) - first : min(cuts[rank + 1], strip.stop) - first]
+    def _in_owned(self, number: int, piece: Piece, owned: Tensor) -> Tensor:
+        """A piece of a tensor in what this rank owns of it."""
+        return piece.moved(-self._tensors[number].owned_range[0]).of(owned)

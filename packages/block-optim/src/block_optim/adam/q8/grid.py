@@ -8,19 +8,24 @@
         e e e e f f
 
 `Elements(n)` cuts the flattened tensor; its scales are one-dimensional.
+
+Tensor and expert parallelism leave a slab of the tensor on a rank. Where their cuts lie between blocks, the slab's own
+grid has the same blocks, and its scales are the same slab of the tensor of scales.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from block_optim.core.holding import Holding, cutting_axes, holding_of, wrap_local
+from block_optim.core.holding import cutting_axes, wrap_local
 from block_optim.core.params import Param
+from block_optim.core.pieces import pieces_of
 from layout_planner import Block, Elements, Tile, parse_block
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,25 @@ class Grid:
         bands, width = self.scale_shape[-2:]
         return (matrix * bands + row // self.block.rows) * width
 
+    def scales_of(
+        self, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(offsets, sizes) of the scales of a box of elements; None where the box cuts blocks, or is not theirs."""
+        if isinstance(self.block, Elements):
+            pieces = pieces_of([(offsets, sizes)], self.shape)
+            if len(pieces) != 1 or pieces[0].rows != 1:
+                return None
+            first, after = self.scales_before(pieces[0].first), self.scales_before(pieces[0].stop)
+            return None if first is None or after is None else ((first,), (after - first,))
+        found: list[tuple[int, int]] = []
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            tile = {0: self.block.columns, 1: self.block.rows}.get(len(sizes) - 1 - dim, 1)
+            end = offset + size
+            if offset % tile or (end % tile and end != self.shape[dim]):
+                return None
+            found.append((offset // tile, -(-size // tile)))
+        return tuple(a for a, _ in found), tuple(n for _, n in found)
+
     def cut_points(self) -> str:
         """For messages: where a cut may be."""
         if isinstance(self.block, Elements):
@@ -79,69 +103,142 @@ def check_block(block: Block | int | str) -> Elements | Tile:
     return block
 
 
-def scale_layout(param: Param, block: Elements | Tile) -> tuple[Grid, tuple[Placement, ...]]:
+@dataclass(frozen=True)
+class ScaleLayout:
+    """The blocks of one parameter here, and where their scales lie.
+
+    Attributes:
+        grid: of the global tensor.
+        slab: of what other axes (tensor or expert parallelism) leave on this rank; its blocks are the grid's.
+        start, stop: this rank's elements of the flattened slab.
+        placements: of the tensor of scales.
+    """
+
+    grid: Grid
+    slab: Grid
+    start: int
+    stop: int
+    placements: tuple[Placement, ...]
+
+    @property
+    def num_scales(self) -> int:
+        """Of the blocks that this rank holds."""
+        first, after = self.slab.scales_before(self.start), self.slab.scales_before(self.stop)
+        assert first is not None
+        assert after is not None
+        return after - first
+
+    def wrap(self, param: Param, local: torch.Tensor) -> torch.Tensor:
+        """The scales' global tensor around this rank's scales, flat."""
+        ragged = any(isinstance(p, RaggedShard) for p in self.placements)
+        shape = self.slab.scale_shape
+        local = local.view(-1, *shape[-1:]) if ragged and len(shape) > 1 else local.view(-1 if ragged else shape)
+        return wrap_local(local, param.mesh, self.placements, self.grid.scale_shape, ragged)
+
+
+def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     """The grid of a parameter and the placements of its scales' tensor, which follow the parameter's.
 
     Raises:
-        ValueError: what some rank holds begins inside a block, or is not one run of the tensor; the same on all ranks.
+        ValueError: some rank's elements begin inside a block, or are no run of a slab of blocks; the same on all ranks.
     """
     if isinstance(block, Tile) and len(param.shape) < 2:
         raise ValueError(f"{param.name}: {block} needs rows and columns, the shape is {tuple(param.shape)}")
-    grid = Grid(tuple(param.shape), block)
-    holding, mesh, lengths = param.holding, param.mesh, list[int]()
-    if mesh is not None and holding.axis is not None:
-        if isinstance(param.placements[holding.axis], StridedRaggedShard):
-            raise _refusal(param, "another axis cuts it first")
-        # Ranks of the other axes hold other rows: all must find the same, or all must refuse.
-        sizes = [mesh.size(a) if a != holding.axis else 1 for a in range(mesh.ndim)]
-        found = {
-            _scales_by_rank(param, grid, holding_of(param.name, param.shape, mesh, param.placements, where))
-            for where in itertools.product(*map(range, sizes))
-        }
-        if len(found) > 1:
-            raise _refusal(param, f"its axes leave ranks different numbers of blocks of {block}")
-        lengths = list(found.pop())
-    dims, cutting = tuple(range(max(len(grid.scale_shape) - 1, 1))), cutting_axes(mesh, param.placements)
-    placements: list[Placement] = []
-    for axis, placement in enumerate(param.placements):
-        if axis == holding.axis:
-            placements.append(RaggedShard(dims, lengths))
-        elif isinstance(placement, RaggedShard):  # on an axis of size 1
-            placements.append(RaggedShard(dims, [1]))
-        else:
-            placements.append(placement if axis in cutting else Replicate())
-    return grid, tuple(placements)
+    grid, mesh = Grid(tuple(param.shape), block), param.mesh
+    cutting = cutting_axes(mesh, param.placements)
+    if mesh is None or not cutting:
+        numel = math.prod(grid.shape)
+        return ScaleLayout(grid, grid, 0, numel, (Replicate(),) * len(param.placements))
+    _ = param.holding  # refuses other placements
+    along = [a for a in cutting if isinstance(param.placements[a], RaggedShard)]
+    along = along or [a for a in cutting if param.placements[a] == Shard(0)][-1:]
+    sizes = [1 if a in along else mesh.size(a) for a in range(mesh.ndim)]
+    found = {where: _slab_at(param, grid, along, where) for where in itertools.product(*map(range, sizes))}
+    units = {RaggedShard((0,), slab.lengths) for slab in found.values() if any(slab.lengths)}
+    if along and len(units) > 1:
+        raise _refusal(param, f"its axes leave ranks different numbers of blocks of {block}")
+    own = mesh.get_coordinate()
+    assert own is not None
+    placements = _scale_placements(param, grid, along, units.pop().local_units if units else (1,))
+    for where, slab in found.items():
+        chunk = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
+        if held_boxes(grid.scale_shape, mesh.shape, chunk, where) != slab.scales:
+            raise _refusal(param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share")
+    here = found[tuple(0 if a in along else own[a] for a in range(mesh.ndim))]
+    rank = own[along[0]] if along else 0
+    return ScaleLayout(grid, Grid(here.shape, block), here.cuts[rank], here.cuts[rank + 1], placements)
 
 
-def _scales_by_rank(param: Param, grid: Grid, holding: Holding) -> tuple[int, ...]:
-    before = [grid.scales_before(cut) for cut in holding.cuts]
-    for rank, found in enumerate(before):
-        if found is None:
+@dataclass(frozen=True)
+class _Slab:
+    """What the axes that cut first leave of a tensor at one place.
+
+    Attributes:
+        shape: of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` are those of rank r of the last axis.
+        lengths: how many scales each of these ranks has.
+        scales: (offsets, sizes) of the box of scales; none where the slab is empty.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    scales: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def _slab_at(param: Param, grid: Grid, along: Sequence[int], where: tuple[int, ...]) -> _Slab:
+    mesh, placements = param.mesh, list(param.placements)
+    assert mesh is not None
+    counts = []
+    for rank in range(mesh.size(along[0]) if along else 1):
+        there = tuple(rank if a in along else c for a, c in enumerate(where))
+        boxes = held_boxes(grid.shape, mesh.shape, placements, there)
+        counts.append(sum(math.prod(size) for _, size in boxes))
+    cuts = tuple(itertools.accumulate(counts, initial=0))
+    for axis in along:
+        placements[axis] = Replicate()
+    boxes = held_boxes(grid.shape, mesh.shape, placements, where)
+    if not boxes:
+        return _Slab((0,) * len(grid.shape), cuts, (0,) * len(counts), ())
+    ((offsets, size),) = boxes
+    slab, scales = Grid(size, grid.block), grid.scales_of(offsets, size)
+    if scales is None:
+        raise _refusal(param, f"its axes cut through blocks of {grid.block}")
+    before = []
+    for rank, cut in enumerate(cuts):
+        before.append(slab.scales_before(cut))
+        if before[-1] is None:
+            what = f"element {cut}" if size == grid.shape else f"element {cut} of a slab of shape {size}"
             raise ValueError(
-                f"{param.name}: what rank {rank} holds begins at element {holding.cuts[rank]}, inside a block of "
+                f"{param.name}: what rank {rank} holds begins at {what}, inside a block of "
                 f"{grid.block} (shape {grid.shape} may be cut {grid.cut_points()}). Shard with "
                 "fully_shard(..., block_policy=AdamW8bit.block_policy(block=...)), choose a block that fits, or keep "
                 "its states in fp32 with quantize=False in its group"
             )
-    return tuple(after - b for b, after in itertools.pairwise(x for x in before if x is not None))
+    lengths = tuple(after - b for b, after in itertools.pairwise(x for x in before if x is not None))
+    return _Slab(size, cuts, lengths, (scales,))
 
 
-def wrap_scales(
-    param: Param, grid: Grid, placements: tuple[Placement, ...], local: torch.Tensor
-) -> torch.Tensor:
-    """The scales' global tensor around this rank's scales."""
-    ragged = any(isinstance(p, RaggedShard) for p in placements)
-    return wrap_local(local, param.mesh, placements, grid.scale_shape, ragged)
-
-
-def local_scales(param: Param, grid: Grid) -> int:
-    """How many scales the elements of a parameter have that this rank holds."""
-    assert param.start is not None
-    first = grid.scales_before(param.start)
-    after = grid.scales_before(param.start + param.local.numel())
-    assert first is not None
-    assert after is not None
-    return after - first
+def _scale_placements(
+    param: Param, grid: Grid, along: Sequence[int], units: Sequence[int]
+) -> tuple[Placement, ...]:
+    mesh = param.mesh
+    assert mesh is not None
+    dims, cutting = tuple(range(max(len(grid.scale_shape) - 1, 1))), cutting_axes(mesh, param.placements)
+    found: list[Placement] = []
+    factor = 1
+    for axis in reversed(range(mesh.ndim)):
+        placement = param.placements[axis]
+        if axis in along:
+            strided = isinstance(placement, StridedRaggedShard) and factor > 1
+            found.append(StridedRaggedShard(dims, units, factor) if strided else RaggedShard(dims, units))
+        elif isinstance(placement, RaggedShard):  # on an axis of size 1
+            found.append(RaggedShard(dims, [1]) if not along else Replicate())
+        elif axis in cutting:
+            found.append(placement)
+            factor *= mesh.size(axis) if isinstance(placement, Shard) and placement.dim in dims else 1
+        else:
+            found.append(Replicate())
+    return tuple(reversed(found))
 
 
 def _refusal(param: Param, reason: str) -> ValueError:
@@ -203,10 +300,9 @@ class Stretch:
         )
 
 
-def stretches_of(param: Param, grid: Grid, start: int, scale: int) -> list[Stretch]:
+def stretches_of(layout: ScaleLayout, start: int, scale: int) -> list[Stretch]:
     """The elements of a parameter that this rank holds, at element ``start`` of a run, their scales at ``scale``."""
-    assert param.start is not None
-    numel = param.local.numel()
+    grid, numel = layout.slab, layout.stop - layout.start
     if isinstance(grid.block, Elements):
         count = grid.block.count
         full, rest = divmod(numel, count)
@@ -214,11 +310,13 @@ def stretches_of(param: Param, grid: Grid, start: int, scale: int) -> list[Stret
         if rest:
             found.append(Stretch(start + full * count, 1, rest, (1, count), scale + full))
         return found
-    rows, columns = param.shape[-2:]
+    if not numel:
+        return []
+    rows, columns = grid.shape[-2:]
     tile = (grid.block.rows, grid.block.columns)
-    row, end = param.start // columns, (param.start + numel) // columns
+    row, end = layout.start // columns, layout.stop // columns
     if rows % tile[0] == 0:
-        return [Stretch(start, end - row, columns, tile, scale)] if numel else []
+        return [Stretch(start, end - row, columns, tile, scale)]
     found = []
     while row < end:
         stop = min(end, (row // rows + 1) * rows)

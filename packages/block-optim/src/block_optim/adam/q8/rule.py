@@ -18,14 +18,12 @@ from block_optim.adam.launch import Launch, Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import (
-    Grid,
+    ScaleLayout,
     Stretch,
     check_block,
-    local_scales,
     merged,
     scale_layout,
     stretches_of,
-    wrap_scales,
 )
 from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
 from block_optim.adam.variants import Types, Variant, quantized_variant
@@ -35,7 +33,7 @@ from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.skip import unless
-from ragged_shard import CPU, RaggedShard, has_triton
+from ragged_shard import CPU, has_triton
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 
@@ -44,7 +42,7 @@ CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 class Codes(Entry):
     """An entry with its states as plain local tensors, and its blocks."""
 
-    grid: Grid
+    layout: ScaleLayout
     codes: tuple[torch.Tensor, torch.Tensor]
     scales: tuple[torch.Tensor, torch.Tensor]  # flat, over all parameters that were added together
     first_scale: int
@@ -65,7 +63,7 @@ class QuantizedRule(Rule[Codes]):
         space = FlatSpace([p.local for p in params])
         codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
         # Scales in the order of memory, so that those of neighbours are neighbours.
-        counts = [local_scales(p, grid) for p, (grid, _) in zip(params, layouts, strict=True)]
+        counts = [layout.num_scales for layout in layouts]
         starts, end = [0] * len(params), 0
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
@@ -73,14 +71,9 @@ class QuantizedRule(Rule[Codes]):
         scales = first, second
         slot = self._counts.size
         steps = self._counts.new(len(params), device if has_triton(device) else CPU)
-        for i, (param, (grid, placements)) in enumerate(zip(params, layouts, strict=True)):
-            shape = grid.scale_shape
-            if any(isinstance(p, RaggedShard) for p in placements):
-                shape = (counts[i],) if len(shape) == 1 else (counts[i] // shape[-1], shape[-1])
-            wrapped = [
-                wrap_scales(param, grid, placements, flat[starts[i] : starts[i] + counts[i]].view(shape))
-                for flat in scales
-            ]
+        for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+            stop = starts[i] + counts[i]
+            wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in scales]
             state[param.tensor] = {
                 "step": steps[i],
                 "exp_avg": param.wrap(codes[0][i]),
@@ -89,7 +82,7 @@ class QuantizedRule(Rule[Codes]):
                 "exp_avg_sq_scale": wrapped[1],
             }
             pair = codes[0][i], codes[1][i]
-            entry = Codes(param, steps[i], slot + i, grid, pair, scales, starts[i])
+            entry = Codes(param, steps[i], slot + i, layout, pair, scales, starts[i])
             self._entries[param.tensor] = entry
 
     def _plan_of(self, active: Active) -> "_Plan":
@@ -174,13 +167,12 @@ class _Plan(StepPlan[Codes]):
         for i in run.members:
             entry = self.entries[i]
             start = offset_of(self.locals[i]) - base
-            found += stretches_of(entry.param, entry.grid, start, entry.first_scale)
+            found += stretches_of(entry.layout, start, entry.first_scale)
         return merged(found)
 
     def _tensors(self, i: int, stretch: Stretch) -> TileTensors:
         """The memory of a stretch of the run that begins with entry i."""
         entry = self.entries[i]
-        assert entry.param.start is not None
         bands = -(-stretch.rows // stretch.tile[0])
         scales = [s[stretch.scale : stretch.scale + stretch.num_scales].view(bands, -1) for s in entry.scales]
         codes = [_matrix(c, stretch) for c in entry.codes]
@@ -189,7 +181,7 @@ class _Plan(StepPlan[Codes]):
             (codes[0], codes[1]),
             (scales[0], scales[1]),
             entry.param.name,
-            entry.param.start + stretch.start,
+            (entry.param.start or 0) + stretch.start,  # only stochastic rounding asks, of what is one run
         )
 
     def _launches(
