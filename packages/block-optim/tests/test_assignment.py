@@ -108,7 +108,9 @@ def llama_8b(num_ranks):
         (matrix,) = matrices_of("w", (rows, columns), "auto")
         holding = Holding.of_runs(even_cuts(rows * columns, num_ranks))
         flops = 5 * min(rows, columns) ** 2 * (4 * max(rows, columns) + 2 * min(rows, columns))
-        found.append(AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(*matrix.ranges), flops))
+        found.append(
+            AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(*matrix.ranges), flops)
+        )
     return found
 
 

@@ -1,16 +1,23 @@
 """Who holds what: one answer for every placement, the same as the tensors' own."""
 
+import math
 import random
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runs import placed, world_mesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from block_optim import AdamW8bit, Muon, Param, Shampoo
 from block_optim.core.holding import Holding, boxes_of
+from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import run_ranks
@@ -21,11 +28,27 @@ def agrees(tensor):
     param = Param(tensor, "w")
     holding = param.holding
     full = torch.arange(param.numel, dtype=torch.float32)
-    start, stop = holding.own
-    assert torch.equal(param.local.reshape(-1), full[start:stop])
-    assert start == stop or param.start == start
-    assert len(boxes_of(tensor)) > 0 or start == stop
+    local = param.local.reshape(-1)
+    for piece in holding.own:
+        assert torch.equal(piece.here(local), piece.of(full))
+    assert holding.numel == local.numel()
+    assert (len(boxes_of(tensor)) > 0) == (local.numel() > 0)
+    if len(holding.own) == 1 and holding.own[0].rows == 1:
+        assert param.start == holding.own[0].first
     return holding
+
+
+def spanned(holding):
+    """The elements that the ranks of a holding hold together, each once."""
+    held = [
+        e
+        for rank in range(holding.num_ranks)
+        for p in holding.held[rank]
+        for row in range(p.rows)
+        for e in range(p.first + row * p.stride, p.first + row * p.stride + p.width)
+    ]
+    assert len(set(held)) == len(held)
+    return len(held)
 
 
 def numbered(*shape):
@@ -39,7 +62,7 @@ def one_axis():
             for seed in range(3):
                 holding = agrees(placed(numbered(*shape), mesh, layout, random.Random(seed)))
                 assert holding.num_ranks == mesh.size()
-                assert (holding.cuts[0], holding.cuts[-1]) == (0, torch.Size(shape).numel())
+                assert spanned(holding) == torch.Size(shape).numel()
                 assert holding.group is not None
         assert agrees(placed(numbered(*shape), mesh, "replicate", None)).group is None
 
@@ -49,32 +72,70 @@ def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
     run_ranks(world_size, one_axis)
 
 
+EXPERTS = [[(e * 6, (e + 1) * 6)] for e in range(4)]  # of a tensor (4, 3, 2)
+
+
 def two_axes():
     mesh = init_device_mesh("cpu", (2, 2))
     ragged = RaggedShard((0, 1), (1, 5))
-    cases: list[tuple[list[Placement], int, int]] = [
-        ([Replicate(), RaggedShard((0,), (1, 3))], 1, 24),
-        ([Shard(0), ragged], 1, 12),
-        ([Shard(0), Shard(0)], 1, 12),
-        ([StridedRaggedShard((0, 1), (1, 5), split_factor=2), Shard(0)], 0, 12),
+    strided = StridedRaggedShard((0, 1), (1, 5), split_factor=2)
+    cases: list[
+        tuple[list[Placement], tuple[int, ...], tuple[int, ...]]
+    ] = [  # axes, and those that cut experts
+        ([Replicate(), RaggedShard((0,), (1, 3))], (1,), (1,)),
+        ([Shard(0), ragged], (0, 1), (1,)),
+        ([Shard(0), Shard(0)], (0, 1), (1,)),
+        ([strided, Shard(0)], (0, 1), (0,)),
+        ([RaggedShard((0,), (1, 3)), Shard(1)], (0, 1), (0, 1)),
+        ([RaggedShard((0,), (1, 3)), Shard(2)], (0, 1), (0, 1)),
+        ([Shard(1), Shard(2)], (0, 1), (0, 1)),
     ]
-    for placements, axis, spanned in cases:
+    for placements, axes, needed in cases:
         has_ragged = any(isinstance(p, RaggedShard) for p in placements)
         make = distribute_tensor if has_ragged else torch_distribute
-        holding = agrees(make(numbered(4, 3, 2), mesh, placements))
-        assert holding.axis == axis
-        assert holding.cuts[-1] - holding.cuts[0] == spanned
+        tensor = make(numbered(4, 3, 2), mesh, placements)
+        holding = agrees(tensor)
+        assert (holding.axes, spanned(holding)) == (axes, 24)
+        assert holding.ranks[holding.rank] == dist.get_rank()
+        along = Param(tensor, "w").holding_of(EXPERTS)
+        assert along.axes == needed, placements
+        assert dist.get_process_group_ranks(along.group) == list(along.ranks)
+        ordered = holding.in_order()
+        firsts = [min((p.first for p in held), default=24) for held in ordered.held]
+        assert firsts == sorted(firsts)
+        assert ordered.own == holding.own
+        assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
 
 
-def test_on_two_axes_one_is_exchanged_along_and_the_other_replicates_or_leaves_rows_to_others():
+def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_whole():
     run_ranks(4, two_axes)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_in_a_range(sizes, data):
+    offsets = [data.draw(st.integers(0, n - 1)) for n in sizes]
+    lengths = [data.draw(st.integers(1, n - o)) for n, o in zip(sizes, offsets, strict=True)]
+    full = torch.arange(math.prod(sizes)).view(sizes)
+    box = full[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].reshape(-1)
+    pieces = pieces_of([(offsets, lengths)], sizes)
+    assert torch.equal(torch.cat([p.of(full.view(-1)).reshape(-1) for p in pieces]), box)
+    start = data.draw(st.integers(0, full.numel()))
+    stop = data.draw(st.integers(start, full.numel()))
+    inside = [part for piece in pieces for part in piece.within(start, stop)]
+    wanted = [e for e in box.tolist() if start <= e < stop]
+    assert [e for p in inside for e in p.of(full.view(-1)).reshape(-1).tolist()] == wanted
+    assert [e for p in inside for e in p.here(box).reshape(-1).tolist()] == wanted
 
 
 def axes_of_size_one():
     mesh = init_device_mesh("cpu", (2, 1))
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         weight = torch.nn.Parameter(torch_distribute(numbered(8, 32), mesh, placements))
-        assert agrees(weight).axis == 0
+        assert agrees(weight).axes == (0,)
         weight.grad = torch.ones_like(weight)
         Muon([weight]).step()
         Shampoo([weight]).step()
@@ -86,23 +147,34 @@ def test_an_axis_of_size_one_cuts_nothing_for_any_optimizer():
 
 
 def refused():
-    mesh = world_mesh()
-    by_columns = torch_distribute(numbered(4, 6), mesh, [Shard(1)])
-    with pytest.raises(
-        ValueError, match=r"head: placements .* cut it other than along its rows .* give it to AdamW"
-    ):
-        _ = Param(by_columns, "head").holding
-    assert Param(by_columns, "head").start is None
+    by_torch = torch.nn.Parameter(
+        DTensor.from_local(torch.ones(2, 6), world_mesh(), [Partial()], run_check=False), requires_grad=False
+    )
+    with pytest.raises(ValueError, match=r"head: a parameter with placements .* awaits a reduction"):
+        Param(by_torch, "head")
 
 
-def test_what_is_not_one_run_is_refused_by_name():
+def strided_by_torch():
+    """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks; it says so."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer = torch.nn.Linear(8, 8, bias=False)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    torch_fsdp.fully_shard(layer, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"weight: placements .* expected RaggedShard, Shard and Replicate"):
+        Muon([("weight", layer.weight)])
+    assert Param(layer.weight, "weight").start is not None
+
+
+def test_placements_that_are_not_known_are_refused_by_name():
     run_ranks(2, refused)
+    run_ranks(4, strided_by_torch)
 
 
 def test_holders_of_a_range_are_found_with_what_each_has_of_it():
-    holding = Holding(None, None, 0, (0, 3, 3, 7, 10))
-    assert holding.held(0, 3) == ((0, 3),)
-    assert holding.held(2, 8) == ((0, 1), (2, 4), (3, 1))
-    assert holding.held(3, 7) == ((2, 4),)
-    assert holding.held(5, 5) == ()
-    assert holding.own == (0, 3)
+    holding = Holding.of_runs((0, 3, 3, 7, 10))
+    assert holding.holders((0, 3)) == ((0, 3),)
+    assert holding.holders((2, 8)) == ((0, 1), (2, 4), (3, 1))
+    assert holding.holders((3, 7)) == ((2, 4),)
+    assert holding.holders((0, 1), (8, 10)) == ((0, 1), (3, 2))
+    assert holding.holders((5, 5)) == ()
+    assert holding.numel == 3

@@ -243,29 +243,19 @@ def test_ranks_with_different_options_are_told_so_at_construction(option, values
 def refused():
     mesh = world_mesh()
     found = []
-    by_columns = torch.nn.Parameter(torch_distribute(torch.ones(4, 4), mesh, [Shard(1)]))
     in_rows = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [RaggedShard((0, 1), (3, 5))]))
-    both = init_device_mesh("cpu", (2, 1))
-    through = torch.nn.Parameter(torch_distribute(torch.ones(5, 4, 4), both, [Shard(0), Shard(0)]))
-    for param, options in (
-        (by_columns, {}),
-        (in_rows, {"normuon": True}),
-        (in_rows, {"momentum_dtype": torch.int8}),
-    ):
+    for options in ({"normuon": True}, {"momentum_dtype": torch.int8}):
         try:
-            Muon([("blocks.1.wo", param)], **options)
+            Muon([("blocks.1.wo", in_rows)], **options)
         except ValueError as error:
             found.append((type(error).__name__, str(error)))
-    Muon([through])
     return found
 
 
 def test_placements_that_cannot_work_are_refused_by_name():
     for found in run_ranks(2, refused):
-        assert [kind for kind, _ in found] == ["ValueError"] * 3
-        assert all(text.startswith("blocks.1.wo: ") for _, text in found)
-        assert "give it to AdamW" in found[0][1]
-        assert "cut inside rows" in found[1][1]
+        assert [kind for kind, _ in found] == ["ValueError"] * 2
+        assert all(text.startswith("blocks.1.wo: ") and "cut inside rows" in text for _, text in found)
 
 
 def uneven_dtensor():

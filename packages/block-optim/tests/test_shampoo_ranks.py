@@ -122,19 +122,6 @@ def test_bytes_are_twice_what_owners_do_not_hold():
     assert found[0][2] == 2 * (8 + 2 * 8) * 4
 
 
-def refusal(kind):
-    """What building an optimizer says of a parameter that is cut along its columns."""
-    value = torch_distribute(torch.zeros(4, 6), world_mesh(), [Shard(1)], src_data_rank=None)
-    with pytest.raises(
-        ValueError, match=r"head: placements \(Shard\(dim=1\),\) cut it other than along its rows"
-    ):
-        kind([("head", torch.nn.Parameter(value))])
-
-
-def test_a_cut_through_columns_is_refused_by_name_on_every_rank():
-    run_ranks(2, refusal, SOAP)
-
-
 def missing_and_bad(kind, layout):
     """A run in which gradients are missing for all, and not finite on one rank."""
     run = run_of(kind, layout).steps(0, 3)

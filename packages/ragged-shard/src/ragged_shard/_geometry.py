@@ -177,7 +177,10 @@ def region(
 
 
 def held_boxes(
-    shape: Iterable[int], mesh_shape: Iterable[int], placements: Iterable[Placement], coordinate: Iterable[int]
+    shape: Iterable[int],
+    mesh_shape: Iterable[int],
+    placements: Iterable[Placement],
+    coordinate: Iterable[int],
 ) -> tuple[tuple[Ints, Ints], ...]:
     """What the rank at a mesh coordinate holds of a tensor: (offsets, sizes) of boxes, none empty.
 

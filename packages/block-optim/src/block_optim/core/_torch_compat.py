@@ -56,12 +56,12 @@ def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGro
     Raises:
         NotImplementedError: ranks that do not ascend, in a release of torch that sorts them.
     """
-    options = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
+    options: dict[str, Any] = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
     if options and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise NotImplementedError(
-            f"a process group of ranks {list(ranks)} in this order needs torch.distributed.new_group(sort_ranks=), which "
-            f"torch {torch.__version__} does not have; use a newer torch, or AdamW or Muon for parameters that tensor "
-            "parallelism cuts along their rows"
+            f"a process group of ranks {list(ranks)} in this order needs torch.distributed.new_group(sort_ranks=), "
+            f"which torch {torch.__version__} does not have; use a newer torch, or AdamW or Muon for parameters that "
+            "tensor parallelism cuts along their rows"
         )
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), use_local_synchronization=True, group_desc=description, **options

@@ -205,7 +205,9 @@ def _over(
             coordinate[axis] = index
         held.append(pieces_of(held_boxes(shape, mesh.shape, plain, coordinate), shape))
         rank = number if coordinate == list(own) else rank
-    ranks = mesh.mesh[tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))].flatten().tolist()
+    ranks = (
+        mesh.mesh[tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))].flatten().tolist()
+    )
     return Holding(mesh, tuple(axes), tuple(ranks), rank, tuple(held))
 
 

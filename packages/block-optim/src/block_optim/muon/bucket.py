@@ -253,7 +253,9 @@ class Bucket:
     def _pieces(self, name: str, fragments: Sequence[Fragment], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch for each fragment, side by side."""
         flat = self._scratch.take_each(name, [f.high - f.low for f in fragments], dtype)
-        return [t if f.packed.dim() == 1 else t.view(f.packed.shape) for t, f in zip(flat, fragments, strict=True)]
+        return [
+            t if f.packed.dim() == 1 else t.view(f.packed.shape) for t, f in zip(flat, fragments, strict=True)
+        ]
 
     def compute(self) -> None:
         """Orthogonalise this rank's own matrices. Communicates nothing."""

@@ -27,9 +27,7 @@ class LocalParam:
         steps: how often it was updated; there for stochastic rounding only.
     """
 
-    def __init__(
-        self, index: int, param: Param, holding: Holding, state: dict[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, index: int, param: Param, holding: Holding, state: dict[str, torch.Tensor]) -> None:
         self.index, self.param, self.holding = index, param, holding
         matrices = matrices_in(param)
         self.columns = matrices[0].columns if matrices else 1
@@ -116,7 +114,9 @@ def _row_state(param: Param, columns: int, per_row: int) -> torch.Tensor:
     local_shape = (*param.local.shape[: 1 if flat else -1], per_row)
     placements = list(param.placements)
     for axis, placement in enumerate(placements):
-        if isinstance(placement, RaggedShard) and len(placement.dims) >= len(shape):  # of elements: now of rows
+        if isinstance(placement, RaggedShard) and len(placement.dims) >= len(
+            shape
+        ):  # of elements: now of rows
             placements[axis] = _with_dims(placement, len(shape) - 1)
             local_shape = (-1, per_row)
     rows = param.local.numel() // columns

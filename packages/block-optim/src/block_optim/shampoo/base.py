@@ -165,7 +165,7 @@ class Preconditioned(BlockOptimizer):
             f"{kind}: {len(moving)} of {len(self._plan.tensors)} parameters ({names}) have blocks that no rank holds "
             f"whole: each step sends {cost / 1e6:.3g} MB over all ranks, gradients to the blocks' owners and updates "
             f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) lays them out so "
-            "that nothing is sent."
+            "that nothing is sent, but for blocks that tensor parallelism cuts."
         )
 
     # ---------------------------------------------------------------- the step

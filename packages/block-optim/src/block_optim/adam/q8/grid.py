@@ -132,7 +132,9 @@ class ScaleLayout:
         """The scales' global tensor around this rank's scales, flat."""
         ragged = any(isinstance(p, RaggedShard) for p in self.placements)
         shape = self.slab.scale_shape
-        local = local.view(-1, *shape[-1:]) if ragged and len(shape) > 1 else local.view(-1 if ragged else shape)
+        local = (
+            local.view(-1, *shape[-1:]) if ragged and len(shape) > 1 else local.view(-1 if ragged else shape)
+        )
         return wrap_local(local, param.mesh, self.placements, self.grid.scale_shape, ragged)
 
 
@@ -163,7 +165,9 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     for where, slab in found.items():
         chunk = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
         if held_boxes(grid.scale_shape, mesh.shape, chunk, where) != slab.scales:
-            raise _refusal(param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share")
+            raise _refusal(
+                param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share"
+            )
     here = found[tuple(0 if a in along else own[a] for a in range(mesh.ndim))]
     rank = own[along[0]] if along else 0
     return ScaleLayout(grid, Grid(here.shape, block), here.cuts[rank], here.cuts[rank + 1], placements)
@@ -244,7 +248,8 @@ def _scale_placements(
 def _refusal(param: Param, reason: str) -> ValueError:
     return ValueError(
         f"{param.name}: 8-bit states need a run of whole blocks on each rank, but with placements {param.placements} "
-        f"{reason}; keep its states in fp32 with quantize=False in its group"
+        f"{reason}; choose a Tile whose blocks lie between the cuts, or keep its states in fp32 with quantize=False in "
+        "its group"
     )
 
 
