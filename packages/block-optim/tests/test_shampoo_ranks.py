@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Run, same, world_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
+from runs import Run, same
 
 from block_optim import SOAP, Shampoo
 from ragged_shard.testing import record_collectives, run_ranks
