@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from dbuffer import BlockFP8, BlockInt8, BlockNF4
 
 from . import block_policies
+from ._clip import clip_grad_norm_
 from ._memory import UnitMemory, gathered_memory, unit_memory
 from ._module import (
     FSDPModule,
@@ -40,6 +41,7 @@ __all__ = [
     "UnitMemory",
     "UnshardHandle",
     "block_policies",
+    "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fake_tensors",
     "fully_shard",

@@ -1,14 +1,26 @@
 """Expert parallelism, and units whose parameters lie on several meshes."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import RANKS, Outcome, case, rows_of, train
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 
+from fsdp_runtime.train.experts import apply_expert_parallel
+from fsdp_runtime.train.model import ModelConfig, SwiGLU, Transformer, init_parameter
+
+ROWS = Shard(0)
 DATA = "Data parallelism alone"
+LAYOUT = "Experts and dense parameters in one unit, as torchtitan lays them out"
+SCALING = "Gradient scaling as trainers set it"
+REPLICAS = "Replicas of dense parameters, of experts, of both"
+ROUTING = "Shared, frozen and idle experts"
 
 
 class Stack(nn.Module):
@@ -48,3 +60,294 @@ def one_axis(fsdp: Any) -> Outcome:
         fsdp.fully_shard(model, mesh=mesh)
 
     return train(fsdp, Stack, wrap, mean_square, batches=rows, share=rows_of(dist.get_rank(), RANKS))
+
+
+# -- a mixture of experts ----------------------------------------------------------------------------------------------
+
+
+def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Callable[[], nn.Module]:
+    """Builds two layers with so many experts each; `change` gets each layer's block."""
+
+    def build() -> nn.Module:
+        config = ModelConfig(
+            vocab_size=32,
+            dim=16,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            ff_dim=24,
+            num_experts=experts,
+            tied=False,
+        )
+        model = Transformer(config)
+        for block in model.blocks:
+            if change is not None:
+                change(block)
+        generator = torch.Generator().manual_seed(0)
+        for name, param in model.named_parameters():
+            with torch.no_grad():
+                init_parameter(config, name, param, generator)
+                param.mul_(1.0 if "norm" in name else 10.0)
+        return model
+
+    return build
+
+
+def tokens(step: int) -> torch.Tensor:
+    """The whole batch of a step."""
+    return torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(step))
+
+
+def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the next token and the balancing loss, means over sequences."""
+    logits, aux = model(batch[:, :-1])
+    found: torch.Tensor = (
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * aux
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The dense mesh, and of experts the mesh that cuts them and the axis that shares them out."""
+
+    dense: DeviceMesh
+    sparse: DeviceMesh
+    ep: DeviceMesh
+
+
+def meshes(ep: int, replicas: int = 1, expert_replicas: int = 1) -> Meshes:
+    """Of all ranks, as torchtitan makes them: both from one world."""
+
+    def made(*axes: tuple[str, int]) -> DeviceMesh:
+        return init_device_mesh(
+            "cpu", tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
+        )
+
+    dense = made(("dp_replicate", replicas), ("fsdp", RANKS // replicas))
+    sparse = made(("ep_replicate", expert_replicas), ("efsdp", RANKS // ep // expert_replicas), ("ep", ep))
+    return Meshes(
+        dense if replicas > 1 else dense["fsdp"],
+        sparse["ep_replicate", "efsdp"] if expert_replicas > 1 else sparse["efsdp"],
+        sparse["ep"],
+    )
+
+
+def placement_fn(over: Meshes, experts: set[nn.Parameter], placement: Shard) -> Callable[[nn.Parameter], Any]:
+    """What torchtitan passes: a placement where nothing shares out experts, else torch's own objects with a mesh.
+
+    On a torch without those ours gets the mesh itself.
+    """
+    result: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+    if over.ep.size() == 1:
+        return lambda param: placement if param in experts else None
+    if result is None:
+        return lambda param: over.sparse if param in experts else None
+
+    def info(mesh: DeviceMesh) -> Any:
+        if mesh.ndim == 1:
+            return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    dense, sparse = info(over.dense), info(over.sparse)
+    return lambda param: result(placement, sparse) if param in experts else result(Shard(0), dense)
+
+
+def wrap_blocks(
+    fsdp: Any, model: Any, over: Meshes, *, placement: Shard = ROWS, apart: bool = False, **options: Any
+) -> list[Any]:
+    """One unit a block, experts on a mesh of their own; `apart`: the layer with experts in a unit of its own."""
+    if over.ep.size() > 1:
+        experts = apply_expert_parallel(model, over.ep)
+    else:
+        experts = {p for name, p in model.named_parameters() if name.split(".")[-1].startswith("w_")}
+    options = {"mesh": over.dense, **options}
+    inner = []
+    for block in model.blocks:
+        chosen = block.ff if apart else block
+        inner.append(
+            fsdp.fully_shard(chosen, shard_placement_fn=placement_fn(over, experts, placement), **options)
+        )
+        if apart:
+            fsdp.fully_shard(block, **options)
+    fsdp.fully_shard(model, **options)
+    return inner
+
+
+def divide_nothing(model: nn.Module) -> None:
+    """As torchtitan: losses are scaled instead. By sums, since gloo has not got what FSDP2 sends otherwise."""
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def train_experts(
+    fsdp: Any, build: Callable[[], nn.Module], wrap: Callable[[Any, Any], Any], **options: Any
+) -> Outcome:
+    """Every rank has rows of its own."""
+    share = rows_of(dist.get_rank(), RANKS)
+    return train(fsdp, build, wrap, language_loss, batches=tokens, share=share, **options)
+
+
+def counts_of(gathers: int, reductions: int, all_reduces: int = 1, layers: int = 2) -> dict[str, int]:
+    """Collectives of a step: with these layers of shared-out experts, three all-to-alls forward and two backward each.
+
+    All-reduces: one for the norm of all gradients that are cut over the same ranks, and those over replicas.
+    """
+    found = {"all_gather": gathers, "reduce_scatter": reductions, "all_reduce": all_reduces}
+    return {**found, "all_to_all": 5 * layers} if layers else found
+
+
+def enter_layout(ep: int, experts: int) -> None:
+    """torchtitan's layout of experts for one size."""
+    balance = Shard(1) if experts < RANKS else Shard(0)
+    # Two blocks and a root; again in backward but for the root. With ep 2 a block has two meshes that cut something.
+    counts = {1: counts_of(5, 3, layers=0), 2: counts_of(9, 5), 4: counts_of(5, 3)}[ep]
+
+    @case(LAYOUT, f"ep {ep}, {experts} experts, `{balance}`", counts=counts, name=f"titan_{ep}_{experts}")
+    def titan(fsdp: Any) -> Outcome:
+        def wrap(fsdp: Any, model: Any) -> None:
+            wrap_blocks(fsdp, model, meshes(ep), placement=balance)
+            divide_nothing(model)
+
+        return train_experts(fsdp, transformer(experts), wrap, scale=1 / RANKS)
+
+
+for _ep, _experts in ((1, 2), (1, 4), (1, 6), (2, 2), (2, 4), (2, 6), (4, 4)):
+    enter_layout(_ep, _experts)
+
+
+@case(LAYOUT, "ep 2, 6 experts, parameters kept after forward", counts=counts_of(5, 5))
+def kept_after_forward(fsdp: Any) -> Outcome:
+    def wrap(fsdp: Any, model: Any) -> None:
+        wrap_blocks(fsdp, model, meshes(2), reshard_after_forward=False)
+        divide_nothing(model)
+
+    return train_experts(fsdp, transformer(6), wrap, scale=1 / RANKS)
+
+
+class WithShared(nn.Module):
+    """A mixture of experts, and an expert that every token goes through."""
+
+    def __init__(self, routed: nn.Module, config: ModelConfig) -> None:
+        super().__init__()
+        self.routed, self.shared = routed, SwiGLU(config)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found, aux = self.routed(x)
+        return found + self.shared(x)[0], aux
+
+
+def share_an_expert(block: Any) -> None:
+    """Add an expert for all tokens."""
+    block.ff = WithShared(block.ff, ModelConfig(dim=16, num_heads=2, num_kv_heads=1, ff_dim=24))
+
+
+# -- scaling -----------------------------------------------------------------------------------------------------------
+
+
+@case(SCALING, "divide factor 1.0 on all units, losses scaled, without forced sums", counts=counts_of(9, 5))
+def factor_one(fsdp: Any) -> Outcome:
+    def wrap(fsdp: Any, model: Any) -> None:
+        wrap_blocks(fsdp, model, meshes(2))
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(1.0)
+
+    return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS)
+
+
+def enter_factor(ep: int, reductions: int) -> None:
+    """transformers' way: the number of ranks as factor on the units with experts."""
+
+    @case(
+        SCALING,
+        f"factor {RANKS} and forced sums on units with experts, {RANKS // ep} ranks in efsdp",
+        counts=counts_of(4 * reductions + 5, 2 * reductions + 3),
+        name=f"factor_with_ep{ep}",
+    )
+    def factor(fsdp: Any) -> Outcome:
+        def wrap(fsdp: Any, model: Any) -> None:
+            for unit in wrap_blocks(fsdp, model, meshes(ep), apart=True):
+                unit.set_gradient_divide_factor(float(RANKS))
+                unit.set_force_sum_reduction_for_comms(True)
+
+        return train_experts(fsdp, transformer(4, share_an_expert), wrap)
+
+
+enter_factor(2, 2)
+enter_factor(4, 1)
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def enter_replicas(text: str, dense: int, ep: int, expert: int, counts: dict[str, int]) -> None:
+    """Numbers of replicas of dense parameters and of experts."""
+
+    @case(REPLICAS, text, counts=counts, name=f"replicas_{dense}_{ep}_{expert}")
+    def replicas(fsdp: Any) -> Outcome:
+        def wrap(fsdp: Any, model: Any) -> None:
+            for unit in wrap_blocks(fsdp, model, meshes(ep, dense, expert)):
+                unit.set_gradient_divide_factor(float(RANKS))
+                unit.set_force_sum_reduction_for_comms(True)
+
+        return train_experts(fsdp, transformer(4), wrap)
+
+
+enter_replicas("dense (replicate 2, fsdp 2); experts efsdp 2, ep 2", 2, 2, 1, counts_of(9, 5, 3 + 2))
+enter_replicas("dense fsdp 4; experts (replicate 2, efsdp 1), ep 2", 1, 2, 2, counts_of(5, 3, 2 + 2))
+enter_replicas(
+    "dense (replicate 2, fsdp 2); experts (replicate 2, efsdp 1), ep 2", 2, 2, 2, counts_of(5, 3, 5 + 1)
+)
+
+
+# -- what tokens do ----------------------------------------------------------------------------------------------------
+
+
+def freeze_experts(block: Any) -> None:
+    """Train everything else."""
+    for name in ("w_gate", "w_up", "w_down"):
+        getattr(block.ff, name).requires_grad_(False)
+
+
+def idle(*which: int) -> Callable[[Any], None]:
+    """Let the router choose none of these."""
+
+    def change(block: Any) -> None:
+        def away(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill(-1, torch.tensor(which), -1e9)
+
+        block.ff.router.register_forward_hook(away)
+
+    return change
+
+
+def enter_routing(text: str, name: str, change: Callable[[Any], None], counts: dict[str, int]) -> None:
+    """Four experts, ep 2 and efsdp 2."""
+
+    @case(ROUTING, text, counts=counts, name=name)
+    def routing(fsdp: Any) -> Outcome:
+        def wrap(fsdp: Any, model: Any) -> None:
+            wrap_blocks(fsdp, model, meshes(2))
+            divide_nothing(model)
+
+        return train_experts(fsdp, transformer(4, change), wrap, scale=1 / RANKS)
+
+
+enter_routing("a shared expert for all tokens", "shared_expert", share_an_expert, counts_of(9, 5))
+enter_routing(
+    "frozen experts: they are gathered, and not reduced", "frozen_experts", freeze_experts, counts_of(9, 3)
+)
+enter_routing("an expert that no token chooses", "idle_expert", idle(2), counts_of(9, 5))
+enter_routing("a rank of ep whose experts get no token", "idle_rank", idle(2, 3), counts_of(9, 5))
+
+
+@case(ROUTING, "the norm by `fsdp_runtime.clip_grad_norm_`, for FSDP2 by torch's", counts=counts_of(9, 5))
+def clipped_by_ours(fsdp: Any) -> Outcome:
+    def wrap(fsdp: Any, model: Any) -> None:
+        wrap_blocks(fsdp, model, meshes(2))
+        divide_nothing(model)
+
+    clip = getattr(fsdp, "clip_grad_norm_", None)
+    return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS, clip_with=clip)

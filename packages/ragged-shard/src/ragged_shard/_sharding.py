@@ -122,6 +122,14 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return f"mesh({mesh.device_type} {tuple(mesh.shape)}{names})"
 
 
+def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
+    """The global ranks that this one meets along some axes of a mesh; itself alone where there are none."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place = tuple([slice(None) if axis in axes else at for axis, at in enumerate(coordinate)])
+    return frozenset(mesh.mesh[place].flatten().tolist())
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides as torch computes them (a dimension of size 0 counts as 1)."""
     stride, running = [], 1

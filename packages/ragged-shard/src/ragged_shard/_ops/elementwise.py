@@ -47,6 +47,12 @@ def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bo
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     target = operands.ragged_sharding(values)
     if target is None:
+        if in_place and not isinstance(
+            args[0], RaggedDTensor
+        ):  # such as a plain gradient times a norm's coefficient
+            args = (args[0], *map(operands.number_of, args[1:]))
+            if not any(isinstance(v, RaggedDTensor) for v in (*args, *kwargs.values())):
+                return func(*args, **kwargs)
         return fallback(func, args, kwargs)
     written = kwargs.get("out", args[0]) if in_place else None
     if in_place and not (isinstance(written, RaggedDTensor) and written._sharding == target):
@@ -127,7 +133,7 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         for i in range(count)
     ]
     ragged = [i for i, target in enumerate(targets) if target is not None]
-    if not ragged:
+    if not ragged and any(isinstance(t, RaggedDTensor) for lst in args if isinstance(lst, list) for t in lst):
         return fallback(func, args, kwargs)
     for i in ragged:
         _check_position(func, args, kwargs, i, targets[i])
@@ -144,11 +150,13 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     # The others first: if torch refuses them, nothing ragged has been written yet. DTensors separate from plain ones.
     for group in _by_kind(args[0], others):
         rest = [
-            [a[i] for i in group] if lst and len(a) == count else a
+            [a[i] for i in group] if lst and len(a) == count else operands.number_of(a)
             for a, lst in zip(args, is_list, strict=True)
         ]
         for i, result in zip(group, func(*rest, **kwargs) or (), strict=False):
             results[i] = result
+    if not ragged:
+        return None if func._schema.name.endswith("_") else results
     mine = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
     if mine is None or func._schema.name.endswith("_"):
         return None

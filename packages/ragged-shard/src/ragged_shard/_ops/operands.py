@@ -1,7 +1,8 @@
 """Which operands an op on a ragged tensor accepts, and what becomes local of them.
 
 another ragged tensor     the same sharding, else the error prints both
-Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it
+Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it. One
+                          number also on another mesh that has all ranks of this one
 plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
                           implicit_replication() says that plain tensors are the same on all ranks
 Python number             unchanged
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._geometry import Box
 from ragged_shard._redistribute import run_view
-from ragged_shard._sharding import Sharding
+from ragged_shard._sharding import Sharding, ranks_along
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op, implicitly_replicated
 
@@ -56,13 +57,26 @@ def to_local(value: Any, target: Sharding, func: Op) -> Any:
     local, sharding = local_and_sharding(value)
     if sharding == target:
         return local
-    if sharding.replicate and sharding.mesh == target.mesh:
-        return (
-            local if sharding.shape.numel() == 1 and local.ndim == 0 else local_from_full(local, target, func)
-        )
+    if sharding.replicate:
+        if local.ndim == 0 and (sharding.mesh == target.mesh or _covers(sharding, target)):
+            return local
+        if sharding.mesh == target.mesh:
+            return local_from_full(local, target, func)
     raise ValueError(
         f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nredistribute one like the other"
     )
+
+
+def _covers(one: Sharding, other: Sharding) -> bool:
+    """Whether the first one's mesh has all ranks of the second one's."""
+    return ranks_along(one.mesh, range(one.mesh.ndim)) >= ranks_along(other.mesh, range(other.mesh.ndim))
+
+
+def number_of(value: Any) -> Any:
+    """The plain 0-d tensor of a Replicate one, for operands that are not ragged; anything else unchanged."""
+    if isinstance(value, RaggedDTensor) and value._sharding.replicate and value.ndim == 0:
+        return value._local_tensor
+    return value
 
 
 def local_from_full(full: torch.Tensor, target: Sharding, what: object = "local tensor") -> torch.Tensor:

@@ -9,7 +9,7 @@ For min, max and the infinity norm NaNs travel in a second row: not every backen
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _REPLICATE = Replicate()
 
 
@@ -69,10 +69,11 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
     if dims is not None and _uncut(sharding, over):
         return _within_rank(tensor, how, over, keepdim, count)
     if dims is None:
-        buffer = _local(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
+        buffer = local_of(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
     else:
         buffer = _scattered(tensor, how, over)
-    buffer = _joined(buffer, how, sharding)
+    cut = [axis for axis in sharding.cut_axes if sharding.axis_size(axis) > 1]
+    buffer = join(buffer, how, [sharding.mesh.get_group(axis) for axis in cut])
     shape = list(sharding.shape)
     for d in reversed(over):
         shape[d : d + 1] = [1] if keepdim else []
@@ -81,7 +82,7 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
     return RaggedDTensor._wrap(result, sharding_of(sharding.mesh, after, torch.Size(shape)))
 
 
-def _local(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+def local_of(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     if all(x.shape[d] for d in dims):
         return how.local(x, dims)
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -101,7 +102,7 @@ def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim
     """A reduction over uncut dims: local, and the result is ragged as the tensor, with dims renumbered."""
     sharding = tensor._sharding
     shift = len(sharding.ragged.dims) - 1
-    result = how.finish(_local(how, tensor._local_tensor, [d - shift for d in dims]), count)
+    result = how.finish(local_of(how, tensor._local_tensor, [d - shift for d in dims]), count)
     placements = list(sharding.placements)
     shape = list(sharding.shape)
     if keepdim:
@@ -135,18 +136,17 @@ def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.
     return buffer
 
 
-def _joined(buffer: torch.Tensor, how: Reduction, sharding: Sharding) -> torch.Tensor:
-    """All-reduce over every mesh axis that cuts the tensor."""
-    axes = [a for a in sharding.cut_axes if sharding.axis_size(a) > 1]
+def join(buffer: torch.Tensor, how: Reduction, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """All-reduce over these process groups, one after another."""
     if how.join is dist.ReduceOp.SUM or not buffer.is_floating_point():
-        for axis in axes:
-            buffer = _comm.all_reduce(buffer, how.join, sharding.mesh.get_group(axis))
+        for group in groups:
+            buffer = _comm.all_reduce(buffer, how.join, group)
         return buffer
     sign = 1.0 if how.join is dist.ReduceOp.MAX else -1.0
     nan = buffer.isnan()
     packed = torch.stack([torch.where(nan, how.empty, buffer), nan.to(buffer.dtype) * sign])
-    for axis in axes:
-        packed = _comm.all_reduce(packed, how.join, sharding.mesh.get_group(axis))
+    for group in groups:
+        packed = _comm.all_reduce(packed, how.join, group)
     return torch.where(packed[1] != 0, math.nan, packed[0])
 
 
@@ -155,7 +155,7 @@ def _sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reducti
     out = dtype or (torch.int64 if integral else x.dtype)
     if mean and not (out.is_floating_point or out.is_complex):
         raise TypeError(f"mean of {x.dtype} needs a floating point dtype=")
-    work = torch.float32 if out in _HALVES else out
+    work = torch.float32 if out in HALVES else out
 
     def finish(total: torch.Tensor, count: int) -> torch.Tensor:
         return (total / count if mean else total).to(out)
@@ -192,10 +192,10 @@ def _logical(x: torch.Tensor, every: bool) -> Reduction:
     return Reduction(local, op, torch.uint8, int(every), lambda total, count: total.to(out))
 
 
-def _norm(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
+def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
     """A vector norm: local norms to the power of p, summed in ``wide`` so that large ones do not overflow."""
     out = dtype or x.dtype
-    inner = torch.float32 if out in _HALVES else out
+    inner = torch.float32 if out in HALVES else out
 
     def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
         found: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
@@ -209,7 +209,7 @@ def _norm(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.
     return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 
-def _bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, with defaults filled in."""
     bound = {}
     for position, argument in enumerate(func._schema.arguments):
@@ -230,7 +230,7 @@ def reduction(op: Op) -> Handler:
         tensor = args[0]
         if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
             return fallback(func, args, kwargs)
-        given = _bound(func, args, kwargs)
+        given = bound(func, args, kwargs)
         local, shape = tensor._local_tensor, tensor._sharding.shape
         dims = _dims(given.get("dim"), len(shape))
         keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
@@ -241,9 +241,9 @@ def reduction(op: Op) -> Handler:
         elif kind in ("linalg_vector_norm", "norm"):
             order = given.get("ord", given.get("p"))
             wide = (
-                torch.float64 if dims is None else (torch.float32 if local.dtype in _HALVES else local.dtype)
+                torch.float64 if dims is None else (torch.float32 if local.dtype in HALVES else local.dtype)
             )
-            how = _norm(local, 2.0 if order is None else float(order), dtype, wide)
+            how = norm_over(local, 2.0 if order is None else float(order), dtype, wide)
         else:
             _check_not_empty(func, shape, dims)
             how = _extreme(local, kind in ("max", "amax"))
@@ -262,56 +262,3 @@ def _check_not_empty(func: Op, shape: torch.Size, dims: list[int] | None) -> Non
     over = range(len(shape)) if dims is None else dims
     if any(shape[d] == 0 for d in over):
         raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)}: not defined over no elements")
-
-
-def foreach_norm(op: Op) -> Handler:
-    """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut by the same mesh axes."""
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, given = args[0], _bound(func, args, kwargs)
-        order, dtype = float(given.get("ord", 2)), given.get("dtype")
-        results: list[Any] = [None] * len(tensors)
-        groups: dict[Any, list[int]] = {}
-        others = []
-        for i, tensor in enumerate(tensors):
-            sharding = getattr(tensor, "_sharding", None)
-            if sharding is None or sharding.axis is None:
-                others.append(i)
-            elif sharding.partial:
-                raise NotImplementedError(
-                    f"{func} on a tensor with a pending reduction ({sharding}): a norm is not linear; "
-                    "redistribute Partial to Replicate first"
-                )
-            else:
-                groups.setdefault((sharding.mesh, sharding.cut_axes, tensor.dtype), []).append(i)
-        if others:
-            torch_args = ([tensors[i] for i in others], *args[1:])
-            found = func(*torch_args, **kwargs) if groups else fallback(func, torch_args, kwargs)
-            for i, norm in zip(others, found, strict=True):
-                results[i] = norm
-        for positions in groups.values():
-            norms = _norms([tensors[i] for i in positions], order, dtype)
-            for i, norm in zip(positions, norms, strict=True):
-                results[i] = norm
-        return results
-
-    return handle
-
-
-def _norms(tensors: list[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[Any]:
-    """Norms of tensors that are cut by the same mesh axes: computed and combined together."""
-    sharding = tensors[0]._sharding
-    out = dtype or tensors[0]._local_tensor.dtype
-    inner = torch.float32 if out in _HALVES else out
-    how = _norm(tensors[0]._local_tensor, order, dtype, torch.float64)
-    locals_ = [t._local_tensor for t in tensors]
-    if order > 0:  # torch's norms over no elements are 0, except the infinity norm, which it refuses
-        filled = [x if x.numel() else x.new_zeros(1) for x in locals_]
-        values = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
-        if not math.isinf(order):
-            values = values.to(torch.float64).pow_(order)
-    else:
-        values = torch.stack([_local(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
-    totals = how.finish(_joined(values, how, sharding), 0)
-    after = sharding_of(sharding.mesh, (_REPLICATE,) * len(sharding.placements), torch.Size(()))
-    return [RaggedDTensor._wrap(total, after) for total in totals.unbind()]

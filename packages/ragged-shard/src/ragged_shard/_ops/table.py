@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragged_shard._ops import elementwise, reduce, special, views
+from ragged_shard._ops import elementwise, norms, reduce, special, views
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._registry import HANDLERS, Handler
 from ragged_shard._tensor import RaggedDTensor
@@ -90,9 +90,16 @@ RULES: dict[str, Rule] = {
     ),
     "foreach norm": Rule(
         "a Replicate 0-d norm for each tensor",
-        "one all_reduce per cut mesh axis for the list, 8 bytes per tensor",
-        reduce.foreach_norm,
+        "one all_reduce for all that are cut over the same ranks (one per axis where no group has just these), 8 bytes "
+        "per tensor",
+        norms.foreach_norm,
         "_foreach_norm",
+    ),
+    "stack": Rule(
+        "0-d tensors that are replicas over the same ranks, on any meshes",
+        "nothing; one all_reduce per cut mesh axis for a pending norm of a DTensor",
+        norms.stack,
+        "stack",
     ),
     "unscale": Rule(
         "GradScaler's check for inf and nan",

@@ -1,0 +1,77 @@
+"""Clipping by the norm of all gradients, on whatever meshes they lie."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ragged_shard import RaggedDTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Clip gradients to a norm, and return their norm before: a plain 0-d tensor, the same on every rank.
+
+    `torch.nn.utils.clip_grad_norm_`, which works on the same parameters, with two differences: that returns a
+    distributed tensor, and knows nothing of pipeline stages.
+
+    Parameters may lie on several meshes (dense ones on `fsdp`, experts on `efsdp` and `ep`, others on `dp` and `tp`);
+    plain tensors count as the same on all ranks. Issues one all-reduce, of 8 bytes a tensor, for all gradients that are
+    cut over the same ranks; where several axes cut them and no process group has just these ranks, one for each axis.
+    With `foreach=False` the same for each tensor by itself. Nothing is gathered.
+
+    Args:
+        parameters: those whose gradients are clipped; others have none.
+        max_norm: the largest norm to leave.
+        norm_type: of the p-norm; `inf` for the largest value.
+        error_if_nonfinite: raise where the norm is not finite.
+        foreach: as in torch's function.
+        pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are joined
+            by one more all-reduce, of 8 bytes.
+
+    Raises:
+        RuntimeError: the norm is not finite, if asked.
+        NotImplementedError: gradients that are replicas over different ranks; see `ragged_shard`'s table of ops.
+        ValueError: `pp_mesh` has several axes.
+    """
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ValueError(
+            f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
+        )
+    grads = [param.grad for param in params if param.grad is not None]
+    found = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite and pp_mesh is None, foreach)
+    norm = found.full_tensor() if isinstance(found, (DTensor, RaggedDTensor)) else found
+    if pp_mesh is not None:
+        norm = _joined(norm, float(norm_type), pp_mesh)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of order {norm_type} over all pipeline stages is {norm.item()}: not clipped"
+            )
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+    return norm
+
+
+def _joined(norm: torch.Tensor, order: float, mesh: DeviceMesh) -> torch.Tensor:
+    """The norm over all stages."""
+    device = torch.device(mesh.device_type) if norm.device.type != mesh.device_type else norm.device
+    total = norm.to(device, torch.float64)
+    if math.isinf(order):
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.get_group())
+    else:
+        total = total.pow(order)
+        dist.all_reduce(total, group=mesh.get_group())
+        total = total.pow(1 / order)
+    return total.to(norm.dtype)

@@ -1,0 +1,183 @@
+"""Rules for the norms of lists of tensors, and for stacking them, over any mix of meshes.
+
+What clipping does: `_foreach_norm` of all gradients, `stack` of the norms, the norm of that. A norm is Replicate on its
+tensor's mesh; norms that are replicas over the same ranks can be stacked whichever meshes these are.
+
+    tensors on        fsdp(4)   (efsdp 2, ep 2)   (dp 2, tp 2), cut over dp
+    cut over ranks    0 1 2 3   0 1 2 3           0 2
+                      '---one all-reduce---'      another
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ragged_shard._ops.fallback import as_dtensor, fallback
+from ragged_shard._ops.operands import is_distributed
+from ragged_shard._ops.reduce import HALVES, bound, join, local_of, norm_over
+from ragged_shard._registry import Handler
+from ragged_shard._sharding import describe_mesh, ranks_along, sharding_of
+from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
+
+_REPLICATE = Replicate()
+
+
+class _Cut(NamedTuple):
+    """Tensors of one dtype that are cut by the same mesh axes."""
+
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
+    positions: list[int]
+    locals: list[torch.Tensor]
+
+
+def foreach_norm(op: Op) -> Handler:
+    """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut over the same ranks.
+
+    One for each mesh axis where no process group has just these ranks; see `_groups_of`.
+    """
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, given = args[0], bound(func, args, kwargs)
+        order, dtype = float(given.get("ord", 2)), given.get("dtype")
+        results: list[Any] = [None] * len(tensors)
+        cuts: dict[Any, _Cut] = {}
+        plain = []
+        for i, tensor in enumerate(tensors):
+            sharding = getattr(tensor, "_sharding", None)
+            if sharding is not None and sharding.axis is not None:
+                if sharding.partial:
+                    raise NotImplementedError(
+                        f"{func} on a tensor with a pending reduction ({sharding}): a norm is not linear; "
+                        "redistribute Partial to Replicate first"
+                    )
+                mesh, axes, local = sharding.mesh, sharding.cut_axes, tensor._local_tensor
+            elif is_distributed(tensor):
+                mesh, axes, local = _of_torchs(tensor)
+            else:
+                plain.append(i)
+                continue
+            cut = cuts.setdefault((mesh, axes, local.dtype), _Cut(mesh, axes, [], []))
+            cut.positions.append(i)
+            cut.locals.append(local)
+        if plain:
+            for i, norm in zip(plain, func([tensors[i] for i in plain], *args[1:], **kwargs), strict=True):
+                results[i] = norm
+        _fill_in(results, list(cuts.values()), order, dtype)
+        return results
+
+    return handle
+
+
+def _of_torchs(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...], torch.Tensor]:
+    """Mesh, axes that cut it and local tensor of a tensor with torch's own placements."""
+    theirs: DTensor = as_dtensor(tensor)
+    if any(isinstance(p, Partial) for p in theirs.placements):
+        theirs = theirs.redistribute(
+            placements=[_REPLICATE if isinstance(p, Partial) else p for p in theirs.placements]
+        )
+    axes = tuple(axis for axis, p in enumerate(theirs.placements) if not isinstance(p, Replicate))
+    return theirs.device_mesh, axes, theirs.to_local()
+
+
+def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dtype | None) -> None:
+    """Write the norms of all tensors to their positions."""
+    by_ranks: dict[frozenset[int], list[_Cut]] = {}
+    for cut in cuts:
+        by_ranks.setdefault(ranks_along(cut.mesh, cut.axes), []).append(cut)
+    for ranks, members in by_ranks.items():
+        values = [_values(cut.locals, order, dtype) for cut in members]
+        how = norm_over(members[0].locals[0], order, dtype, torch.float64)
+        totals = join(torch.cat(values), how, _groups_of(ranks, members, cuts))
+        for cut, total in zip(members, totals.split([len(v) for v in values]), strict=True):
+            finished = norm_over(cut.locals[0], order, dtype, torch.float64).finish(total, 0)
+            after = sharding_of(cut.mesh, (_REPLICATE,) * cut.mesh.ndim, torch.Size(()))
+            for i, norm in zip(cut.positions, finished.unbind(), strict=True):
+                results[i] = RaggedDTensor._wrap(norm, after)
+
+
+def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """What this rank contributes to each norm."""
+    out = dtype or locals_[0].dtype
+    how = norm_over(locals_[0], order, dtype, torch.float64)
+    if order <= 0:
+        return torch.stack([local_of(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
+    # torch's norms over no elements are 0, except the infinity norm, which it refuses
+    filled = [x if x.numel() else x.new_zeros(1) for x in locals_]
+    inner = torch.float32 if out in HALVES else out
+    values = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
+    return values if order == float("inf") else values.to(torch.float64).pow_(order)
+
+
+def _groups_of(
+    ranks: frozenset[int], members: Sequence[_Cut], cuts: Sequence[_Cut]
+) -> list[dist.ProcessGroup]:
+    """The process groups to reduce over, one after another, so that all of these ranks contribute: one if there is one.
+
+    Where several axes cut a tensor, an axis of another mesh in the list may have just their ranks, or the default
+    group may. What is looked at is the same on every rank, and nothing is made.
+    """
+    if len(ranks) == 1:
+        return []
+    for cut in (*members, *cuts):
+        for axis in cut.axes:
+            group = cut.mesh.get_group(axis)
+            if len(ranks) == group.size() and ranks == frozenset(dist.get_process_group_ranks(group)):
+                return [group]
+    mesh, axes = members[0].mesh, members[0].axes
+    world = dist.group.WORLD
+    if (
+        world is not None
+        and len(ranks) == world.size()
+        and f"{mesh.device_type}:" in dist.get_backend_config(world)
+    ):
+        return [world]
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def stack(op: Op) -> Handler:
+    """Norms, or other tensors that are replicas over the same ranks, whichever meshes these are; others as torch does.
+
+    Of a DTensor with a pending norm the total is taken first: one all-reduce for each axis that cuts it.
+
+    Raises:
+        NotImplementedError: replicas over different ranks. What the ranks outside hold is not known.
+    """
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = list(args[0])
+        ragged = [t for t in tensors if isinstance(t, RaggedDTensor)]
+        if not ragged or not all(t._sharding.replicate for t in ragged) or any(t.ndim for t in tensors):
+            return fallback(func, args, kwargs)
+        first = ragged[0]._sharding
+        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor | RaggedDTensor)}
+        if len(meshes) > 1:
+            _check_same_ranks(func, list(meshes.values()))
+        locals_ = [_total(t) for t in tensors]
+        result = func(locals_, *args[1:], **kwargs)
+        return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
+
+    return handle
+
+
+def _total(value: Any) -> torch.Tensor:
+    if isinstance(value, RaggedDTensor):
+        return value._local_tensor
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _check_same_ranks(func: Op, meshes: list[DeviceMesh]) -> None:
+    first = ranks_along(meshes[0], tuple(range(meshes[0].ndim)))
+    for mesh in meshes[1:]:
+        if (ranks := ranks_along(mesh, tuple(range(mesh.ndim)))) != first:
+            raise NotImplementedError(
+                f"{func} of numbers that are the same over ranks {sorted(first)} ({describe_mesh(meshes[0])}) and over "
+                f"{sorted(ranks)} ({describe_mesh(mesh)}): whether the other ranks hold copies or other parameters is "
+                "not known. Make the parameters DTensors on the axes that are missing, Shard or Replicate there, "
+                "before fully_shard"
+            )
