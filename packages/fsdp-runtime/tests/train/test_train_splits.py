@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from train_helpers import apart, losses, newest, text_folder, tiny, train, train_and_stop, with_changes
 
-from fsdp_runtime.train import PRESETS, TrainError
+from fsdp_runtime.train import PRESETS, TrainError, checkpoint
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import run_ranks
 
@@ -101,6 +102,28 @@ def resume_each(saved, runs, out):
         assert train(config, f"{out}/{name}")["first_step"] == 2
 
 
+OPTIMIZERS = {
+    "muon": {"tp": 2, "ep": 4},
+    "shampoo": {"tp": 2, "pp": 2},
+    "soap": {"pp": 2, "ep": 2},
+    "adamw8bit": {"cp": 2, "ep": 2},
+}
+
+
+def test_every_optimizer_takes_divided_parameters(folder, tmp_path):
+    runs = {
+        name: made(folder, "moe", optimizer=name, steps=3, accumulate=2, **changes)
+        for name, changes in OPTIMIZERS.items()
+    }
+    alone = {name: with_changes(run, system="one", **dict.fromkeys(AXES, 1)) for name, run in runs.items()}
+    run_ranks(1, train_each, alone, str(tmp_path / "one"))
+    run_ranks(4, train_each, runs, str(tmp_path), timeout=300)
+    for name in runs:  # SOAP's bases amplify rounding: two numbers of ranks differ as much
+        assert apart(losses(tmp_path / name), losses(tmp_path / "one" / name)) < (
+            0.01 if name == "soap" else 1e-5
+        )
+
+
 OTHERS = {
     "pp 2 x cp 2": {"pp": 2, "cp": 2},
     "zbv": {"pp": 2, "pp_schedule": "zbv"},
@@ -128,6 +151,20 @@ def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(folder,
         assert not [key for key in before if not torch.equal(before[key], after[key])], name
 
 
+def test_a_checkpoint_with_settings_by_group_as_of_0_1_0_is_resumed(folder, tmp_path):
+    config = made(folder, "dense", save_every=2, eval_every=0, optimizer="adamw")
+    run_ranks(1, train, config, tmp_path / "whole")
+    run_ranks(1, save_by_group, config, tmp_path / "old")
+    (summary,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path / "old")
+    assert summary["first_step"] == 2
+    assert apart(losses(tmp_path / "old"), losses(tmp_path / "whole")) < 1e-6
+
+
+def save_by_group(config, out):
+    with mock.patch.object(checkpoint, "_BY_NAME", checkpoint._BY_GROUP):
+        return train_and_stop(config, out, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -144,6 +181,10 @@ def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(folder,
         ({"pp": 2, "pp_schedule": "2f2b"}, "--pp-schedule '2f2b': expected one of gpipe, 1f1b"),
         ({"hsdp": 0}, "--hsdp 0: expected at least 1"),
         ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it here, not fsdp2"),
+        (
+            {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
+            "wo has 192 columns, 96 on each rank",
+        ),
         ({"tp": 2, "quantize": "fp8"}, "--quantize fp8: not with --tp 2"),
         ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),
     ],

@@ -14,7 +14,7 @@ from .bad_numbers import ON_NAN
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
-from .splits import AXES, SCHEDULES, Splits, check_splits, find_splits
+from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
@@ -136,6 +136,7 @@ class RunConfig:
                 )
         if not self.hf_config:
             check_splits(splits, self.model, self.seq_len, self.accumulate)
+            check_optimizer(self.optimizer, splits.tp, self.model)
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Linear warm-up to `peak`, then a cosine down to ``min_lr * peak`` at the last step."""

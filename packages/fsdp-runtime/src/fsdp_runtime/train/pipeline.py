@@ -24,7 +24,8 @@ class Pipeline:
         splits = meshes.splits
         assert meshes.batches is not None
         self.config, self.splits, self.device = config, splits, device
-        self.group = meshes.batches.get_group("pp")
+        self.mesh = meshes.batches["pp"]
+        self.group = self.mesh.get_group()
         self.modules, self.numbers = modules, splits.stages_of(meshes.rank_of("pp"))
         stages = [
             pipelining.PipelineStage(module, number, splits.stages, device, group=self.group)

@@ -3,18 +3,14 @@
 meta model -> parallelize (tp, cp, ep) -> this rank's stages (pp) -> fully_shard on each layer and stage -> values
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fsdp_runtime import FSDPModule
+from fsdp_runtime import FSDPModule, clip_grad_norm_
 
 from .config import RunConfig
 from .meshes import Meshes
@@ -90,32 +86,10 @@ class SplitRuntime(Runtime):
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
     ) -> Tensor:
-        """As the base, with the norm of all meshes and stages: an all-reduce for each axis, of 4 bytes."""
-        groups = _by_mesh(p for p in model.parameters() if p.grad is not None)
-        norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-        squares = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        total = torch.stack(squares).square().sum() if squares else torch.zeros((), device=self.device)
-        if self._pipeline is not None:
-            dist.all_reduce(total, group=self._pipeline.group)
-        norm = total.sqrt()
+        """As the base, with the norm of all meshes and stages."""
+        pp_mesh = None if self._pipeline is None else self._pipeline.mesh
         limit = self.config.clip or float("inf")
-        for mesh, group in groups.items():
-            clip_grads_with_norm_(group, limit, _on(norm, mesh))
+        norm = clip_grad_norm_(model.parameters(), limit, pp_mesh=pp_mesh)
         step(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list[nn.Parameter]]:
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    return groups
-
-
-def _on(norm: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The same number on every rank of a mesh, as operations with its DTensors want it."""
-    if mesh is None:
-        return norm
-    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
