@@ -80,7 +80,7 @@ def train(make, steps, data):
     """The parameters after each of a few steps, and the loss on held-out text."""
     import torch
 
-    from fsdp_runtime.train.trainer import losses_of
+    from fsdp_runtime.train.losses import losses_of
 
     model = build_model()
     optimizer = make(model.named_parameters())

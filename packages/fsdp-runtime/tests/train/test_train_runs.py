@@ -24,11 +24,11 @@ from train_helpers import (
     with_changes,
 )
 
-from fsdp_runtime.train import PRESETS, TrainError, checkpoint, trainer
+from fsdp_runtime.train import PRESETS, TrainError, checkpoint, systems
 from fsdp_runtime.train.bad_numbers import BadNumbers
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.export import export, read_model
-from fsdp_runtime.train.trainer import losses_of
+from fsdp_runtime.train.losses import losses_of
 from ragged_shard.testing import RankError, run_ranks
 
 
@@ -235,7 +235,7 @@ def _nan_on_rank_1(config, out, step):
         here = dist.get_rank() == 1 and len(calls) == step
         return cross_entropy * (float("nan") if here else 1.0), aux
 
-    with mock.patch.object(trainer, "losses_of", bad):
+    with mock.patch.object(systems, "losses_of", bad):
         return train(config, out)
 
 

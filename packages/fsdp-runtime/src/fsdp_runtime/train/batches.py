@@ -59,6 +59,7 @@ class Batches:
         rank, world_size: whose part is read.
         seed: of the shuffle; None keeps the order (held-out text).
         vocab_size: tokens must be below it.
+        slice_number, slices: which of equal slices of each sequence is read.
 
     Raises:
         TrainError: a batch that ranks and microbatches do not divide, or a corpus shorter than a sequence.
@@ -72,6 +73,8 @@ class Batches:
     world_size: int
     seed: int | None
     vocab_size: int
+    slice_number: int = 0
+    slices: int = 1
 
     def __post_init__(self) -> None:
         check_division(self.batch, self.world_size, self.accumulate)
@@ -115,7 +118,9 @@ class Batches:
                 f"{self.corpus.name_at(starts[bad])} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
-        tokens = torch.from_numpy(rows)
+        length = self.seq_len // self.slices
+        first = self.slice_number * length
+        tokens = torch.from_numpy(rows[:, first : first + length + 1])
         if not is_cpu(device):
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

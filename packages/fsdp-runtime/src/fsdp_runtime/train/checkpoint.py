@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -34,6 +34,8 @@ CHECKPOINTS = "checkpoints"
 _COPY = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
+# Settings of the optimizer by parameter, not by group: ranks of a pipeline have other parameters.
+_BY_NAME, _BY_GROUP = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions()
 _FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
@@ -71,7 +73,7 @@ class Checkpoints:
         """
         assert self._pending is None, "finish the last save first"
         part = self.folder / (name_of(step) + _PART)
-        weights, state = get_state_dict(model, optimizer)
+        weights, state = get_state_dict(model, optimizer, options=_BY_NAME)
         future: Any = Future()
         try:
             with agreed("making the folder"):  # before any rank writes there
@@ -226,21 +228,20 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
 def load(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill model and optimizer from a checkpoint written at any world size. Collective.
+    """Fill model and optimizer from a checkpoint written at any world size and under any splits. Collective.
 
     Raises:
         TrainError: files are missing or damaged.
     """
-    weights, state = get_state_dict(model, optimizer)
+    reader = FileSystemReader(checkpoint)
     try:
-        dcp_load(
-            {"model": weights, "optimizer": state},
-            storage_reader=FileSystemReader(checkpoint),
-            process_group=group,
-        )
+        by_group = "optimizer.param_groups.0.params" in reader.read_metadata().state_dict_metadata  # of 0.1.0
+        options = _BY_GROUP if by_group else _BY_NAME
+        weights, state = get_state_dict(model, optimizer, options=options)
+        dcp_load({"model": weights, "optimizer": state}, storage_reader=reader, process_group=group)
     except _FAILURES as error:
         raise TrainError(f"cannot load {checkpoint}: {_root_cause(error)}") from error
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
 
 
 def describe(model: nn.Module) -> dict[str, list[Any]]:
@@ -251,9 +252,8 @@ def describe(model: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def check_same_model(checkpoint: Path, saved: dict[str, Any], model: nn.Module) -> None:
-    """Raise, naming the first difference, if a checkpoint is of another model."""
-    mine = describe(model)
+def check_same_model(checkpoint: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise, naming the first difference, if a checkpoint is of another model; both as of `describe`."""
     for name in sorted(saved.keys() | mine.keys()):
         if saved.get(name) != mine.get(name):
             raise TrainError(

@@ -14,6 +14,7 @@ from .bad_numbers import ON_NAN
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
+from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
@@ -51,6 +52,12 @@ class RunConfig:
     quantize: str = "none"
     reduce: str = "none"
     reshard: bool = True
+    hsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp_schedule: str = "1f1b"
     eval_every: int = 40
     eval_batches: int = 4
     log_every: int = 1
@@ -101,7 +108,35 @@ class RunConfig:
         check_present(self.device)
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
-        check_division(self.batch, world_size, self.accumulate)
+        splits = self.splits(world_size)
+        check_division(self.batch, splits.readers, self.accumulate)
+        if not splits.plain:
+            self._check_splits(splits)
+
+    def splits(self, world_size: int) -> Splits:
+        """How the ranks are divided.
+
+        Raises:
+            TrainError: they cannot be.
+        """
+        return find_splits({axis: getattr(self, axis) for axis in AXES}, self.pp_schedule, world_size)
+
+    def _check_splits(self, splits: Splits) -> None:
+        """Raise for what does not go together with the splits."""
+        asked = next(f"--{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
+        if self.system != "fsdp_runtime":
+            raise TrainError(f"{asked}: only fsdp_runtime has it here, not {self.system}")
+        inside = [f"--{axis} {getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
+        if self.hf_config and inside:
+            raise TrainError(f"{inside[0]} knows the modules of the built-in model, not of --hf-config")
+        for flag, value in (("--quantize", self.quantize), ("--reduce", self.reduce)):
+            if value != "none" and not splits.one_mesh:
+                raise TrainError(
+                    f"{flag} {value}: not with {inside[0]}, whose parameters are DTensors already"
+                )
+        if not self.hf_config:
+            check_splits(splits, self.model, self.seq_len, self.accumulate)
+            check_optimizer(self.optimizer, splits.tp, self.model)
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Linear warm-up to `peak`, then a cosine down to ``min_lr * peak`` at the last step."""
@@ -182,6 +217,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
         str,
         "gradients travel as: none (their own dtype), bf16, or int8 codes (of matrices)",
     ),
+    ("--hsdp", "hsdp", int, "copies of the sharded model, a set of ranks each"),
+    ("--tp", "tp", int, "ranks that share each matrix (tensor and sequence parallel)"),
+    ("--pp", "pp", int, "ranks that share the layers (pipeline); microbatches are those of --accumulate"),
+    ("--cp", "cp", int, "ranks that share each sequence (context parallel)"),
+    ("--ep", "ep", int, "ranks that share each layer's experts"),
+    ("--pp-schedule", "pp_schedule", str, f"of the pipeline: {', '.join(SCHEDULES)}"),
     ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
     ("--eval-batches", "eval_batches", int, "held-out batches"),
     ("--log-every", "log_every", int, "steps between lines of metrics"),

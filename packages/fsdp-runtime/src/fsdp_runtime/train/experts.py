@@ -74,6 +74,7 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
         nn.Module.__init__(self)
         self.train(layer.training)
         self.top_k, self.num_experts, self.router = layer.top_k, layer.num_experts, layer.router
+        self.sum_counts = layer.sum_counts
         self.w_gate = _shared_out(layer.w_gate, mesh)
         self.w_up = _shared_out(layer.w_up, mesh)
         self.w_down = _shared_out(layer.w_down, mesh)

@@ -1,6 +1,9 @@
 # ruff: noqa: N803, N806  (capitals are dimensions)
 """A Llama-style transformer, dense or mixture-of-experts, top to bottom. It knows nothing of sharding.
 
+What other parallelism exchanges has a place of its own: `CausalAttention`, `MixtureOfExperts.sum_counts`,
+`Transformer.positions` and `Transformer.stage`.
+
 Suffixes name dimensions: B sequences, T positions, D model, H heads, K heads of keys and values, C channels of a
 head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N tokens, V vocabulary.
 
@@ -8,6 +11,7 @@ head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +84,13 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def rope_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's rotation, fp32, each (T, C // 2)."""
+def rope_tables(
+    length: int, head_dim: int, theta: float, device: torch.device, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotation of `length` positions from `first` on, fp32, each (T, C // 2)."""
     frequency_C = theta ** (-torch.arange(0, head_dim - 1, 2, device=device, dtype=torch.float32) / head_dim)
-    angle_TC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C)
+    position_T = torch.arange(first, first + length, device=device, dtype=torch.float32)
+    angle_TC = torch.outer(position_T, frequency_C)
     return angle_TC.cos(), angle_TC.sin()
 
 
@@ -94,31 +101,36 @@ def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     return turned.to(x_BHTC.dtype)
 
 
+class CausalAttention(nn.Module):
+    """What attention computes once heads have their queries, keys and values; it has no parameters."""
+
+    def forward(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
+        """(B, H, T, C) out: each position sees itself and those before it."""
+        gqa = k_BKTC.shape[1] != q_BHTC.shape[1]
+        return F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=gqa)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention: H query heads share K heads of keys and values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, C = config.num_heads, config.num_kv_heads, config.head_dim
-        self.wq = nn.Linear(config.dim, self.num_heads * C, bias=False)
-        self.wk = nn.Linear(config.dim, self.num_kv_heads * C, bias=False)
-        self.wv = nn.Linear(config.dim, self.num_kv_heads * C, bias=False)
-        self.wo = nn.Linear(self.num_heads * C, config.dim, bias=False)
+        H, K, C = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = C
+        self.wq = nn.Linear(config.dim, H * C, bias=False)
+        self.wk = nn.Linear(config.dim, K * C, bias=False)
+        self.wv = nn.Linear(config.dim, K * C, bias=False)
+        self.wo = nn.Linear(H * C, config.dim, bias=False)
+        self.inner: nn.Module = CausalAttention()
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         """(B, T, D) in and out."""
-        B, T, _ = x_BTD.shape
-        q_BHTC = self.wq(x_BTD).view(B, T, self.num_heads, -1).transpose(1, 2)
-        k_BKTC = self.wk(x_BTD).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
-        v_BKTC = self.wv(x_BTD).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
-        y_BHTC = F.scaled_dot_product_attention(
-            rotate(q_BHTC, cos_TC, sin_TC),
-            rotate(k_BKTC, cos_TC, sin_TC),
-            v_BKTC,
-            is_causal=True,
-            enable_gqa=self.num_kv_heads != self.num_heads,
+        q_BHTC, k_BKTC, v_BKTC = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in (self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD))
         )
-        y_BTD: Tensor = self.wo(y_BHTC.transpose(1, 2).reshape(B, T, -1))
+        y_BHTC = self.inner(rotate(q_BHTC, cos_TC, sin_TC), rotate(k_BKTC, cos_TC, sin_TC), v_BKTC)
+        y_BTD: Tensor = self.wo(y_BHTC.transpose(1, 2).flatten(2))
         return y_BTD
 
 
@@ -134,7 +146,7 @@ class SwiGLU(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, D) in and out, and no balancing loss."""
         y_BTD = self.w_down(F.silu(self.w_gate(x_BTD)) * self.w_up(x_BTD))
-        return y_BTD, x_BTD.new_zeros((), dtype=torch.float32)
+        return y_BTD, y_BTD.new_zeros((), dtype=torch.float32)
 
 
 class MixtureOfExperts(nn.Module):
@@ -147,6 +159,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k = config.top_k
         self.num_experts = E = config.num_experts
+        self.sum_counts: Callable[[Tensor], Tensor] = _whole
         self.router = nn.Linear(config.dim, E, bias=False)
         self.w_gate = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
         self.w_up = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
@@ -154,18 +167,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, D) in and out, and the balancing loss."""
-        probs_BTE = self.router(x_BTD).float().softmax(dim=-1)
+        x_ND = x_BTD.flatten(0, 1)
+        probs_BTE = self.router(x_ND).view(*x_BTD.shape[:2], -1).float().softmax(dim=-1)
         weight_BTk, chosen_BTk = probs_BTE.topk(self.top_k, dim=-1)
         weight_BTk = weight_BTk / weight_BTk.sum(dim=-1, keepdim=True)
 
-        x_ND = x_BTD.flatten(0, 1)
         order_S = chosen_BTk.flatten().argsort(stable=True)  # pairs by expert; S = N * top_k
         token_S = order_S // self.top_k
         counts_E = order_S.new_zeros(probs_BTE.shape[-1])
         counts_E = counts_E.scatter_add(0, chosen_BTk.flatten(), torch.ones_like(order_S))
         y_SD = self._experts(x_ND[token_S], counts_E) * weight_BTk.flatten()[order_S, None].to(x_ND.dtype)
         y_ND = torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
-        return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk)
+        return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk, self.sum_counts)
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU."""
@@ -196,16 +209,25 @@ def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
     return sizes
 
 
-def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
+def _whole(counts_BE: Tensor) -> Tensor:
+    """The counts of a whole sequence, where no other process has a part of it."""
+    return counts_BE
+
+
+def balance_loss(
+    probs_BTE: Tensor, chosen_BTk: Tensor, sum_counts: Callable[[Tensor], Tensor] = _whole
+) -> Tensor:
     """E * sum over experts of (share of choices) * (mean probability), per sequence, averaged; 1 when even.
 
-    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches.
+    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches. `sum_counts`
+    adds what other slices of the same sequences chose; the mean over slices is then the loss of whole sequences.
     """
     E = probs_BTE.shape[-1]
     counts_BE = probs_BTE.new_zeros(len(probs_BTE), E).scatter_add(
         1, chosen_BTk.flatten(1), torch.ones_like(chosen_BTk, dtype=probs_BTE.dtype).flatten(1)
     )
-    share_BE = counts_BE / chosen_BTk[0].numel()
+    counts_BE = sum_counts(counts_BE)
+    share_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
     return E * (share_BE * probs_BTE.mean(dim=1)).sum(dim=-1).mean()
 
 
@@ -227,11 +249,20 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model; `checkpointing` recomputes each block in backward instead of keeping its activations."""
+    """The whole model, or (`stage`) consecutive layers of it.
+
+    `checkpointing` recomputes each block in backward instead of keeping its activations. `positions` says which of a
+    sequence's positions come in; None: all, from the first on.
+    """
+
+    embed: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    head: nn.Linear | None
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.config, self.checkpointing = config, checkpointing
+        self.positions: range | None = None
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -240,22 +271,45 @@ class Transformer(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the head the embedding, where the configuration says so (`to_empty` parts them)."""
-        if self.config.tied:
+        if self.config.tied and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (B, T, V) and the balancing loss, a mean over layers."""
-        x_BTD = self.embed(tokens_BT)
-        config = self.config
-        cos_TC, sin_TC = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
-        aux = x_BTD.new_zeros((), dtype=torch.float32)
+    def stage(self, *parts: range) -> "Transformer":
+        """Some layers as a model of their own, on the same parameters under the same names.
+
+        The first layer brings the embedding with it, the last one norm and head.
+        """
+        made = Transformer.__new__(Transformer)
+        nn.Module.__init__(made)
+        made.config, made.checkpointing, made.positions = self.config, self.checkpointing, self.positions
+        chosen = [number for part in parts for number in part]
+        made.embed = self.embed if 0 in chosen else None
+        made.blocks = nn.ModuleList()
+        for number in chosen:  # not from 0 on: names stay
+            made.blocks.add_module(str(number), self.blocks.get_submodule(str(number)))
+        last = self.config.num_layers - 1 in chosen
+        made.norm, made.head = (self.norm, self.head) if last else (None, None)
+        return made
+
+    def forward(self, x: Tensor, aux: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens (B, T) to logits (B, T, V) and the balancing loss, a mean over layers.
+
+        A stage that is not the first takes (B, T, D) and the balancing loss so far; one that is not the last returns
+        them.
+        """
+        x_BTD = x if self.embed is None else self.embed(x)
+        config, positions = self.config, self.positions or range(x.shape[1])
+        cos_TC, sin_TC = rope_tables(
+            len(positions), config.head_dim, config.rope_theta, x.device, positions.start
+        )
+        aux = x_BTD.new_zeros((), dtype=torch.float32) if aux is None else aux
         for block in self.blocks:
             if self.checkpointing and self.training:
                 x_BTD, layer_aux = checkpoint(block, x_BTD, cos_TC, sin_TC, use_reentrant=False)
             else:
                 x_BTD, layer_aux = block(x_BTD, cos_TC, sin_TC)
             aux = aux + layer_aux / config.num_layers
-        return self.head(self.norm(x_BTD)), aux
+        return (x_BTD if self.norm is None or self.head is None else self.head(self.norm(x_BTD))), aux
 
 
 def init_parameter(config: ModelConfig, name: str, value: Tensor, generator: torch.Generator) -> None:

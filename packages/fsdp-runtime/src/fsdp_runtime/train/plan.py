@@ -27,12 +27,13 @@ from .corpus import read_data
 from .errors import TrainError
 from .hardware import pick_device
 from .launch import pick_ranks, start_ranks
+from .losses import losses_of
 from .memory import LiveBytes
 from .model import Transformer
 from .optimizers import make_optimizer, optimizer_spec
 from .systems import Runtime, wrap_order
 from .timeline import ENDS, Buffers, Replay, record
-from .trainer import MEASURED_STEP, losses_of, model_config
+from .trainer import MEASURED_STEP, model_config
 
 _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
 

@@ -21,10 +21,12 @@ from ragged_shard import distribute_like, is_cpu
 from .config import FLOAT8, RunConfig
 from .errors import TrainError
 from .hardware import multiplies_fp8
+from .losses import losses_of
 from .optimizers import declared_blocks
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Batch = tuple[Tensor, Tensor]  # a microbatch: tokens and those that follow, (rows, positions)
 
 
 def wrap_order(model: nn.Module) -> list[nn.Module]:
@@ -73,6 +75,24 @@ class System:
         return torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16", cache_enabled=False
         )
+
+    def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
+        """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
+        loss = torch.zeros((), device=self.device)
+        for tokens, targets in batches:
+            with self.autocast():
+                cross_entropy, aux = losses_of(model, tokens, targets)
+            loss += cross_entropy.detach() / len(batches)
+            self.backward((cross_entropy + aux_weight * aux) / len(batches))
+        return loss
+
+    def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
+        """The sum of the microbatches' cross-entropies, 0-d."""
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        for tokens, targets in batches:
+            with self.autocast():
+                loss += losses_of(model, tokens, targets)[0].double()
+        return loss
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""

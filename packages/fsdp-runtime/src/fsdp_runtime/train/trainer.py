@@ -8,6 +8,7 @@ step later: so ranks stop at the same step, nobody waits for a flag, and the dev
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 import zlib
@@ -18,9 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from . import checkpoint as ckpt
 from .agreement import check_data, check_model
@@ -31,9 +30,12 @@ from .corpus import TextData, read_data
 from .errors import TrainError, agreed, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .memory import StepMeter
+from .meshes import make_meshes
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
+from .split_runtime import SplitRuntime
+from .splits import check_splits
 from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
@@ -70,8 +72,10 @@ class Trainer:
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
+        self.splits = config.splits(self.world_size)
         optimizer_spec(config.optimizer)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.meshes = make_meshes(self.splits, self.device.type)
         with agreed("reading the data"):
             self.data = read_data(
                 config.data,
@@ -83,10 +87,13 @@ class Trainer:
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
         check_data(self.data.identity)
-        mesh = init_device_mesh(self.device.type, (self.world_size,)) if distributed else None
-        self.system: System = make_system(config, self.device, mesh)
+        if not (self.splits.plain or config.hf_config):  # the vocabulary is the data's
+            sizes = model_config(config, self.data.vocab_size)
+            check_splits(self.splits, sizes, config.seq_len, config.accumulate)
+        self.system = self._system()
         self.model, self.optimizer = self._build()
-        check_model(self.model)
+        if self.splits.pp == 1:  # else ranks have other layers
+            check_model(self.model)
         self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0
@@ -112,11 +119,18 @@ class Trainer:
             seq_len=config.seq_len,
             batch=config.batch,
             accumulate=config.accumulate,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.rank if self.splits.plain else self.meshes.rank_of("readers"),
+            world_size=self.splits.readers,
             seed=12345 if held_out else config.seed,
             vocab_size=data.vocab_size,
+            slice_number=self.meshes.rank_of("cp"),
+            slices=self.splits.cp,
         )
+
+    def _system(self) -> System:
+        if self.splits.plain:
+            return make_system(self.config, self.device, self.meshes.shard_mesh)
+        return SplitRuntime(self.config, self.device, self.meshes)
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.config
@@ -128,10 +142,12 @@ class Trainer:
             from .hf import build_hf_model
 
             model = build_hf_model(config.hf_config, config.seed, self.data.vocab_size, config.checkpointing)
+            self._described = ckpt.describe(model)
             return self.system.build(model, None, optimizer_of)
         sizes = model_config(config, self.data.vocab_size)
         with torch.device("meta"):
             skeleton = Transformer(sizes, checkpointing=config.checkpointing)
+        self._described = ckpt.describe(skeleton)  # the whole, whichever layers this rank has
 
         def initialise(name: str, value: Tensor) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed}/{name}".encode()))
@@ -159,7 +175,7 @@ class Trainer:
         return {
             "config": self.config.to_json(),
             "identity": self._identity(),
-            "parameters": ckpt.describe(self.model),
+            "parameters": self._described,
             "vocab_size": self.data.vocab_size,
             "world_size": self.world_size,
         }
@@ -171,7 +187,7 @@ class Trainer:
                 say(f"{line}; going on from {found.name}")
         with agreed("resuming"):
             about = ckpt.read_about(found)
-            ckpt.check_same_model(found, about["parameters"], self.model)
+            ckpt.check_same_model(found, about["parameters"], self._described)
             ckpt.check_same_run(found, about, self.config.to_json(), self._identity())
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(found, self.model, self.optimizer, self.group)
@@ -239,18 +255,11 @@ class Trainer:
         lr = config.learning_rate(self.step, peak_lr(config.optimizer, config.lr))
         set_learning_rate(self.optimizer, lr)
         torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
-        loss = torch.zeros((), device=self.device)
         self.model.train()
-        for tokens, targets in self.batches.microbatches(self.step, self.device):
-            with self.system.autocast():
-                cross_entropy, aux = losses_of(self.model, tokens, targets)
-            loss += cross_entropy.detach() / config.accumulate
-            self.system.backward((cross_entropy + self._aux_weight() * aux) / config.accumulate)
+        batches = self.batches.microbatches(self.step, self.device)
+        loss = self.system.accumulate(self.model, batches, config.model.aux_weight)
         norm = self.system.step(self.model, self.optimizer, self._optimizer_step)
         return self._reduce(loss, norm, lr)
-
-    def _aux_weight(self) -> float:
-        return self.config.model.aux_weight
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
@@ -324,9 +333,7 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
         for number in range(count):
-            for tokens, targets in self.held_out.microbatches(number, self.device):
-                with self.system.autocast():
-                    total += losses_of(self.model, tokens, targets)[0].double()
+            total += self.system.evaluate(self.model, self.held_out.microbatches(number, self.device))
         if self.world_size > 1:
             dist.all_reduce(total)
         loss = float(total) / (count * self.config.accumulate * self.world_size)
@@ -377,11 +384,12 @@ class Trainer:
         return int(received)
 
     def _headline(self) -> str:
-        count = sum(p.numel() for p in self.model.parameters())
+        count = sum(math.prod(shape) for shape, _ in self._described.values())
         config = self.config
+        ranks = f"rank{'s' if self.world_size > 1 else ''}{'' if self.splits.plain else f' ({self.splits})'}"
         return (
-            f"{count / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} "
-            f"rank{'s' if self.world_size > 1 else ''}, {config.optimizer}, {config.precision}, "
+            f"{count / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} {ranks}, "
+            f"{config.optimizer}, {config.precision}, "
             f"{config.batch} x {config.seq_len} tokens a step, {self.data.train.num_tokens / 1e6:.1f}M tokens of "
             f"{self.data.source}"
         )
@@ -390,13 +398,6 @@ class Trainer:
 def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
     """The model's sizes, with the data's vocabulary."""
     return dataclasses.replace(config.model, vocab_size=vocab_size)
-
-
-def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats per token, a mean, and the model's balancing loss (0 where it has none)."""
-    out = model(tokens)
-    logits, aux = out if isinstance(out, tuple) else (out.logits, tokens.new_zeros((), dtype=torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), aux
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,0 +1,93 @@
+# ruff: noqa: N803, N806  (capitals are dimensions)
+"""Stages of the model on several ranks: a schedule of torch.distributed.pipelining, and the losses that it finds."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from .config import RunConfig
+from .losses import losses_from
+from .meshes import Meshes
+from .splits import SCHEDULES
+from .systems import Batch
+
+
+class Pipeline:
+    """This rank's stages under a schedule of torch.distributed.pipelining; microbatches are those of `accumulate`."""
+
+    def __init__(
+        self, config: RunConfig, device: torch.device, meshes: Meshes, modules: list[nn.Module]
+    ) -> None:
+        splits = meshes.splits
+        assert meshes.batches is not None
+        self.config, self.splits, self.device = config, splits, device
+        self.mesh = meshes.batches["pp"]
+        self.group = self.mesh.get_group()
+        self.modules, self.numbers = modules, splits.stages_of(meshes.rank_of("pp"))
+        stages = [
+            pipelining.PipelineStage(module, number, splits.stages, device, group=self.group)
+            for module, number in zip(modules, self.numbers, strict=True)
+        ]
+        per_rank, _, kind = SCHEDULES[splits.schedule]
+        self._seen: list[Tensor] = []
+        self._here = torch.empty(0)  # from a stage to the next one of the same rank
+        self._schedule: Any = getattr(pipelining, kind)(
+            stages[0] if per_rank == 1 else stages, config.accumulate, loss_fn=self._loss, scale_grads=False
+        )
+
+    def train(self, batches: list[Batch]) -> Tensor:
+        """Forward and backward of all microbatches; the mean loss, times the pipeline's ranks, where it is known."""
+        self._seen.clear()
+        tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
+        self._schedule.step(
+            *((tokens,) if 0 in self.numbers else ()),
+            **({"target": targets} if self.splits.stages - 1 in self.numbers else {}),
+            return_outputs=False,
+        )
+        if not self._seen:
+            return torch.zeros((), device=self.device)
+        # Before the first step the schedule has run the loss once to learn shapes.
+        return self.splits.pp * torch.stack(self._seen[-len(batches) :]).mean()
+
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """The sum of the microbatches' losses, times the pipeline's ranks, where it is known.
+
+        Microbatch by microbatch: torch's schedules in which stages come back to a rank do not run forward alone.
+        """
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for tokens, targets in batches:
+            for module, number in zip(self.modules, self.numbers, strict=True):
+                out = module(tokens if number == 0 else self._received(tokens.shape[0], number))[0]
+                if number == self.splits.stages - 1:
+                    total += self.splits.pp * losses_from((out, None), targets)[0]
+                else:
+                    self._send(out, number)
+        return total
+
+    def _received(self, rows: int, number: int) -> Tensor:
+        """What the stage before has sent."""
+        before = self.splits.rank_of_stage(number - 1)
+        if before == self.splits.rank_of_stage(number):
+            return self._here
+        config, dtype = self.config, torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+        x_BTD = torch.empty(
+            rows, config.seq_len // self.splits.slices, config.model.dim, device=self.device, dtype=dtype
+        )
+        dist.recv(x_BTD, group=self.group, group_src=before)
+        return x_BTD
+
+    def _send(self, x_BTD: Tensor, number: int) -> None:
+        after = self.splits.rank_of_stage(number + 1)
+        if after == self.splits.rank_of_stage(number):
+            self._here = x_BTD
+        else:
+            dist.send(x_BTD.contiguous(), group=self.group, group_dst=after)
+
+    def _loss(self, out: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        cross_entropy, aux = losses_from(out, targets)
+        self._seen.append(cross_entropy.detach())
+        weight = self.config.model.aux_weight / self.splits.tp
+        return (cross_entropy + weight * aux) / self.config.accumulate

@@ -1,0 +1,95 @@
+"""fsdp_runtime where ranks share more than parameters: the adapter of `--hsdp`, `--tp`, `--pp`, `--cp` and `--ep`.
+
+meta model -> parallelize (tp, cp, ep) -> this rank's stages (pp) -> fully_shard on each layer and stage -> values
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from fsdp_runtime import FSDPModule, clip_grad_norm_
+
+from .config import RunConfig
+from .meshes import Meshes
+from .model import Transformer
+from .pipeline import Pipeline
+from .systems import Batch, Initialise, MakeOptimizer, Runtime
+from .tensor_parallel import parallelize
+
+
+class SplitRuntime(Runtime):
+    """One rank of a run with splits."""
+
+    def __init__(self, config: RunConfig, device: torch.device, meshes: Meshes) -> None:
+        super().__init__(config, device, meshes.shard_mesh)
+        self.meshes, self.splits = meshes, meshes.splits
+        self.stages: list[nn.Module] = []
+        self._pipeline: Pipeline | None = None
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """As the base; what comes back has the layers of this rank's stages only, under the names of the whole."""
+        model = self.divide(model)
+        for stage in self.stages:
+            self.shard(stage)
+            self._divide_gradients(stage)
+            self.materialise(stage, initialise)
+        if self.splits.pp > 1:
+            self._pipeline = Pipeline(self.config, self.device, self.meshes, self.stages)
+        return model, make_optimizer(model)
+
+    def divide(self, model: nn.Module) -> nn.Module:
+        """Cut matrices and layers; sets `stages`. Returns the model with this rank's layers."""
+        self.stages = [model]
+        if not isinstance(model, Transformer):
+            return model
+        if experts := parallelize(model, self.meshes, self.config.seq_len):
+            mesh = self.meshes.expert_shard_mesh
+            self.options["shard_placement_fn"] = lambda param: mesh if param in experts else None
+        if self.splits.pp == 1:
+            return model
+        numbers = self.splits.stages_of(self.meshes.rank_of("pp"))
+        parts = [self.splits.layers_of(number, model.config.num_layers) for number in numbers]
+        mine = model.stage(*parts)
+        self.stages = [mine.stage(part) for part in parts]
+        return mine
+
+    def _divide_gradients(self, stage: nn.Module) -> None:
+        """Experts sum gradients of other ranks than all else does: the average is over the same losses."""
+        if "shard_placement_fn" in self.options:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(self.splits.readers * self.splits.cp)
+
+    def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
+        """As the base. In a pipeline the last stage has the losses, times its ranks, and the others 0."""
+        with self._loss_parallel():
+            if self._pipeline is None:
+                # Ranks of tp see the same loss, and balance their own share of the positions.
+                return super().accumulate(model, batches, aux_weight / self.splits.tp)
+            return self._pipeline.train(batches)
+
+    def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
+        """As the base, and as `accumulate` in a pipeline."""
+        with self._loss_parallel():
+            if self._pipeline is None:
+                return super().evaluate(model, batches)
+            return self._pipeline.evaluate(batches)
+
+    def _loss_parallel(self) -> AbstractContextManager[None]:
+        return loss_parallel() if self.splits.tp > 1 else nullcontext()
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
+    ) -> Tensor:
+        """As the base, with the norm of all meshes and stages."""
+        pp_mesh = None if self._pipeline is None else self._pipeline.mesh
+        limit = self.config.clip or float("inf")
+        norm = clip_grad_norm_(model.parameters(), limit, pp_mesh=pp_mesh)
+        step(norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
