@@ -25,30 +25,51 @@ from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
 from .safetensors_fp8 import read_safetensors
+from .weights.checksums import checksum_safetensors
+from .weights.full_state import (
+    get_full_optimizer_state_dict,
+    get_full_state_dict,
+    set_full_optimizer_state_dict,
+    set_full_state_dict,
+)
+from .weights.loading import LoadReport, load_safetensors
+from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
 
 __version__ = "0.1.0"
 __all__ = [
+    "MIXTRAL_EXPERTS",
+    "STACKED_EXPERTS",
     "BlockFP8",
     "BlockInt8",
     "BlockNF4",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "Fused",
+    "LoadReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "QuantizationPolicy",
+    "Rename",
+    "Split",
     "UnitMemory",
     "UnshardHandle",
     "block_policies",
+    "checksum_safetensors",
     "disable_fsdp_module_new_init",
     "fake_tensors",
     "fully_shard",
     "gathered_memory",
     "get_cls_to_fsdp_cls",
+    "get_full_optimizer_state_dict",
+    "get_full_state_dict",
+    "load_safetensors",
     "matrices_only",
     "read_safetensors",
     "register_fsdp_forward_method",
     "save_safetensors",
+    "set_full_optimizer_state_dict",
+    "set_full_state_dict",
     "share_comm_ctx",
     "unit_memory",
 ]

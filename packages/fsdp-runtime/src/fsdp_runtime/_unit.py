@@ -220,6 +220,14 @@ class Unit:
             if group.buffer is not before:
                 self._forget_calls()
 
+    def materialize(self) -> None:
+        """Take in what was moved or assigned, and give parameters that are on the meta device memory; see `Group`."""
+        self.adopt()
+        for group in self.groups:
+            if group.buffer is None:
+                group.materialize()
+                self._forget_calls()
+
     def _refuse_meta(self) -> None:
         prefix = "" if self.root else f"{self.name}."
         missing = [
