@@ -25,7 +25,9 @@ from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
 from .safetensors_fp8 import read_safetensors
+from .weights.changes import ChangedBlocks, ExportedParams
 from .weights.checksums import checksum_safetensors
+from .weights.export import iter_full_params
 from .weights.full_state import (
     get_full_optimizer_state_dict,
     get_full_state_dict,
@@ -43,7 +45,9 @@ __all__ = [
     "BlockInt8",
     "BlockNF4",
     "CPUOffloadPolicy",
+    "ChangedBlocks",
     "DataParallelMeshDims",
+    "ExportedParams",
     "FSDPModule",
     "Fused",
     "LoadReport",
@@ -63,6 +67,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_full_optimizer_state_dict",
     "get_full_state_dict",
+    "iter_full_params",
     "load_safetensors",
     "matrices_only",
     "read_safetensors",

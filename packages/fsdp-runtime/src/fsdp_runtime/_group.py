@@ -156,12 +156,15 @@ class Group:
             self._allocate()
         else:
             self._replan(dtype)
+        self._renew_from_meta()
+        self._bind(values)
+
+    def _renew_from_meta(self) -> None:
         assert self.buffer is not None
         for param, plan in zip(self.params, self.plan.params, strict=True):
             if param.sharded.is_meta:  # torch does not let a parameter change from meta
                 local = param.extended(self.buffer.local_views[param.name])
                 param.renew_sharded(wrap_local(plan, local))
-        self._bind(values)
 
     def has_moved(self) -> bool:
         """Whether `adopt` has something to do."""

@@ -38,6 +38,15 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+# 2.13 deprecates the name that is the only one in 2.11.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather equal slices of all ranks; `send` may be this rank's slice of `receive`."""
+    _gather(receive, send, group=group)
+
+
 def outside_transforms(call: Callable[..., T], *args: Any) -> T:
     """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
     if not transforming():

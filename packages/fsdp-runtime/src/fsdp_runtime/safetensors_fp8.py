@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,6 @@ def formats_of(module: nn.Module) -> dict[int, BlockFP8]:
             "QuantizationPolicy(weights=BlockFP8(...)), all of one tile"
         )
     return found
-
-
-def quantized_nbytes(shape: torch.Size, fmt: BlockFP8) -> int:
-    """Of a weight and its scales in a file."""
-    return math.prod(shape) + 4 * fmt.grid(shape).num_scales
 
 
 def quantize_whole(key: str, full: torch.Tensor, fmt: BlockFP8) -> list[tuple[str, torch.Tensor]]:

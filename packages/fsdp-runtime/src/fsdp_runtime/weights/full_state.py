@@ -72,7 +72,7 @@ def set_full_state_dict(
 
 
 def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    known = set()
+    known: set[str] = set()
     for target in targets_of(model):
         names = (target.name, *target.also)
         known.update(names)
