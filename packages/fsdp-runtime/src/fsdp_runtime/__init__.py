@@ -35,7 +35,10 @@ from .weights.full_state import (
     set_full_state_dict,
 )
 from .weights.loading import LoadReport, load_safetensors
+from .weights.offloaded_optimizer import OffloadedOptimizer
 from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .weights.sleep import offload, reload
+from .weights.snapshot import Snapshot, snapshot
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,8 +56,10 @@ __all__ = [
     "LoadReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OffloadedOptimizer",
     "QuantizationPolicy",
     "Rename",
+    "Snapshot",
     "Split",
     "UnitMemory",
     "UnshardHandle",
@@ -70,11 +75,14 @@ __all__ = [
     "iter_full_params",
     "load_safetensors",
     "matrices_only",
+    "offload",
     "read_safetensors",
     "register_fsdp_forward_method",
+    "reload",
     "save_safetensors",
     "set_full_optimizer_state_dict",
     "set_full_state_dict",
     "share_comm_ctx",
+    "snapshot",
     "unit_memory",
 ]

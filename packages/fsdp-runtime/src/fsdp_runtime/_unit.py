@@ -97,6 +97,7 @@ class Unit:
         groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
+        asleep: whether its shards are in CPU memory until `reload`; see `weights.sleep`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Unit:
         self.groups: list[Group] = []
         self.around_others = False
         self.root = True
+        self.asleep = False
         self.quantized = request.quantize is not None
         self._request = request
         self._neighbors = neighbors  # to gather from again after forward
@@ -212,8 +214,16 @@ class Unit:
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
 
+    def check_awake(self) -> None:
+        """Raise RuntimeError where the shards are in CPU memory."""
+        if self.asleep:
+            raise RuntimeError(
+                f"the parameters of {self.name} are offloaded; call fsdp_runtime.reload(model) before they are used"
+            )
+
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
+        self.check_awake()
         for group in self.groups:
             before = group.buffer
             group.adopt()
@@ -262,6 +272,8 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
+        if self.asleep:
+            self.check_awake()
         absent = self._freed if self.state is UnitState.THINNED else self.groups
         with label("all_gather", self.name):
             for group in absent:

@@ -10,8 +10,9 @@ from .._group import Group
 from .._unit import Param
 from .targets import targets_of, units_of
 
-# What wrappers put into names: torch's activation checkpointing and torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# What wrappers put into names: torch's activation checkpointing, which state dicts leave out, and torch.compile.
+CHECKPOINTED = "_checkpoint_wrapped_module."
+_WRAPPERS = (CHECKPOINTED, "_orig_mod.")
 
 
 @dataclass(frozen=True)
