@@ -5,8 +5,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
-recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, and whether
-torch.func transforms.
+recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
+torch.func transforms, and what DCP's default planner writes of a value.
 """
 
 import operator
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -53,6 +54,10 @@ def outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     with torch._C._DisableFuncTorch():
         return call(*args)
+
+
+#: write_items(name, value): what DCP's default planner writes of a value on this rank.
+write_items: Callable[[str, Any], list[Any]] = _create_write_items
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
