@@ -26,31 +26,67 @@ from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
 from .safetensors_fp8 import read_safetensors
+from .weights.changes import ChangedBlocks, ExportedParams
+from .weights.checksums import checksum_safetensors
+from .weights.export import iter_full_params
+from .weights.full_state import (
+    get_full_optimizer_state_dict,
+    get_full_state_dict,
+    set_full_optimizer_state_dict,
+    set_full_state_dict,
+)
+from .weights.loading import LoadReport, load_safetensors
+from .weights.offloaded_optimizer import OffloadedOptimizer
+from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .weights.save_planner import LocalSavePlanner
+from .weights.sleep import offload, reload
+from .weights.snapshot import Snapshot, snapshot
 
 __version__ = "0.1.0"
 __all__ = [
+    "MIXTRAL_EXPERTS",
+    "STACKED_EXPERTS",
     "BlockFP8",
     "BlockInt8",
     "BlockNF4",
     "CPUOffloadPolicy",
+    "ChangedBlocks",
     "DataParallelMeshDims",
+    "ExportedParams",
     "FSDPModule",
+    "Fused",
+    "LoadReport",
+    "LocalSavePlanner",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OffloadedOptimizer",
     "QuantizationPolicy",
+    "Rename",
+    "Snapshot",
+    "Split",
     "UnitMemory",
     "UnshardHandle",
     "block_policies",
+    "checksum_safetensors",
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fake_tensors",
     "fully_shard",
     "gathered_memory",
     "get_cls_to_fsdp_cls",
+    "get_full_optimizer_state_dict",
+    "get_full_state_dict",
+    "iter_full_params",
+    "load_safetensors",
     "matrices_only",
+    "offload",
     "read_safetensors",
     "register_fsdp_forward_method",
+    "reload",
     "save_safetensors",
+    "set_full_optimizer_state_dict",
+    "set_full_state_dict",
     "share_comm_ctx",
+    "snapshot",
     "unit_memory",
 ]

@@ -121,6 +121,18 @@ class Group:
             self._accept_assigned(param)
         if any(param.sharded.is_meta for param in self.params):
             return
+        dtype = self._common_dtype()
+        locals_ = [param.plain(local_of(param.sharded)) for param in self.params]
+        if self.buffer is None or self.buffer.dtype != dtype:
+            self._replan(dtype)
+            moved = self.params
+        assert self.buffer is not None
+        values: list[torch.Tensor | None] = [None] * len(self.params)
+        for param in moved:
+            values[param.index] = locals_[param.index]
+        self._bind(values)
+
+    def _common_dtype(self) -> torch.dtype:
         found = {param.sharded.dtype: param.name for param in self.params}
         if len(found) > 1:
             names = {str(dtype): name for dtype, name in found.items()}
@@ -128,15 +140,31 @@ class Group:
                 f"{self.name}: parameters that were sharded together now have different dtypes {names}; "
                 "convert all of them, or shard the module again"
             )
-        locals_ = [param.plain(local_of(param.sharded)) for param in self.params]
-        if self.buffer is None or self.buffer.dtype not in found:
-            self._replan(next(iter(found)))
-            moved = self.params
-        assert self.buffer is not None
-        values: list[torch.Tensor | None] = [None] * len(self.params)
-        for param in moved:
-            values[param.index] = locals_[param.index]
+        return next(iter(found))
+
+    def materialize(self) -> None:
+        """Give parameters on the meta device memory of zeros, in the buffer; the others move there with their values.
+
+        Those that were on meta are other objects afterwards, as after `to_empty`.
+        Issues the 32-byte all-gather that compares the ranks' layouts, where there was no buffer.
+        """
+        if self.buffer is not None:
+            return
+        values = [None if p.sharded.is_meta else p.plain(local_of(p.sharded)) for p in self.params]
+        dtype = self._common_dtype()
+        if dtype == self.plan.dtypes.kept:
+            self._allocate()
+        else:
+            self._replan(dtype)
+        self._renew_from_meta()
         self._bind(values)
+
+    def _renew_from_meta(self) -> None:
+        assert self.buffer is not None
+        for param, plan in zip(self.params, self.plan.params, strict=True):
+            if param.sharded.is_meta:  # torch does not let a parameter change from meta
+                local = param.extended(self.buffer.local_views[param.name])
+                param.renew_sharded(wrap_local(plan, local))
 
     def has_moved(self) -> bool:
         """Whether `adopt` has something to do."""

@@ -136,6 +136,12 @@ class ManagedParam(Generic[G]):
             if slots.get(attribute) is not self.unsharded:
                 slots[attribute] = param
 
+    def renew_sharded(self, tensor: RaggedDTensor) -> None:
+        """Make another object the sharded parameter, with the same attributes."""
+        param = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        param.__dict__.update(self._user_attributes)
+        self.adopt_sharded(param)
+
     def set_unsharded(self, view: torch.Tensor, make_hook: MakeHook) -> None:
         """Make the unsharded parameter on a view of the gathered memory, with a hook for its gradient.
 

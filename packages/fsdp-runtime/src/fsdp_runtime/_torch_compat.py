@@ -6,7 +6,7 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, and what `shard_placement_fn` may return.
+torch.func transforms, what `shard_placement_fn` may return, and what DCP's default planner writes of a value.
 """
 
 import operator
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
@@ -41,12 +42,25 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+# 2.13 deprecates the name that is the only one in 2.11.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather equal slices of all ranks; `send` may be this rank's slice of `receive`."""
+    _gather(receive, send, group=group)
+
+
 def outside_transforms(call: Callable[..., T], *args: Any) -> T:
     """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
     if not transforming():
         return call(*args)
     with torch._C._DisableFuncTorch():
         return call(*args)
+
+
+#: write_items(name, value): what DCP's default planner writes of a value on this rank.
+write_items: Callable[[str, Any], list[Any]] = _create_write_items
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

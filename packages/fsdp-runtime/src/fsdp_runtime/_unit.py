@@ -100,6 +100,7 @@ class Unit:
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
+        asleep: whether its shards are in CPU memory until `reload`; see `weights.sleep`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Unit:
         self.around_others = False
         self.on_several_meshes = False
         self.root = True
+        self.asleep = False
         self.quantized = request.quantize is not None
         self._request = request
         self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
@@ -217,12 +219,28 @@ class Unit:
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
 
+    def check_awake(self) -> None:
+        """Raise RuntimeError where the shards are in CPU memory."""
+        if self.asleep:
+            raise RuntimeError(
+                f"the parameters of {self.name} are offloaded; call fsdp_runtime.reload(model) before they are used"
+            )
+
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
+        self.check_awake()
         for group in self.groups:
             before = group.buffer
             group.adopt()
             if group.buffer is not before:
+                self._forget_calls()
+
+    def materialize(self) -> None:
+        """Take in what was moved or assigned, and give parameters that are on the meta device memory; see `Group`."""
+        self.adopt()
+        for group in self.groups:
+            if group.buffer is None:
+                group.materialize()
                 self._forget_calls()
 
     def _refuse_meta(self) -> None:
@@ -264,6 +282,8 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
+        if self.asleep:
+            self.check_awake()
         absent = self.groups
         if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
             absent = [group for group in self.groups if group in self._freed]

@@ -1,25 +1,43 @@
 """The whole model as safetensors files, named and split as Hugging Face's loaders expect them."""
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dbuffer import BlockFP8
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import CPU
 
-from .safetensors_fp8 import SCALES, formats_of, quantize_whole, quantized_nbytes, write_config
+from .safetensors_fp8 import SCALES, formats_of, quantize_whole, write_config
+from .weights.agreement import agree
+from .weights.entries import Entry
+from .weights.export import Exporter
+from .weights.files import CODE_OF
 
-Entry = tuple[str, torch.Tensor, BlockFP8 | None]  # name, tensor, and what its codes are written in
 INDEX = "model.safetensors.index.json"
-# What wrappers put into names: torch's activation checkpointing and torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_CALLER = "save_safetensors"
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor as it will be in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_safetensors(
@@ -28,20 +46,22 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
+    bucket_bytes: int = 1 << 30,
     quantized: bool = False,
 ) -> list[Path]:
     """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
 
-    Tensor by tensor each is gathered (one all-gather; nothing for what is not sharded) and rank 0 writes it, so
-    that at most one full tensor is on a device and one file in rank 0's memory. One file is `model.safetensors`;
-    several are `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied parameters the first
-    name is written. Files are complete under their names or not there.
+    Tensors come as those of `iter_full_params`, to rank 0 alone, which writes each as it comes: memory for it is at
+    most `bucket_bytes` on any rank, and one tensor on rank 0's CPU. One file is `model.safetensors`; several are
+    `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied parameters the first name is
+    written. Files are complete under their names or not there.
 
     Args:
         module: with the names that the files should have.
         folder: made where it is missing.
         dtype: of floating-point tensors in the files; None: as they are.
         max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
+        bucket_bytes: of memory for gathered tensors; see `iter_full_params`.
         quantized: write weights that are gathered in e4m3 (`QuantizationPolicy(weights=BlockFP8(...))`) so, in the
             published layout: `X` in e4m3 and `X_scale_inv`, and `quantization_config` in the folder's `config.json`
             (call it after the model's own config was saved there). `read_safetensors` reads it.
@@ -51,52 +71,66 @@ def save_safetensors(
 
     Raises:
         OSError: rank 0 could not write; on every rank, naming the folder.
-        ValueError: `quantized`, and no weight is gathered in e4m3, or tiles differ.
+        ValueError: `quantized`, and no weight is gathered in e4m3, or tiles differ; or a dtype without a name in files.
     """
     formats = formats_of(module) if quantized else {}
-    entries = _entries(module, formats)
-    sizes = [_nbytes(entry, dtype) for entry in entries]
-    bins = _split(sizes, max_file_bytes)
+
+    def fmt_of(entry: Entry) -> BlockFP8 | None:
+        return None if entry.param is None else formats.get(id(entry.param.sharded))
+
+    exporter = Exporter(
+        module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER, keep=lambda e: fmt_of(e) is not None
+    )
+    by_name = {entry.name: fmt_of(entry) for entry in exporter.entries}
+    contents = [_planned(entry, exporter.dtype_of(entry), fmt_of(entry)) for entry in exporter.entries]
+    bins = _split([sum(one.nbytes for one in content) for content in contents], max_file_bytes)
     folder = Path(folder)
     names = [_file_name(number, len(bins)) for number in range(len(bins))]
+    files = [
+        _File(folder / name, [one for index in members for one in contents[index]])
+        for name, members in zip(names, bins, strict=True)
+    ]
     problem = _attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-    for name, members in zip(names, bins, strict=True):
-        content = dict(_gathered([entries[i] for i in members], dtype))
-        if problem is None and content:
-            problem = _attempt(lambda content=content, name=name: _write(content, folder / name))
-    if problem is None and len(bins) > 1 and _is_writer():
-        where = {}
-        for name, members in zip(names, bins, strict=True):
-            for key, _, fmt in [entries[i] for i in members]:
-                where.update(dict.fromkeys([key] if fmt is None else [key, key + SCALES], name))
-        problem = _attempt(lambda: _write_index(where, sum(sizes), folder))
+    of_entry = [number for number, members in enumerate(bins) for _ in members]
+    for index, (key, full) in enumerate(exporter.tensors()):  # on rank 0 alone there are any
+        if problem is None:
+            append = partial(files[of_entry[index]].append, key, full, by_name.get(key))
+            problem = _attempt(append)
+        del full
+    if problem is None and not contents:
+        problem = _attempt(files[0].finish)
+    if problem is None and len(bins) > 1:
+        where = {one.name: file.path.name for file in files for one in file.content}
+        total = sum(one.nbytes for content in contents for one in content)
+        problem = _attempt(lambda: _write_index(where, total, folder))
     if problem is None and formats:
         problem = _attempt(lambda: write_config(module, formats, folder))
-    problem = _tell(problem)
+    for file in files:
+        file.discard()
+    problem = agree(_CALLER, None, problem)[0]
     if problem is not None:
         raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {problem}")
-    return [folder / name for name in names]
+    return [file.path for file in files]
 
 
-def _entries(module: nn.Module, formats: dict[int, BlockFP8]) -> list[Entry]:
-    found: list[Entry] = []
-    seen: set[int] = set()
-    for key, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        for wrapper in _WRAPPERS:
-            key = key.replace(wrapper, "")
-        found.append((key, tensor.detach(), formats.get(id(tensor))))
-    return found
+def _planned(entry: Entry, dtype: torch.dtype, fmt: BlockFP8 | None) -> list[_Planned]:
+    shape = tuple(entry.tensor.shape)
+    if fmt is None:
+        if dtype not in CODE_OF:
+            raise ValueError(f"{entry.name} is {dtype}, which safetensors files do not have; pass dtype")
+        return [_Planned(entry.name, dtype, shape)]
+    scales = (*shape[:-2], -1, fmt.grid(shape).across)
+    rows = fmt.grid(shape).num_scales // math.prod(shape[:-2]) // scales[-1]
+    return [
+        _Planned(entry.name, torch.float8_e4m3fn, shape),
+        _Planned(entry.name + SCALES, torch.float32, (*shape[:-2], rows, scales[-1])),
+    ]
 
 
-def _nbytes(entry: Entry, dtype: torch.dtype | None) -> int:
-    _, tensor, fmt = entry
-    if fmt is not None:
-        return quantized_nbytes(tensor.shape, fmt)
-    size = dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.dtype.itemsize
-    return tensor.numel() * size
+def _as_written(key: str, full: torch.Tensor, fmt: BlockFP8 | None) -> list[torch.Tensor]:
+    if fmt is None:
+        return [full.to(CPU).contiguous()]
+    return [tensor for _, tensor in quantize_whole(key, full, fmt)]
 
 
 def _split(sizes: list[int], limit: int) -> list[list[int]]:
@@ -111,31 +145,62 @@ def _split(sizes: list[int], limit: int) -> list[list[int]]:
     return bins
 
 
-def _gathered(entries: list[Entry], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors on the CPU, on the writer; the others only take part."""
-    for key, tensor, fmt in entries:
-        with torch.no_grad():
-            full = tensor.full_tensor() if isinstance(tensor, (DTensor, RaggedDTensor)) else tensor
-        if _is_writer() and fmt is not None:
-            yield from quantize_whole(key, full, fmt)
-        elif _is_writer():
-            wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
-            yield key, full.to(CPU, wanted).contiguous()
-
-
 def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write(content: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
+class _File:
+    """A safetensors file that is written tensor by tensor, and has its name when it is complete.
 
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        save_file(content, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    Attributes:
+        path: where it will be.
+        content: its tensors, in order.
+    """
+
+    def __init__(self, path: Path, content: list[_Planned]) -> None:
+        self.path, self.content = path, content
+        self._waiting = len(content)
+        self._unfinished = path.with_suffix(".unfinished")
+        self._file: BinaryIO | None = None
+
+    def append(self, key: str, full: torch.Tensor, fmt: BlockFP8 | None) -> None:
+        """Write the next tensor; after the last one the file is there."""
+        if self._file is None:
+            self._file = self._unfinished.open("wb")
+            self._file.write(self._header())
+        for tensor in _as_written(key, full, fmt):
+            self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            self._waiting -= 1
+        if self._waiting == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        if self._file is None:  # nothing is in it
+            self._unfinished.write_bytes(self._header())
+        else:
+            self._file.close()
+        os.replace(self._unfinished, self.path)
+
+    def _header(self) -> bytes:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for one in self.content:
+            header[one.name] = {
+                "dtype": CODE_OF[one.dtype],
+                "shape": one.shape,
+                "data_offsets": (end, end + one.nbytes),
+            }
+            end += one.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that data are aligned
+        return len(text).to_bytes(8, "little") + text
+
+    def discard(self) -> None:
+        """Remove what was not completed."""
+        if self._file is not None:
+            self._file.close()
+            self._unfinished.unlink(missing_ok=True)
 
 
 def _write_index(where: dict[str, str], total: int, folder: Path) -> None:
@@ -145,24 +210,12 @@ def _write_index(where: dict[str, str], total: int, folder: Path) -> None:
     os.replace(unfinished, folder / INDEX)
 
 
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _attempt(act: Any) -> str | None:
+def _attempt(act: Callable[[], object]) -> str | None:
     """Do something on the writer; what went wrong, in words."""
-    if not _is_writer():
+    if dist.is_initialized() and dist.get_rank() != 0:
         return None
     try:
         act()
     except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _tell(problem: str | None) -> str | None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return problem
-    said = [problem]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,6 @@ def formats_of(module: nn.Module) -> dict[int, BlockFP8]:
             "QuantizationPolicy(weights=BlockFP8(...)), all of one tile"
         )
     return found
-
-
-def quantized_nbytes(shape: torch.Size, fmt: BlockFP8) -> int:
-    """Of a weight and its scales in a file."""
-    return math.prod(shape) + 4 * fmt.grid(shape).num_scales
 
 
 def quantize_whole(key: str, full: torch.Tensor, fmt: BlockFP8) -> list[tuple[str, torch.Tensor]]:
@@ -112,7 +106,7 @@ def read_safetensors(
             raise ValueError(
                 f"{folder}: {key}{SCALES} are the scales of an e4m3 tensor {key}, which is {what}"
             )
-    tile = _tile_in(folder) if scales else (1, 1)
+    tile = tile_in(folder) if scales else (1, 1)
     for key, value in found.items():
         if value.dtype == torch.float8_e4m3fn:
             if key not in scales:
@@ -123,7 +117,8 @@ def read_safetensors(
     return found
 
 
-def _tile_in(folder: Path) -> tuple[int, int]:
+def tile_in(folder: Path) -> tuple[int, int]:
+    """Rows and columns of a tile, as the `config.json` of a folder says. Raises ValueError where it does not."""
     path = folder / CONFIG
     config = json.loads(path.read_text()) if path.exists() else {}
     size = config.get("quantization_config", {}).get("weight_block_size")

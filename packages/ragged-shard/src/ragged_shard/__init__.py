@@ -6,7 +6,7 @@ After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute
 import torch as _torch
 
 from ragged_shard import _tensor
-from ragged_shard._checkpoint import HuggingFaceStorageWriter
+from ragged_shard._checkpoint import HuggingFaceStorageWriter, chunks_of_ranks
 from ragged_shard._device import CPU, DeviceLayer, device_layer, has_triton, is_cpu, use_device_layer
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._geometry import held_boxes
@@ -31,6 +31,7 @@ __all__ = [
     "RaggedShard",
     "RedistributeHandle",
     "StridedRaggedShard",
+    "chunks_of_ranks",
     "device_layer",
     "distribute_like",
     "distribute_tensor",

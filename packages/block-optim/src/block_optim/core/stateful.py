@@ -89,6 +89,10 @@ class Stateful(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Complete work that runs next to the training step; called before states are saved, loaded or copied."""
 
+    def states_moved(self) -> None:
+        """Go on with states that lie at other addresses than before, with their values: as after offloading them."""
+        self._forget()
+
     def _complete(self) -> None:
         """Bring states to where the last step leaves them."""
         self.synchronize()

@@ -25,6 +25,7 @@ from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._device import CaptureError, SimulatedDevice
 from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
+from ragged_shard.testing._memory import LiveBytes, record_memory
 from ragged_shard.testing._pool import RankError, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 
@@ -32,6 +33,7 @@ __all__ = [
     "CaptureError",
     "Collective",
     "HostWaits",
+    "LiveBytes",
     "Network",
     "OnItsWay",
     "RaceError",
@@ -41,6 +43,7 @@ __all__ = [
     "Simulation",
     "host_waits",
     "record_collectives",
+    "record_memory",
     "run_ranks",
     "shut_down",
     "simulated_ranks",

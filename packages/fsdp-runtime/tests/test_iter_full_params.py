@@ -1,0 +1,284 @@
+"""Whole tensors out of a sharded model, in step, in bounded memory; and only what changed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_runtime import (
+    BlockFP8,
+    BlockInt8,
+    ExportedParams,
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    block_policies,
+    fully_shard,
+    iter_full_params,
+)
+from ragged_shard import distribute_like
+from ragged_shard.testing import record_collectives, record_memory, run_ranks
+
+
+def collected(model, **options):
+    return {name: tensor.clone() for name, tensor in iter_full_params(model, **options)}
+
+
+def everything(bucket_bytes, ranks, options):
+    model = shard(seeded(width=16, tied=True), **options)
+    wanted = dict(seeded(width=16, tied=True).named_parameters())
+    found = collected(model, bucket_bytes=bucket_bytes, ranks=ranks)
+    if ranks is not None and dist.get_rank() not in ranks:
+        assert not found
+        return
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert all(type(value) is torch.Tensor for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "ranks"), [(1, None), (2000, None), (1 << 30, None), (2000, (1,)), (1 << 30, (0, 2))]
+)
+def test_receivers_get_every_parameter_once_and_the_others_nothing(bucket_bytes, ranks):
+    run_ranks(3, everything, bucket_bytes, ranks, {})
+
+
+def test_one_rank_exports_without_a_collective():
+    run_ranks(1, everything, 2000, None, {})
+
+
+def test_a_quantized_gather_does_not_round_what_is_exported():
+    quantize = QuantizationPolicy(weights=BlockFP8((8, 8)))
+    run_ranks(2, everything, 1 << 20, None, {"quantize": quantize})
+
+
+def as_bf16():
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = shard(seeded(), mp_policy=bf16)
+    for name, value in collected(model, dtype=torch.bfloat16).items():
+        assert value.equal(dict(seeded().named_parameters())[name].bfloat16())
+
+
+def test_values_come_in_the_dtype_asked_for():
+    run_ranks(2, as_bf16)
+
+
+def other_forms():
+    quantize = QuantizationPolicy(at_rest=BlockInt8(8))
+    model = seeded()
+    model.blocks[0].requires_grad_(False)
+    ignored = {model.norm.weight}
+    fully_shard(model.blocks[0], quantize=quantize)
+    fully_shard(model, ignored_params=ignored)
+    found = collected(model)
+    assert found.keys() == dict(seeded().named_parameters()).keys()
+    assert found["norm.weight"].data_ptr() != model.norm.weight.data_ptr()
+    assert found["blocks.0.weight"].equal(model.blocks[0].weight.full_tensor())
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="weight is on the meta device and has no values"):
+        iter_full_params(empty)
+
+
+def test_codes_and_plain_parameters_come_too():
+    run_ranks(2, other_forms)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+
+def over_two_axes(hybrid, ranks):
+    names = ("replicate", "shard") if hybrid else ("dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model, exported = seeded(TwoLayers), ExportedParams()
+    if hybrid:
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+    wanted = seeded(TwoLayers).state_dict()
+    found = collected(model, ranks=ranks)
+    receives = ranks is None or dist.get_rank() in ranks
+    assert found.keys() == (wanted.keys() if receives else set())
+    assert all(found[name].equal(wanted[name]) for name in found)
+    list(iter_full_params(model, ranks=ranks, changed_since=exported))
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    changed = {one.name for one in iter_full_params(model, ranks=ranks, changed_since=exported)}
+    assert changed == ({"up.weight"} if receives else set())
+
+
+@pytest.mark.parametrize("ranks", [None, (2,)])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_replicas_and_tensor_parallel_parameters_are_exported(hybrid, ranks):
+    run_ranks(4, over_two_axes, hybrid, ranks)
+
+
+# -- memory and traffic ------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Eight matrices of 16 KiB in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(8)])
+
+
+def peak(bucket_bytes, ranks, dtype):
+    model = fully_shard(seeded(Wide))
+    with record_memory() as live:
+        for _ in iter_full_params(model, bucket_bytes=bucket_bytes, ranks=ranks, dtype=dtype):
+            pass
+    return live.peak
+
+
+@pytest.mark.parametrize("ranks", [None, (0,)])
+@pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
+def test_memory_is_bounded_by_the_bucket(ranks, dtype, size):
+    one = 64 * 64 * size
+    for bucket in (3 * one, 6 * one):
+        for found in run_ranks(2, peak, bucket, ranks, dtype):
+            assert found <= bucket + 1000  # collectives' own small tensors
+    (found, _) = run_ranks(2, peak, 1, None, dtype)
+    assert found <= 2 * one + 1000  # a tensor is the least
+
+
+def traffic(bucket_bytes, ranks):
+    model = fully_shard(seeded(Wide))
+    with record_collectives() as record:
+        for _ in iter_full_params(model, bucket_bytes=bucket_bytes, ranks=ranks):
+            pass
+    kinds = [event for event in record.events if event.bytes_sent >= 4096 or event.kind == "all_to_all"]
+    return len(kinds), sum(event.bytes_sent for event in kinds)
+
+
+def test_a_receiver_is_sent_what_it_lacks_and_a_whole_unit_by_one_collective():
+    total = 8 * 64 * 64 * 4
+    whole = run_ranks(2, traffic, 1 << 20, None)
+    assert [found[0] for found in whole] == [1, 1]
+    assert sum(found[1] for found in whole) == total
+    for bucket_bytes in (1, 1 << 20):
+        assert sum(found[1] for found in run_ranks(2, traffic, bucket_bytes, (0,))) == total / 2
+
+
+# -- only what changed -------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Holds full tensors, and counts what it is sent."""
+
+    def __init__(self, model):
+        self.tensors = {name: torch.full_like(p, 7) for name, p in model.named_parameters()}
+        self.elements = 0
+
+    def update(self, changes):
+        self.elements = 0
+        names = set()
+        for change in changes:
+            change.apply_to(self.tensors[change.name])
+            self.elements += change.values.numel()
+            names.add(change.name)
+        return names
+
+
+def sync(ranks, bucket_bytes, policy):
+    model = shard(seeded(width=16), block_policy=policy)
+    engine, exported = Engine(seeded(width=16)), ExportedParams()
+    receives = ranks is None or dist.get_rank() in ranks
+    options = {"ranks": ranks, "bucket_bytes": bucket_bytes, "changed_since": exported}
+
+    def check(names, elements):
+        found = engine.update(iter_full_params(model, **options))
+        if receives:
+            assert found == names
+            assert engine.elements == elements
+            assert all(engine.tensors[n].equal(p.full_tensor()) for n, p in sorted(model.named_parameters()))
+        else:
+            assert not found
+            for _, param in sorted(model.named_parameters()):
+                param.full_tensor()
+
+    every = dict(seeded(width=16).named_parameters())
+    check(every.keys(), sum(p.numel() for p in every.values()))
+    assert exported.nbytes == sum(p.to_local().nbytes for p in model.parameters())
+    check(set(), 0)
+    for row in (3, 4, 9):
+        write(model.blocks[1].weight, row, 5)
+    check({"blocks.1.weight"}, 3 * 16 * (1 if policy is None else 4))
+    write(model.norm.bias, 0, -0.0)  # equal as a number, not in its bits
+    check({"norm.bias"}, 1 if policy is None else 4)
+    return True
+
+
+def write(param, row, value):
+    """One element of one row, on the rank that has it."""
+    full = param.full_tensor().detach()
+    full.view(full.shape[0], -1)[row, 0] = value
+    param.detach().copy_(distribute_like(full, param.detach(), src_data_rank=None))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bucket_bytes", "policy"),
+    [(None, 1, None), (None, 1 << 20, block_policies.rows(4)), ((2,), 1 << 20, None), ((0, 1), 1, None)],
+)
+def test_only_changed_blocks_are_sent_and_none_is_missed(ranks, bucket_bytes, policy):
+    run_ranks(3, sync, ranks, bucket_bytes, policy)
+
+
+def random_training():
+    model = shard(seeded(width=16), block_policy=block_policies.tiles(4, 4))
+    engine, exported = Engine(seeded(width=16)), ExportedParams(device="cpu")
+    for name in engine.tensors:
+        engine.tensors[name] = engine.tensors[name].bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sent = []
+    for step in range(4):
+        loss_of(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.update(iter_full_params(model, dtype=torch.bfloat16, changed_since=exported))
+        sent.append(engine.elements)
+        for name, value in collected(model, dtype=torch.bfloat16).items():
+            assert engine.tensors[name].equal(value)
+    return sent
+
+
+def test_an_engine_that_takes_only_changes_stays_equal_to_the_model():
+    sent, _, _ = run_ranks(3, random_training)
+    assert sent[0] > max(sent[1:])
+
+
+def broken_off():
+    model, exported = shard(seeded()), ExportedParams()
+    list(iter_full_params(model, changed_since=exported))
+    with torch.no_grad():
+        model.blocks[0].weight.mul_(2)
+    next(iter_full_params(model, changed_since=exported))
+    assert not exported.complete
+    again = {change.name for change in iter_full_params(model, changed_since=exported)}
+    assert again == dict(model.named_parameters()).keys()
+
+
+def test_after_an_export_that_was_broken_off_everything_is_exported_again():
+    run_ranks(1, broken_off)
+
+
+def disagree():
+    model = shard(seeded())
+    with pytest.raises(ValueError, match=r"ranks differ in \(dtype, bucket_bytes, ranks\)"):
+        iter_full_params(model, ranks=(dist.get_rank(),))
+    for wrong, message in (({"bucket_bytes": 0}, "bucket_bytes is 0"), ({"ranks": (5,)}, r"ranks is \(5,\)")):
+        with pytest.raises(ValueError, match=message):
+            iter_full_params(model, **wrong)
+    with pytest.raises(ValueError, match=r"embed.weight: blocks of a tensor of shape \(12, 8\) for one of"):
+        next(iter(list(iter_full_params(model, changed_since=ExportedParams())))).apply_to(torch.zeros(2))
+
+
+def test_wrong_arguments_are_refused_on_every_rank():
+    run_ranks(2, disagree)

@@ -1,0 +1,554 @@
+"""Files into shards: each rank reads its own bytes, whatever names, dtypes and forms are in the files."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_runtime import (
+    BlockFP8,
+    BlockInt8,
+    Fused,
+    QuantizationPolicy,
+    Rename,
+    Split,
+    block_policies,
+    checksum_safetensors,
+    fully_shard,
+    load_safetensors,
+    read_safetensors,
+    save_safetensors,
+)
+from ragged_shard.testing import run_ranks
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def write(path, tensors):
+    safetensors.save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path)
+
+
+def on_meta(make=Body, **options):
+    with torch.device("meta"):
+        return make(**options)
+
+
+def full(model):
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
+        for name, t in model.state_dict().items()
+    }
+
+
+def count_reads(act):
+    """What `act` returns, and the bytes of all preads it makes."""
+    real, total = os.preadv, 0
+
+    def counting(*args):
+        nonlocal total
+        total += (found := real(*args))
+        return found
+
+    os.preadv = counting
+    try:
+        return act(), total
+    finally:
+        os.preadv = real
+
+
+# -- who reads what ----------------------------------------------------------------------------------------------------
+
+
+def load_on_meta(path, width):
+    model = shard(on_meta(width=width))
+    report, counted = count_reads(lambda: load_safetensors(model, path))
+    assert report.bytes_read == counted
+    wanted = seeded(width=width)
+    assert all(t.equal(wanted.state_dict()[name]) for name, t in full(model).items())
+    loss = loss_of(model, tokens())
+    loss.backward()
+    assert loss.equal(loss_of(wanted, tokens()))
+    return counted
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_together_read_every_byte_of_the_file_once(ranks, tmp_path):
+    write(tmp_path / "model.safetensors", seeded(width=40).state_dict())
+    total = sum(t.nbytes for t in seeded(width=40).state_dict().values())
+    assert sum(run_ranks(ranks, load_on_meta, tmp_path, 40)) == total
+
+
+def load_few_rows():
+    """More ranks than rows, an empty parameter, an ignored one, a buffer."""
+    model = nn.Module()
+    model.tiny, model.none = nn.Parameter(torch.zeros(2, 5)), nn.Parameter(torch.zeros(0, 3))
+    model.kept = nn.Parameter(torch.zeros(3))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    fully_shard(model, ignored_params={model.kept})
+    return model
+
+
+def load_odd(path):
+    model = load_few_rows()
+    assert load_safetensors(model, path).bytes_read >= 3 * 4 + 8
+    assert full(model)["tiny"].equal(torch.arange(10.0).view(2, 5))
+    assert model.kept.equal(torch.ones(3))
+    assert model.count == 7
+
+
+def test_empty_shards_empty_tensors_and_buffers_are_loaded(tmp_path):
+    tensors = {
+        "tiny": torch.arange(10.0).view(2, 5),
+        "none": torch.zeros(0, 3),
+        "kept": torch.ones(3),
+        "count": torch.tensor(7),
+    }
+    write(tmp_path / "m.safetensors", tensors)
+    run_ranks(3, load_odd, tmp_path)
+
+
+def load_between_dtypes(path, dtype):
+    model = shard(seeded(seed=1).to(dtype), block_policy=block_policies.tiles(4, 4))
+    before = full(model)  # gathered once, so that a stale gather would show
+    load_safetensors(model, path)
+    for name, t in full(model).items():
+        assert t.dtype == dtype
+        assert not t.equal(before[name]) or name.startswith("norm")
+        assert t.equal(safetensors.load_file(path / "m.safetensors")[name].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_values_are_cast_to_the_dtype_of_the_parameters(stored, dtype, tmp_path):
+    write(tmp_path / "m.safetensors", seeded().to(stored).state_dict())
+    run_ranks(2, load_between_dtypes, tmp_path, dtype)
+
+
+def load_after_forward(path):
+    model = shard(seeded(seed=1))
+    model.set_reshard_after_forward(False)
+    loss_of(model, tokens())
+    load_safetensors(model, path)
+    assert loss_of(model, tokens()).equal(loss_of(seeded(), tokens()))
+
+
+def test_a_forward_after_a_load_gathers_the_new_values(tmp_path):
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    run_ranks(2, load_after_forward, tmp_path)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def load_with_tp(path, replicate):
+    names = ("replicate", "shard") if replicate else ("dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model = seeded(TwoLayers, seed=1)
+    if replicate:
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"], block_policy=block_policies.rows(2))
+    report = load_safetensors(model, path, checksum=True)
+    assert dict(report.checksums) == checksum_safetensors(path)
+    assert all(t.equal(seeded(TwoLayers).state_dict()[name]) for name, t in full(model).items())
+    return report.bytes_read
+
+
+@pytest.mark.parametrize(("replicate", "copies"), [(False, 1), (True, 2)])
+def test_two_dimensional_placements_read_their_own_boxes(replicate, copies, tmp_path):
+    tensors = seeded(TwoLayers).state_dict()
+    write(tmp_path / "m.safetensors", tensors)
+    total = sum(t.nbytes for t in tensors.values())
+    replicated = 0 if replicate else tensors["down.bias"].nbytes  # on both ranks of tp
+    assert sum(run_ranks(4, load_with_tp, tmp_path, replicate)) == total * copies + replicated
+
+
+# -- forms of files ----------------------------------------------------------------------------------------------------
+
+
+def load_index(path):
+    model = shard(on_meta())
+    load_safetensors(model, path)
+    assert all(t.equal(seeded().state_dict()[name]) for name, t in full(model).items())
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_several_files_are_loaded_with_and_without_an_index(index, tmp_path):
+    tensors = seeded().state_dict()
+    names = list(tensors)
+    where = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        write(tmp_path / file, {name: tensors[name] for name in names if where[name] == file})
+    if index:
+        write(tmp_path / "left-over.safetensors", {"other": torch.zeros(3)})
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    run_ranks(2, load_index, tmp_path)
+
+
+def load_fp8(path):
+    quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
+    save_safetensors(shard(seeded(width=20), quantize=quantize), path, quantized=True)
+    # Columns and rows of tiles are cut by these blocks.
+    model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
+    report = load_safetensors(model, path, checksum=True)
+    assert dict(report.checksums) == checksum_safetensors(path)
+    wanted = read_safetensors(path)
+    assert all(t.equal(wanted[name]) for name, t in full(model).items())
+    model = shard(on_meta(width=20), quantize=quantize)
+    load_safetensors(model, path)
+    assert all(t.equal(wanted[name]) for name, t in full(model).items())
+
+
+def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
+    run_ranks(3, load_fp8, tmp_path)
+
+
+def load_at_rest(path):
+    def coded(model):
+        model.requires_grad_(False)
+        return shard(model, quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+
+    model = coded(on_meta(width=20))
+    load_safetensors(model, path)
+    wanted = full(coded(seeded(width=20)))
+    assert len(wanted) > len(seeded().state_dict())  # codes and scales
+    assert all(t.equal(wanted[name]) for name, t in full(model).items())
+
+
+def test_weights_that_are_kept_as_codes_are_quantized_from_the_file(tmp_path):
+    write(tmp_path / "m.safetensors", seeded(width=20).state_dict())
+    run_ranks(2, load_at_rest, tmp_path)
+
+
+class Fusing(nn.Module):
+    """Names and forms that differ from those in the file."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Parameter(torch.zeros(6))
+        self.qkv = nn.Parameter(torch.zeros(10, 6))
+        self.gate, self.up = nn.Parameter(torch.zeros(5, 6)), nn.Parameter(torch.zeros(3, 6))
+        self.experts = nn.Parameter(torch.zeros(3, 8, 6))
+        self.w = nn.ParameterList([nn.Parameter(torch.zeros(2, 6)) for _ in range(3)])
+
+
+RULES = [
+    Rename("norm", "model.norm.weight"),
+    Fused("qkv", ("q", "k", "v")),
+    Split("gate_up", ("gate", "up")),
+    Fused("experts", ("experts.{index}.gate", "experts.{index}.up")),
+    Split("stacked", ("w.{index}",)),
+]
+
+
+def load_by_rules(path):
+    model = fully_shard(Fusing(), block_policy=lambda name, p: block_policies.elements(5)(name, p))
+    load_safetensors(model, path, rules=RULES)
+    found, given = full(model), safetensors.load_file(path / "m.safetensors")
+    assert found["norm"].equal(given["model.norm.weight"])
+    assert found["qkv"].equal(torch.cat([given["q"], given["k"], given["v"]]))
+    assert torch.cat([found["gate"], found["up"]]).equal(given["gate_up"])
+    experts = [torch.cat([given[f"experts.{i}.gate"], given[f"experts.{i}.up"]]) for i in range(3)]
+    assert found["experts"].equal(torch.stack(experts))
+    assert torch.stack([found[f"w.{i}"] for i in range(3)]).equal(given["stacked"])
+    return load_safetensors(model, path, rules=RULES).bytes_read
+
+
+def rule_tensors():
+    torch.manual_seed(3)
+    shapes = {"model.norm.weight": (6,), "q": (4, 6), "k": (3, 6), "v": (3, 6), "gate_up": (8, 6)}
+    shapes.update({f"experts.{i}.{name}": (4, 6) for i in range(3) for name in ("gate", "up")})
+    return {name: torch.randn(shape) for name, shape in {**shapes, "stacked": (3, 2, 6)}.items()}
+
+
+def test_rules_rename_fuse_split_and_stack(tmp_path):
+    write(tmp_path / "m.safetensors", rule_tensors())
+    total = sum(t.nbytes for t in rule_tensors().values())
+    assert sum(run_ranks(3, load_by_rules, tmp_path)) == total
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": None}, r"qkv is made of 3 tensors, of which k is missing"),
+        ({"k": (2, 6)}, r"\['q', 'k', 'v'\] have 9 together along dimension 0; qkv expects 10"),
+        ({"k": (3, 5)}, r"k has shape \(3, 5\); qkv expects slices of \(10, 6\) along dimension 0"),
+        ({"gate_up": (7, 6)}, r"gate of shape \(5, 6\) is a slice of gate_up of shape \(7, 6\); expected \(8, 6\)"),
+        ({"stacked": (2, 2, 6)}, r"w.2 of shape .* is a slice of stacked"),
+        ({"experts.1.up": None}, r"experts is made of 6 tensors, of which experts.1.up is missing"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_does_not_fit_is_an_error_by_name(change, message, tmp_path):
+    tensors = rule_tensors()
+    for name, shape in change.items():
+        del tensors[name]
+        if shape is not None:
+            tensors[name] = torch.zeros(shape)
+    write(tmp_path / "m.safetensors", tensors)
+    with pytest.raises(ValueError, match=message):
+        load_safetensors(Fusing(), tmp_path, rules=RULES)
+
+
+# -- tied parameters ---------------------------------------------------------------------------------------------------
+
+
+def load_tied(path, names, message):
+    model = shard(on_meta(tied=True))
+    if message is None:
+        load_safetensors(model, path)
+        assert full(model)["head.weight"].equal(seeded(tied=True).embed.weight)
+        assert model.head.weight is model.embed.weight
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_safetensors(model, path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("embed.weight",), None),
+        (("head.weight",), None),
+        (("embed.weight", "head.weight"), None),
+        (("embed.weight", "head.weight", "differ"), "embed.weight and head.weight are one parameter"),
+    ],
+)
+def test_a_tied_parameter_is_loaded_under_either_name(names, message, tmp_path):
+    tensors = dict(seeded(tied=True).state_dict())
+    for name in ("embed.weight", "head.weight"):
+        if name not in names:
+            del tensors[name]
+    if "differ" in names:
+        tensors["head.weight"] = tensors["head.weight"] + torch.eye(12, 8)
+    write(tmp_path / "m.safetensors", tensors)
+    run_ranks(2, load_tied, tmp_path, names, message)
+
+
+# -- what is refused, on all ranks, before anything is changed ---------------------------------------------------------
+
+
+def refuse(path, message, options, kind=ValueError):
+    model = shard(seeded(seed=1))
+    before = full(model)
+    with pytest.raises(kind, match=message):
+        load_safetensors(model, path, **options)
+    assert all(t.equal(before[name]) for name, t in full(model).items())
+    return dist.get_rank()
+
+
+def wrong(**change):
+    tensors = dict(seeded().state_dict())
+    for name, value in change.items():
+        name = name.replace("__", ".")
+        del tensors[name]
+        if value is not None:
+            tensors[name] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "kind"),
+    [
+        ({"norm__bias": None}, r"missing \['norm.bias'\], unexpected \[\]", ValueError),
+        ({"norm__bias": torch.zeros(9)}, r"norm.bias has shape \(9,\); norm.bias expects \(8,\)", ValueError),
+        (
+            {"norm__bias": torch.zeros(8, dtype=torch.int32)},
+            "norm.bias is torch.int32; norm.bias expects",
+            TypeError,
+        ),
+        (
+            {"norm__bias": torch.zeros(8).to(torch.float8_e4m3fn)},
+            "norm.bias is e4m3, and there is no norm.bias_scale_inv",
+            ValueError,
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(change, message, kind, tmp_path):
+    write(tmp_path / "m.safetensors", wrong(**change))
+    assert run_ranks(2, refuse, tmp_path, message, {}, kind) == [0, 1]
+
+
+def refuse_alone(path, message, damage, kind):
+    """Rank 1 has a copy of its own, which is damaged."""
+    if dist.get_rank() == 1:
+        path = path / "own"
+    return refuse(path, message, {}, kind)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "kind"),
+    [
+        ("cut", r"on rank 1: .* ends at byte \d+, and the file has \d+; it was cut off", ValueError),
+        ("empty", r"on rank 1: .*own.m.safetensors: not a safetensors file, or cut off: 0 bytes", ValueError),
+        ("none", r"on rank 1: .*own has no \*.safetensors", OSError),
+        ("other", "ranks 0 and 1 see different files", ValueError),
+    ],
+)
+def test_a_problem_of_one_rank_is_raised_by_all(damage, message, kind, tmp_path):
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    own = tmp_path / "own"
+    own.mkdir()
+    content = (tmp_path / "m.safetensors").read_bytes()
+    if damage != "none":
+        (own / "m.safetensors").write_bytes(content[:-1] if damage == "cut" else b"")
+    if damage == "other":
+        write(own / "m.safetensors", dict(reversed(seeded().to(torch.bfloat16).state_dict().items())))
+    assert run_ranks(2, refuse_alone, tmp_path, message, damage, kind) == [0, 1]
+
+
+def cut_while_reading(path, how):
+    model = shard(seeded(seed=1))
+    real, calls = os.preadv, 0
+
+    def reading(descriptor, buffers, offset):
+        nonlocal calls
+        calls += 1
+        if calls == 3 and dist.get_rank() == 1:
+            if how == "cut":
+                return 0
+            os.replace(path / "next", path / "m.safetensors")
+        return real(descriptor, buffers, offset)
+
+    os.preadv = reading
+    message = "ends at byte" if how == "cut" else "was replaced or changed while it was read"
+    with pytest.raises(OSError, match=rf"{message}.* The model is partly loaded"):
+        load_safetensors(model, path)
+    os.preadv = real
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced"])
+def test_a_load_that_breaks_off_is_an_error_on_every_rank(how, tmp_path):
+    for name in ("m.safetensors", "next"):
+        write(tmp_path / name, seeded().state_dict())
+    assert run_ranks(3, cut_while_reading, tmp_path, how) == [0, 1, 2]
+
+
+def header(entries, data=b"\0" * 64, text=None):
+    text = json.dumps(entries).encode() if text is None else text
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(shape=(4,), dtype="F32", offsets=(0, 16)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header({"a": entry(offsets=(0, 12))}), "a, F32 of shape .* has 16 bytes, and data_offsets"),
+        (header({"a": entry(offsets=(60, 76))}), "a ends at byte .* it was cut off"),
+        (header({"a": entry(), "b": entry(offsets=(8, 24))}), "a and b share bytes"),
+        (header({"a": entry(dtype="F4")}), "a is of dtype 'F4'"),
+        (header({"a": entry(shape=(-4,))}), r"a has shape \[-4\]"),
+        (header({"a": entry(shape=(True,) * 4)}), "a has shape"),
+        (header({"a": entry(offsets=(16, 0))}), "data_offsets"),
+        (header({"a": [1]}), "a is of dtype None"),
+        (header(None, text=b'{"a":1,"a":2}'), "'a' is there twice"),
+        (header(None, text=b"[1, 2]"), "a list, not an object"),
+        (header(None, text=b"{"), "header of 1 bytes"),
+        (header(None, text=b"{" * 100000), "damaged header"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "not a safetensors file, or cut off"),
+        (b"abc", "not a safetensors file"),
+    ],
+)
+def test_a_header_that_lies_is_refused(content, message, tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(content)
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=message):
+        load_safetensors(model, tmp_path)
+
+
+def test_changed_bytes_of_a_file_are_an_error_or_other_values_and_never_a_crash(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    content = (tmp_path / "m.safetensors").read_bytes()
+    for _ in range(200):
+        changed = bytearray(content)
+        for at in torch.randint(len(content) // 4, (3,), generator=generator).tolist():
+            changed[at] = int(torch.randint(256, (), generator=generator))
+        (tmp_path / "m.safetensors").write_bytes(changed[: len(changed) - int(changed[0] % 2)])
+        try:
+            load_safetensors(seeded(seed=1), tmp_path)
+        except (ValueError, TypeError, OSError):
+            continue
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"weight_map": [1]}', "no weight_map"),
+        ('{"weight_map": {"a": "../m.safetensors"}}', "outside of the index's folder"),
+        ('{"weight_map": {"b": "m.safetensors"}}', "b is not in it, but the index lists it there"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
+    ],
+)
+def test_an_index_that_lies_is_refused(index, message, tmp_path):
+    write(tmp_path / "m.safetensors", {"a": torch.zeros(4)})
+    (tmp_path / "m.safetensors.index.json").write_text(index)
+    with pytest.raises((ValueError, OSError), match=message):
+        load_safetensors(nn.Linear(2, 2), tmp_path)
+
+
+def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
+    write(tmp_path / "m.safetensors", {**wrong(norm__bias=None), "more": torch.zeros(2)})
+    model = seeded(seed=1)
+    model.norm.bias.data.fill_(5)
+    report = load_safetensors(model, tmp_path, strict=False)
+    assert (report.missing, report.unexpected) == (("norm.bias",), ("more",))
+    assert model.norm.bias.eq(5).all()
+    assert model.head.weight.equal(seeded().head.weight)
+    with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):
+        load_safetensors(on_meta(), tmp_path, strict=False)
+
+
+def test_tensors_need_not_follow_one_another_in_the_file(tmp_path):
+    data = torch.arange(16.0)
+    entries = {"b": entry(offsets=(32, 48)), "a": entry(offsets=(4, 20))}
+    (tmp_path / "m.safetensors").write_bytes(header(entries, data.numpy().tobytes()))
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    load_safetensors(model, tmp_path)
+    assert model.a.equal(data[1:5])
+    assert model.b.equal(data[8:12])
+
+
+def test_one_changed_byte_changes_the_checksum_of_its_tensor(tmp_path):
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    before = checksum_safetensors(tmp_path)
+    content = bytearray((tmp_path / "m.safetensors").read_bytes())
+    content[-1] ^= 128
+    (tmp_path / "m.safetensors").write_bytes(content)
+    after = checksum_safetensors(tmp_path)
+    assert sum(before[name] != after[name] for name in before) == 1
+
+
+def test_progress_is_shown_where_it_is_asked_for(tmp_path, capsys):
+    pytest.importorskip("rich")
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    load_safetensors(seeded(), tmp_path)
+    assert not capsys.readouterr().out
+    load_safetensors(seeded(), tmp_path, progress=True)
+    assert "loading" in capsys.readouterr().out
+
+
+def test_a_bar_without_rich_is_refused(tmp_path, monkeypatch):
+    write(tmp_path / "m.safetensors", seeded().state_dict())
+    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
+    with pytest.raises(ImportError, match="progress=True needs rich"):
+        load_safetensors(seeded(), tmp_path, progress=True)

@@ -1,0 +1,198 @@
+"""Shards, gradients and optimizer states in CPU memory, and back into the same objects."""
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+from test_happens_before import device
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import block_optim
+from fsdp_runtime import (
+    BlockInt8,
+    QuantizationPolicy,
+    fully_shard,
+    iter_full_params,
+    load_safetensors,
+    offload,
+    reload,
+)
+from ragged_shard.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
+    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
+    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
+    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
+}
+
+
+def train(kind, sleeps):
+    model = shard(seeded(width=16))
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    params, losses = list(model.parameters()), []
+    for step in range(4):
+        loss = loss_of(model, tokens(step))
+        loss.backward()
+        if sleeps:
+            assert offload(model, optimizer) > 0
+            assert offload(model, optimizer) == 0
+            held = [p.to_local().untyped_storage() for p in params if p.to_local().numel()]
+            assert all(storage.nbytes() <= 8 for storage in held)
+            assert all(p.grad is None and p.to_local().isnan().all() for p in params)
+            reload(model, optimizer)
+            reload(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert all(one is two for one, two in zip(params, model.parameters(), strict=True))
+    return losses, [p.full_tensor().detach() for p in params]
+
+
+def compare(kind):
+    losses, values = train(kind, sleeps=False)
+    again, same = train(kind, sleeps=True)
+    assert all(a.equal(b) for a, b in zip(losses + values, again + same, strict=True))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_with_naps_gives_the_same_bits(kind, ranks):
+    run_ranks(ranks, compare, kind)
+
+
+def by_choice():
+    model = shard(seeded())
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    param = next(p for p in model.parameters() if p.to_local().numel())
+    grad, moments = param.grad, optimizer.state[param]["exp_avg"]
+    before = moments.to_local().clone()
+
+    offload(model, optimizer, parameters=False, gradients=False)
+    assert moments.to_local().untyped_storage().nbytes() == 0
+    assert not param.to_local().isnan().any()
+    assert param.grad is grad
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.state[param],
+    ):
+        with pytest.raises(RuntimeError, match="the optimizer's states are offloaded"):
+            use()
+    loss_of(model, tokens()).backward()
+    reload(model, optimizer)
+    assert optimizer.state[param]["exp_avg"].to_local().equal(before)
+
+    offload(model, gradients=True, parameters=False)
+    assert param.grad is None
+    loss_of(model, tokens()).backward()
+    with pytest.raises(RuntimeError, match="parameters have gradients since offload"):
+        reload(model)
+    optimizer.zero_grad()
+    reload(model)
+    assert param.grad is grad
+    optimizer.step()
+
+
+def test_each_of_them_is_offloaded_by_choice():
+    run_ranks(2, by_choice)
+
+
+def while_asleep(path):
+    model = shard(seeded())
+    state = model.state_dict()
+    offload(model)
+    for use in (
+        lambda: loss_of(model, tokens()),
+        model.blocks[0].unshard,
+        model.state_dict,
+        lambda: model.load_state_dict(state),
+        lambda: iter_full_params(model),
+        lambda: load_safetensors(model, path),
+    ):
+        with pytest.raises(
+            (RuntimeError, ValueError, OSError), match=r"are offloaded; call fsdp_runtime.reload|no \*\.safe"
+        ):
+            use()
+    param = next(p for p in model.parameters() if p.to_local().numel() > 1)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        param.detach().add_(1)
+    reload(model)
+    assert loss_of(model, tokens()).equal(loss_of(seeded(), tokens()))
+
+
+def test_what_uses_parameters_while_they_are_offloaded_raises_by_name(tmp_path):
+    pytest.importorskip("safetensors.torch").save_file(seeded().state_dict(), tmp_path / "m.safetensors")
+    run_ranks(2, while_asleep, tmp_path)
+
+
+def codes_asleep():
+    model = seeded().requires_grad_(False)
+    shard(model, quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+    before = loss_of(model, tokens())
+    offload(model)
+    reload(model)
+    assert loss_of(model, tokens()).equal(before)
+
+
+def test_weights_that_are_kept_as_codes_sleep_too():
+    run_ranks(2, codes_asleep)
+
+
+def unreduced():
+    model = shard(seeded())
+    model.set_requires_gradient_sync(False)
+    loss_of(model, tokens()).backward()
+    with pytest.raises(RuntimeError, match=r"gradients of \['Body', .* wait for their reduction"):
+        offload(model)
+    offload(model, gradients=False)
+    reload(model)
+
+
+def test_gradients_that_wait_for_their_reduction_are_not_lost():
+    run_ranks(2, unreduced)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between storages of more than a hundred bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0].nbytes > 100:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_flat_buffer_is_one_copy_and_the_order_of_streams_holds():
+    with device():
+        model = fully_shard(seeded(width=16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(2):
+            loss_of(model, tokens(step)).backward()
+            with Copies() as copies:
+                offload(model)
+                assert copies.count == 2  # one group: its shard, its gradients
+                reload(model)
+                assert copies.count == 4
+            offload(model, optimizer)
+            reload(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_shards_that_are_in_cpu_memory_anyway_stay_where_they_are():
+    from fsdp_runtime import CPUOffloadPolicy
+
+    with device(device="cpu:0"):
+        model = fully_shard(seeded(), offload_policy=CPUOffloadPolicy())
+        assert offload(model) == 0
+        with pytest.raises(RuntimeError, match="are offloaded"):
+            loss_of(model, tokens())
+        reload(model)

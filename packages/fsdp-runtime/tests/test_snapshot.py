@@ -1,0 +1,141 @@
+"""Copies of shards while a forward runs: no collective, no reshard, bit-equal to the parameters."""
+
+import threading
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+
+from fsdp_runtime import BlockInt8, QuantizationPolicy, gathered_memory, offload, snapshot
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+def values(model):
+    return {name: t.full_tensor().detach().clone() for name, t in model.state_dict().items()}
+
+
+def check(taken, wanted):
+    assert taken.model.keys() == wanted.keys()
+    assert all(taken.model[name].full_tensor().equal(wanted[name]) for name in wanted)
+
+
+def quietly(model, optimizer=None):
+    """A snapshot, which neither communicates nor frees gathered memory."""
+    before = gathered_memory(model)
+    with record_collectives() as record:
+        taken = snapshot(model, optimizer)
+    assert record.kinds == []
+    assert gathered_memory(model) == before
+    return taken
+
+
+def between_passes():
+    model = shard(seeded())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wanted = values(model)
+    moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
+    model.set_reshard_after_forward(False)
+    inside = []
+    handle = model.blocks[1].register_forward_hook(lambda *_: inside.append(quietly(model, optimizer)))
+    loss = loss_of(model, tokens(1))
+    handle.remove()
+    after = quietly(model, optimizer)
+    loss.backward()
+    optimizer.step()  # what was taken does not follow
+    for taken in (*inside, after):
+        check(taken, wanted)
+        for state, moment in zip(taken.optimizer["state"].values(), moments, strict=True):
+            assert state["exp_avg"].to_local().equal(moment)
+            assert state["step"] == 1
+    model.load_state_dict(after.model)
+    optimizer.load_state_dict(after.optimizer)
+    assert all(value.equal(wanted[name]) for name, value in values(model).items())
+
+
+def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
+    run_ranks(2, between_passes)
+
+
+class Waiting(nn.Module):
+    """Stops a forward until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.reached.set()
+        assert self.go.wait(60)
+        return x
+
+
+def from_a_thread():
+    model = seeded()
+    waiting = Waiting()
+    model.norm = nn.Sequential(waiting, model.norm)
+    shard(model)
+    wanted = values(model)
+    found = []
+
+    def take():
+        assert waiting.reached.wait(60)
+        try:
+            found.append(snapshot(model, device="cpu"))
+        finally:
+            waiting.go.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    loss_of(model, tokens()).backward()
+    thread.join()
+    check(found[0], wanted)
+
+
+def test_another_thread_takes_one_while_a_forward_runs():
+    run_ranks(2, from_a_thread)
+
+
+def of_codes():
+    model = shard(seeded().requires_grad_(False), quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+    loss_of(model, tokens())
+    wanted = values(model)
+    assert "blocks.0.weight.codes" in wanted
+    check(snapshot(model), wanted)
+
+
+def test_codes_are_copied_as_codes():
+    run_ranks(2, of_codes)
+
+
+class Busy(torch.optim.SGD):
+    """Its state changes whenever it is looked at."""
+
+    def state_dict(self):
+        next(iter(self.state.values()))["momentum_buffer"].detach().add_(1)
+        return super().state_dict()
+
+
+def refused():
+    model = shard(seeded())
+    optimizer = Busy(model.parameters(), momentum=0.9)
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    with pytest.raises(
+        RuntimeError, match="optimizer 0, state 0,  momentum_buffer was written to while it was copied"
+    ):
+        snapshot(model, optimizer)
+    offload(model)
+    with pytest.raises(RuntimeError, match="are offloaded"):
+        snapshot(model)
+    with torch.device("meta"):
+        empty = seeded()
+    with pytest.raises(ValueError, match=r"parameters \['embed.weight', .* of Body are on meta"):
+        snapshot(shard(empty))
+
+
+def test_a_snapshot_that_would_not_be_consistent_is_refused_by_name():
+    run_ranks(1, refused)
