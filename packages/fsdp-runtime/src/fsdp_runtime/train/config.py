@@ -20,6 +20,7 @@ SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
 PRECISIONS = ("fp32", "bf16")
 QUANTIZED = ("none", "fp8", "int8")
 REDUCED = ("none", "bf16", "int8")
+COMPUTE = ("dequantize", "scaled")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RunConfig:
     block: str = "auto"
     quantize: str = "none"
     reduce: str = "none"
+    compute: str = "dequantize"
     reshard: bool = True
     eval_every: int = 40
     eval_batches: int = 4
@@ -77,6 +79,7 @@ class RunConfig:
             ("precision", PRECISIONS),
             ("quantize", QUANTIZED),
             ("reduce", REDUCED),
+            ("compute", COMPUTE),
             ("device", ("auto", *DEVICES)),
             ("on_nan", ON_NAN),
         ):
@@ -92,6 +95,8 @@ class RunConfig:
                 raise TrainError(
                     f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
                 )
+        if self.compute == "scaled" and self.quantize != "fp8":
+            raise TrainError(f"--compute scaled multiplies codes of --quantize fp8, not of {self.quantize}")
         if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
             raise TrainError(
                 f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
@@ -181,6 +186,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
         "reduce",
         str,
         "gradients travel as: none (their own dtype), bf16, or int8 codes (of matrices)",
+    ),
+    (
+        "--compute",
+        "compute",
+        str,
+        "of quantized matrices: dequantize, or scaled (products of fp8 codes: Hopper GPUs; for numerics on CPU)",
     ),
     ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
     ("--eval-batches", "eval_batches", int, "held-out batches"),
