@@ -65,7 +65,21 @@ def check_pairs(kind, vector, stores):
     print(f"compiled: read_pairs {kind} {vector}: {registers} registers")
 
 
+def check_written_pairs(kind, vector, loads):
+    """And for writing them."""
+    signature = {**TABLE, **BUFFERS, "middles": "*fp32", "values": TYPES[kind]}
+    fixed = launch.pair_constants(64) | {"GROUP": 256, "VECTOR": vector, "TYPE": kind}
+    registers, local, ptx = compile_(kernels_triton.write_pairs, signature, fixed)
+    assert local == 0, f"write_pairs {kind} {vector}: {local} bytes of local memory"
+    for text in (loads, r"st\.global\S*\.b(8|16|32)"):
+        assert re.search(text, ptx), f"write_pairs {kind} {vector}: no {text}"
+    print(f"compiled: write_pairs {kind} {vector}: {registers} registers")
+
+
 if __name__ == "__main__":
+    check_written_pairs(0, True, r"ld\.global\S*\.v4\.b32")
+    check_written_pairs(1, True, r"ld\.global\S*\.v[24]\.b32")
+    check_written_pairs(2, False, r"ld\.global")
     check_pairs(1, True, r"st\.global\S*\.b32")
     check_pairs(0, False, r"st\.global")
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"

@@ -7,7 +7,7 @@ Compares each format's codes, scales and values by the kernels with those by tor
 import torch
 
 from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
-from dbuffer.wire import codec, launch
+from dbuffer.wire import codec, launch, nf4
 
 EXTREMES = (
     0x7FFFFFFF, 0x7FC00000, 0x7F810000, 0x7F800000, 0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00010000, 0x1, 0, 0x7F7F8000,
@@ -70,6 +70,31 @@ def all_codes():
     print("all codes")
 
 
+def four_bits_written(size, shape, rows, dtype, shift=0, values=None, given=False):
+    """Codes and scales of four bits, with blocks of zeros, and groups with bad and with denormal numbers."""
+    fmt = BlockNF4(size)
+    grid, (start, stop) = fmt.grid(shape), rows
+    if values is None:
+        values = values_of(shape, torch.float32)
+        values.view(-1)[: 2 * size] = 0.0
+        values[-1] *= 1e-38 if dtype == torch.float32 else 1e-7
+        values[min(2, shape[0] - 1), shape[1] // 2] = torch.nan
+        values = values.to(dtype)
+    flat = torch.cat([torch.zeros(shift, dtype=dtype), values.reshape(-1)])
+    runs = RunList([RowRun(grid, start, stop, shift + start * grid.columns, shift, shift)])
+    found = []
+    for kernels in (False, True):
+        vars(launch)["has_triton"] = lambda device, kernels=kernels: kernels
+        codes = torch.full((shift + (stop - start) * fmt.code_bytes(grid.columns) + 5,), 9, dtype=torch.uint8)
+        scales, amax = torch.full((2, shift + runs[0].num_scales + 2), -1.0)
+        fmt.amax(runs, flat, amax)
+        fmt.quantize(runs, flat, codes, scales, amax=amax if given else None)
+        found.append((codes, scales.view(torch.int32)))
+    for name, a, b in zip(("codes", "scales"), *found, strict=True):
+        assert a.equal(b), f"{fmt} {shape} {rows} {dtype} {name}: {int((a != b).sum())} differ"
+    print("same bits:", fmt, shape, rows, dtype, "written")
+
+
 def four_bits(size, shape, rows, dtype, shift=0):
     """Values of four-bit codes, all 256 bytes among them, and of a block that is NaN."""
     fmt = BlockNF4(size)
@@ -93,6 +118,14 @@ def four_bits(size, shape, rows, dtype, shift=0):
 
 
 if __name__ == "__main__":
+    assert nf4.launch is launch
+    four_bits_written(64, (6, 320), (0, 6), torch.bfloat16)
+    four_bits_written(64, (5, 130), (1, 5), torch.float32, shift=3)
+    four_bits_written(6, (7, 1601), (0, 7), torch.float16, shift=1)
+    four_bits_written(2, (3, 1104), (0, 3), torch.float32, shift=16, given=True)
+    bits = extreme_values()[:, None].repeat(1, 40) * torch.ones(40)
+    bits[:, 20:] *= 0.5
+    four_bits_written(8, tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
     four_bits(64, (40, 320), (0, 40), torch.bfloat16)
     four_bits(64, (40, 130), (3, 31), torch.float32, shift=3)
     four_bits(32, (7, 129), (0, 7), torch.float16, shift=1)

@@ -294,18 +294,13 @@ def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_cha
         ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
         ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
         ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
-        ({"weights": FP8, "compute": "fast"}, "expected 'dequantize'"),
+        ({"weights": FP8, "compute": "fast"}, "expected 'dequantize' or 'scaled'"),
         ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         QuantizationPolicy(**options)
-
-
-def test_scaled_compute_is_refused_until_it_is_there():
-    with pytest.raises(NotImplementedError, match="compute='scaled'"):
-        QuantizationPolicy(weights=FP8, compute="scaled")
 
 
 def test_matrices_are_told_from_embeddings_heads_norms_and_routers():

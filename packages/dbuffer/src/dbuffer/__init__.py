@@ -36,6 +36,7 @@ from .wire import (
     TileGrid,
     WireForm,
     empty_codes,
+    num_gathered_scales,
 )
 
 __version__ = "0.2.0"
@@ -85,6 +86,7 @@ __all__ = [
     "geometry_of",
     "hold_forever",
     "needs_amax",
+    "num_gathered_scales",
     "prepare_gather",
     "prepare_reduction",
     "reduce_scatter",

@@ -199,13 +199,16 @@ class DBuffer:
 
         Raises:
             RuntimeError: released.
+            ValueError: tensors are gathered as codes, without values.
         """
-        self.memory.check_gathered("full")
+        self.memory.check_gathered_values("full")
         return self.memory.gathered.flats
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
         """One tensor for each of the layout's, in its own shape, in the memory of `full`. Always the same objects.
+
+        With a wire form of `read_back=False` each is a `BlockQuantizedTensor` on the codes that arrived.
 
         Raises:
             RuntimeError: released.
@@ -304,7 +307,7 @@ class DBuffer:
         if self.memory.in_flight is not None:
             self.memory.check_idle("release")
         if self.memory.encoder.decodes:
-            self.memory.encoder.kept()
+            self.memory.encoder.release()
         self.memory.gathered.release()
 
     def shrink(self, group: dist.ProcessGroup) -> None:
@@ -319,7 +322,7 @@ class DBuffer:
 
         Raises:
             ValueError: the size does not divide.
-            RuntimeError: released, or a collective is under way.
+            RuntimeError: released, a collective is under way, or tensors were gathered as codes that were not kept.
         """
         memory = self.memory
         memory.check_idle("shrink")
@@ -330,6 +333,10 @@ class DBuffer:
             )
         if not self.aliased:
             kept = memory.encoder.kept()
+            if kept is None and not memory.gathered.flats:
+                raise RuntimeError(
+                    f"{self.name}: shrink of tensors that are gathered as codes; call keep_codes_for before the gather"
+                )
             if kept is None:
                 memory.neighbor = memory.gathered.slices_of(group, self.layer)
             else:
@@ -465,7 +472,7 @@ class DBuffer:
             return self.shard
         if of != "full":
             raise ValueError(f"{self.name}: {what} acts on 'shard' or 'full', not {of!r}")
-        self.memory.check_gathered(what)
+        self.memory.check_gathered_values(what)
         return self.memory.gathered.flats
 
     def _partner(self, other: "DBuffer", of: str, what: str) -> tuple[torch.Tensor, ...]:

@@ -129,6 +129,11 @@ class ReduceScatter:
     ) -> None:
         self._memories = _checked(memories, "reduce_scatter")
         _check_reduction(memories, op, divide)
+        for memory in memories:
+            if not memory.gathered.flats:
+                raise ValueError(
+                    f"{memory.name}: a reduction does not apply to tensors that are gathered as codes"
+                )
         spec = memories[0].spec
         self._choice = spec.transport if transport is None else resolved(transport)
         self._group = spec.view.group if group is None else _same_ranks(group, spec.view.group)

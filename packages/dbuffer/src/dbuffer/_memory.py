@@ -68,6 +68,14 @@ class BufferMemory:
         if not self.gathered.present:
             raise RuntimeError(f"{self.name}: {what} after release; call all_gather or materialize first")
 
+    def check_gathered_values(self, what: str) -> None:
+        """Raise where there is no gathered memory, or tensors are gathered as codes."""
+        self.check_gathered(what)
+        if not self.gathered.flats:
+            raise ValueError(
+                f"{self.name}: {what} does not apply to tensors that are gathered as codes; read them through `views`"
+            )
+
     def check_shard(self, what: str) -> None:
         """Raise RuntimeError where the shard was given away."""
         if not self.shard.flats:

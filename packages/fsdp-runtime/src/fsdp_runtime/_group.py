@@ -56,6 +56,7 @@ class Group:
         self._streams = streams
         self._make_hook = make_hook
         self.buffer: DBuffer | None = None
+        self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory
         self.gradients = Gradients(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._users_at_rest = 0
@@ -237,12 +238,17 @@ class Group:
             check_ranks=not self.plan.data.simulated,
             **self.plan.buffer_options(),
         )
+        self._views = self.buffer.empty_views
+        if self.plan.scaled:
+            from ._scaled import scaled_weight
+
+            self._views = {name: scaled_weight(view) for name, view in self._views.items()}
 
     def _bind(self, values: Sequence[torch.Tensor | None]) -> None:
         """Point both objects of every pair into the buffer, after these slices were copied there; None: it has it."""
         buffer = self.buffer
         assert buffer is not None
-        local_views, views = buffer.local_views, buffer.empty_views
+        local_views = buffer.local_views
         for param, plan, value in zip(self.params, self.plan.params, values, strict=True):
             if value is not None:
                 with torch.no_grad():
@@ -250,7 +256,7 @@ class Group:
             local = local_views[param.name]
             param.set_sharded(wrap_local(plan, local if param.extension is None else param.extended(local)))
             if self.extended is None:
-                param.set_unsharded(views[param.name], self._make_hook)
+                param.set_unsharded(self._views[param.name], self._make_hook)
         self._users_at_rest = buffer.count_users()
 
     # -- which object the module holds ------------------------------------------------------------------------------
@@ -284,8 +290,6 @@ class Group:
         """Free the gathered parameters, and register the sharded ones."""
         assert self.buffer is not None
         self.buffer.release()
-        if self.extended is not None:
-            self.extended.release()
         self.register_sharded()
 
     def held_by_autograd(self) -> bool:
@@ -295,7 +299,7 @@ class Group:
         not, and shows here.
         """
         assert self.buffer is not None
-        if self.extended is not None:
+        if self.extended is not None or self.plan.scaled:
             return True  # what a tensor subclass saves does not show
         return self.buffer.count_users() > self._users_at_rest
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dbuffer import RecyclerStats, exchange_scratch_bytes, reduction_scratch_bytes
+from dbuffer import RecyclerStats, exchange_scratch_bytes, num_gathered_scales, reduction_scratch_bytes
 from ragged_shard import is_cpu
 
 from ._model import Member, member_of
@@ -27,7 +27,7 @@ class UnitMemory:
         codes: of weights that are quantized before a gather, kept in addition to the shards.
         decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
         reduced: what a reduction gives to each other rank.
-        gathered: of each gathered buffer, while the parameters are unsharded.
+        gathered: of each gathered buffer, while the parameters are unsharded; with compute="scaled" of codes.
         reducing: of each gathered gradient buffer, while backward fills it and until the reduction has completed.
         scratch: what a reduction under way holds in addition.
         kept_after_forward: whether the gathered buffers stay until backward.
@@ -80,9 +80,13 @@ def unit_memory(module: nn.Module) -> UnitMemory:
                 codes += plan.planes.row_bytes
             else:
                 weights += plan.planes.row_bytes
-            decoding += [ranks * nbytes for nbytes in (*plan.planes.code_bytes, 4 * plan.planes.num_scales)]
+            planes = [ranks * nbytes for nbytes in plan.planes.code_bytes]
+            if plan.scaled:  # codes stay, and the scales of each tensor
+                gathered += [*planes, 4 * num_gathered_scales(plan.planes)]
+                planes = []
+            decoding += [*planes, 4 * ranks * plan.planes.num_scales]
         same = plan.planes is None and dtypes.kept == dtypes.compute
-        if ranks > 1 or not same:  # else shard and gathered memory are the same
+        if (ranks > 1 or not same) and not plan.scaled:  # else shard and gathered memory are the same
             gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
         form = plan.reduction
         if plan.at_rest is not None:

@@ -33,7 +33,7 @@ from ._dtypes import Dtypes, dtypes_for
 from ._mesh import DataMesh, OtherParallelism, place
 from ._param import ManagedParam
 from .block_policies import BlockPolicy
-from .quantization import QuantizationPolicy, check_values, matrices_only, meet_tiles
+from .quantization import QuantizationPolicy, check_products, check_values, matrices_only, meet_tiles
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
@@ -111,6 +111,11 @@ class GroupPlan:
         """The format of the codes that parameters are kept as; None where values are kept."""
         return self.wire.format if isinstance(self.wire, BlocksAtRest) else None
 
+    @property
+    def scaled(self) -> bool:
+        """Whether gathered parameters stay codes, which products are taken with."""
+        return isinstance(self.wire, (BlocksOnWire, BlocksAtRest)) and not self.wire.read_back
+
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
         data = self.data
@@ -173,10 +178,22 @@ def check_quantized(
             check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
         if selected and policy.at_rest is not None:
             _check_at_rest(param)
+        if selected and policy.scaled:
+            _check_products(param, request.data.device)
         try:
             policy.reduction(selected, dtypes.reduce)
         except ValueError as error:
             raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
+
+
+def _check_products(param: ManagedParam[Any], device: torch.device) -> None:
+    uses = [(place.module, place.attribute) for place in param.places]
+    check_products(param.name, param.shape, uses, device)
+    if param.other is not None:
+        raise ValueError(
+            f"quantize: parameter {param.name} was selected for compute='scaled', and another parallelism has cut it; "
+            "use compute='dequantize'"
+        )
 
 
 def _check_at_rest(param: ManagedParam[Any]) -> None:

@@ -22,7 +22,9 @@ from dbuffer import (
     WireForm,
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
+from ragged_shard import is_cpu, multiplies_blocks
 
+TILE = 128  # rows and columns of the tiles that products are taken with
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]
 
 _NOT_MATRICES = re.compile(
@@ -58,7 +60,10 @@ class QuantizationPolicy:
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`, `BlockInt8(256)`
             or `BlockFP8((128, 128))`. Their codes and scales are all that there is of them: they are the shard, they
             travel, and they are what state dicts hold. None: values are kept.
-        compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes.
+        compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes. "scaled":
+            selected weights, of `nn.Linear`, stay codes while they are gathered, and products are taken with these:
+            inputs, and gradients of outputs, are quantized to e4m3 with a scale for 128 elements of a row, gradients of
+            weights come from values. For `BlockFP8((128, 128))`; on Hopper GPUs, and on the CPU for numerics.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
         cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
@@ -77,7 +82,6 @@ class QuantizationPolicy:
 
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.
-        NotImplementedError: `compute="scaled"`.
     """
 
     weights: BlockFP8 | BlockInt8 | None = None
@@ -104,12 +108,15 @@ class QuantizationPolicy:
             raise ValueError(
                 "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
             )
-        if self.compute == "scaled":
-            raise NotImplementedError(
-                "QuantizationPolicy: compute='scaled' (matrix products on codes) is not there yet; use 'dequantize'"
+        if self.compute not in ("dequantize", "scaled"):
+            raise ValueError(
+                f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize' or 'scaled'"
             )
-        if self.compute != "dequantize":
-            raise ValueError(f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize'")
+        if self.scaled and not (isinstance(self.blocks, BlockFP8) and self.blocks.tile == (TILE, TILE)):
+            raise ValueError(
+                f"QuantizationPolicy: compute='scaled' multiplies codes of BlockFP8((128, 128)); {self.blocks} has no "
+                "such products, use compute='dequantize'"
+            )
         if self.select is not None and not callable(self.select):
             raise ValueError(
                 f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
@@ -148,6 +155,11 @@ class QuantizationPolicy:
         return self.blocks is not None or isinstance(self.gradients, BlockInt8)
 
     @property
+    def scaled(self) -> bool:
+        """Whether products are taken with codes."""
+        return self.compute == "scaled"
+
+    @property
     def blocks(self) -> BlockFP8 | BlockInt8 | BlockNF4 | None:
         """What selected weights are quantized in, at rest or before a gather."""
         return self.weights if self.at_rest is None else self.at_rest
@@ -155,10 +167,10 @@ class QuantizationPolicy:
     def wire(self, shared: bool) -> WireForm | None:
         """What selected weights travel as in a gather."""
         if self.at_rest is not None:
-            return BlocksAtRest(self.at_rest)
+            return BlocksAtRest(self.at_rest, read_back=not self.scaled)
         if self.weights is None:
             return None
-        return BlocksOnWire(self.weights, "shared" if shared else "whole")
+        return BlocksOnWire(self.weights, "shared" if shared else "whole", read_back=not self.scaled)
 
     def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
         """What gradients that are reduced in this dtype travel as.
@@ -197,6 +209,38 @@ def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
         case Elements(count):
             return Elements(math.lcm(count, (rows if uniform else matrix) * width))
     return block
+
+
+def check_products(
+    name: str, shape: Sequence[int], uses: Sequence[tuple[nn.Module, str]], device: torch.device
+) -> None:
+    """Raise where `compute="scaled"` cannot serve a parameter.
+
+    Args:
+        name, shape: the parameter's.
+        uses: modules that hold it, and under which name.
+        device: that computes.
+
+    Raises:
+        NotImplementedError: the device has no such products.
+        ValueError: the parameter is not the weight of linear layers, or of another shape; by its name.
+    """
+    if not (is_cpu(device) or multiplies_blocks(device)):
+        raise NotImplementedError(
+            "quantize: compute='scaled' needs a Hopper GPU (sm_90) and torch built for CUDA 12.9 or later, or the CPU; "
+            f"found {device} and CUDA {torch.version.cuda}. Use compute='dequantize'"
+        )
+    who = f"quantize: parameter {name} was selected for compute='scaled'"
+    instead = (
+        "do not select it (QuantizationPolicy.select), or give its module a policy with compute='dequantize'"
+    )
+    for module, attribute in uses:
+        if not isinstance(module, nn.Linear) or attribute != "weight":
+            raise ValueError(
+                f"{who}, and is {attribute} of a {type(module).__name__}; expected weight of a Linear: {instead}"
+            )
+    if any(size % TILE for size in shape):
+        raise ValueError(f"{who}; shape {tuple(shape)}, expected multiples of {TILE}: {instead}")
 
 
 def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:

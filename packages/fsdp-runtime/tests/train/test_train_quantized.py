@@ -3,7 +3,7 @@
 import pytest
 from train_helpers import text_folder, tiny, train
 
-from fsdp_runtime.train import TrainError, compare
+from fsdp_runtime.train import ModelConfig, TrainError, compare
 from fsdp_runtime.train.compare import GATHERS, compare_gathers
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS, losses, read_metrics
@@ -17,7 +17,7 @@ def folder(tmp_path):
 
 
 def losses_with(folder, **changes):
-    out = folder / "-".join(changes.values() or ["plain"])
+    out = folder / "-".join(value for value in changes.values() if isinstance(value, str))
     summary = run_ranks(2, train, tiny(folder, steps=12, **changes), out)[0]
     assert isinstance(summary, dict), summary
     return losses(read_metrics(out / METRICS), "train")[1]
@@ -29,6 +29,22 @@ def test_quantized_runs_learn_as_plain_ones_do(folder):
         quantized = losses_with(folder, **changes)
         assert quantized != plain
         assert quantized == pytest.approx(plain, rel=5e-3)
+
+
+def test_products_of_codes_learn_as_plain_ones_do_and_a_plan_knows_their_memory(folder):
+    sizes = {"model": ModelConfig(dim=128, num_layers=1, num_heads=2, ff_dim=256)}
+    read_back, scaled = {"quantize": "fp8"}, {"quantize": "fp8", "compute": "scaled"}
+    plain, products = losses_with(folder, **sizes, **read_back), losses_with(folder, **sizes, **scaled)
+    assert products != plain
+    assert products == pytest.approx(plain, rel=5e-3)
+    values, codes = (make_plan(tiny(folder, **sizes, **how), 256, 2) for how in (read_back, scaled))
+    matrices = 2 * sum(codes.units[1].shards[1:])
+    tiles = matrices / 128**2
+    assert (
+        sum(values.units[1].buffers.gathered) - sum(codes.units[1].buffers.gathered)
+        == 3 * matrices - 4 * tiles
+    )
+    assert codes.units[1].given == values.units[1].given
 
 
 def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
@@ -47,6 +63,7 @@ def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
     [
         ({"quantize": "fp4"}, "expected one of none, fp8, int8"),
         ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
+        ({"compute": "scaled"}, "--compute scaled multiplies codes of --quantize fp8, not of none"),
         ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
     ],
 )

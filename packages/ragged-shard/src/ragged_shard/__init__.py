@@ -7,7 +7,15 @@ import torch as _torch
 
 from ragged_shard import _tensor
 from ragged_shard._checkpoint import HuggingFaceStorageWriter, chunks_of_ranks
-from ragged_shard._device import CPU, DeviceLayer, device_layer, has_triton, is_cpu, use_device_layer
+from ragged_shard._device import (
+    CPU,
+    DeviceLayer,
+    device_layer,
+    has_triton,
+    is_cpu,
+    multiplies_blocks,
+    use_device_layer,
+)
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._geometry import held_boxes
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
@@ -42,6 +50,7 @@ __all__ = [
     "is_cpu",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "multiplies_blocks",
     "redistribute",
     "use_device_layer",
 ]

@@ -40,6 +40,17 @@ def has_triton(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether `torch.nn.functional.scaled_mm` takes e4m3 matrices with scales for 1x128 and 128x128 elements here.
+
+    cuBLAS does so from CUDA 12.9 on, on Hopper (sm_90).
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    version = tuple(int(part) for part in torch.version.cuda.split("."))
+    return version >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class DeviceLayer:
     """Streams and events of one device; this class is the one for CPU, where there are none.
 

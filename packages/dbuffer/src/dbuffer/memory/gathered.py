@@ -25,6 +25,7 @@ class GatheredMemory:
         own: this rank's slices of `raw`, one a segment.
         own_gaps: the padding in `own`.
         views: one tensor for each of the layout's, in its own shape.
+        dtype: of the values.
         present: whether there is memory.
     """
 
@@ -32,6 +33,7 @@ class GatheredMemory:
         self, geometry: Geometry, dtype: torch.dtype, recycler: Recycler, alias: Flats | None = None
     ) -> None:
         self._recycler = recycler
+        self.dtype = dtype
         layout = geometry.layout
         itemsize = dtype.itemsize * layout.world_size
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -65,9 +67,15 @@ class GatheredMemory:
             flats.append(empty.set_(storage, 0, (nbytes // dtype.itemsize,), (1,)))
         return tuple(flats)
 
-    def forgo(self) -> None:
-        """Never have memory: the wire form brings what arrives somewhere else. `flats` and `views` stay empty."""
+    def forgo(self, views: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Never have memory: the wire form brings what arrives somewhere else, where `views` see it."""
+        for storage, nbytes in self._storages:
+            self._recycler.lend(storage, nbytes)  # what it had while it was made
+            self._recycler.drop(storage)
         self._storages.clear()
+        self.flats = self.raw = self.own = ()
+        self.own_gaps = []
+        self.views = MappingProxyType({}) if views is None else views
 
     def count_users(self) -> int:
         """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""

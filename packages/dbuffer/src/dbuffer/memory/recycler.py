@@ -2,6 +2,7 @@
 
     lend(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
     take_back(storage)       storage -> parked, with an event of its last use; the storage is empty
+    drop(storage)            storage -> torch's allocator; the storage is empty
     quarantine(storage)      storage -> kept for good: a failed collective may still write there
 
 A storage object stays the same while the memory in it comes and goes, so tensors that view it, also those that
@@ -167,6 +168,11 @@ class Recycler:
         holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
         compat.swap_memory(storage, holder)
         self._park(_Block(holder, last_use, home), nbytes)
+
+    def drop(self, storage: torch.UntypedStorage) -> None:
+        """Leave the storage empty, and give its memory back to torch's allocator instead of keeping it."""
+        self._layer.wait(self._layer.record(), self._homes.pop(storage))
+        self._layer.resize(storage, 0)
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""

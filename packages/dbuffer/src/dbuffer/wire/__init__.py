@@ -4,6 +4,7 @@ from .at_rest import BlocksAtRest, CodedShard, empty_codes
 from .block_fp8 import BlockFP8
 from .blocks import BlockFormat
 from .form import CastOnWire, Encoder, WireForm
+from .gathered_codes import num_gathered_scales
 from .int8 import BlockInt8
 from .nf4 import BlockNF4
 from .noise import Noise
@@ -36,4 +37,5 @@ __all__ = [
     "TileGrid",
     "WireForm",
     "empty_codes",
+    "num_gathered_scales",
 ]

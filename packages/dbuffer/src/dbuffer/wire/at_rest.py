@@ -33,6 +33,7 @@ class BlocksAtRest(InBlocks):
 
     Args:
         format: of the codes; one that rounds to nearest.
+        read_back: dequantize what arrives; see `DBuffer.views`.
 
     Raises:
         ValueError: the format rounds stochastically.
@@ -49,30 +50,26 @@ class BlocksAtRest(InBlocks):
             raise ValueError(
                 f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles"
             )
-        return _ShardSender(planes, gathered, recycler)
+        return _ShardSender(planes, gathered, recycler, self.read_back)
 
 
 class _ShardSender(BlockDecoder):
     """`BlocksAtRest` at work on one buffer."""
 
-    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
-        super().__init__(planes, gathered, recycler)
+    def __init__(
+        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
+    ) -> None:
+        super().__init__(planes, gathered, recycler, read_back)
         self._sent: Flats = ()
         self._pairs: Pairs = []
 
     def encode(self, shards: Flats) -> Pairs:
         """Send the shard."""
-        for one in self.scratch:
-            one.materialize()
+        self.materialize()
         if shards is not self._sent:
             self._pairs = [(one.flat, shard) for one, shard in zip(self.scratch, shards, strict=True)]
             self._sent = shards
         return self._pairs
-
-    def condemn(self) -> None:
-        """Never use again what may still be written."""
-        for one in self.scratch:
-            one.condemn()
 
     def forget(self) -> None:
         """Nothing: nothing was encoded."""

@@ -65,6 +65,10 @@ class Encoder(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """The buffer is released: drop what is kept, and free memory of its own in place of the gathered memory."""
+        ...
+
     def receive(self) -> Flats:
         """Where such slices of all ranks of the group go, to be followed by `decode`; materialized."""
         ...
@@ -133,6 +137,9 @@ class _Cast:
     def kept(self) -> Flats | None:
         """Gathered memory has all."""
         return None
+
+    def release(self) -> None:
+        """Nothing: it has no memory."""
 
     def receive(self) -> Flats:
         """The gathered memory."""

@@ -6,6 +6,7 @@
     amax_tiles         a tile, or a few of one row --> its largest magnitude
     quantize_tiles     values --> codes and scales, in one pass unless the amax is given; random bits by element
     sum_tiles          codes and scales of one rank or several --> values, added in the order of ranks
+    write_pairs        values, and the amax of groups of blocks --> four-bit codes, and the blocks' 8-bit scales
     read_pairs         four-bit codes --> values
 
 Of the first three, one program does one tile, or GROUP tiles of one row below each other; one launch does all runs.
@@ -213,6 +214,63 @@ def _write(where, x, mask, TYPE: tl.constexpr):
         tl.store(where, (bits >> 16).to(tl.int16), mask=mask)
     else:
         tl.store(where, x.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def write_pairs(
+    values, codes, scales, amax, middles, table, piece_of,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Write codes, 8-bit scales and fp32 scales of BLOCKS blocks of SIZE, over the ends of rows.
+
+    SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements.
+    Columns of the table: where values, codes and scales begin; columns, blocks, the first program.
+    """
+    program = tl.program_id(0)
+    piece = table + tl.load(piece_of + program).to(tl.int64) * 6
+    columns = tl.load(piece + 3).to(tl.int32)
+    if VECTOR:
+        columns = tl.multiple_of(columns, 16)
+    across = (columns + SIZE - 1) // SIZE
+    index = (program - tl.load(piece + 5).to(tl.int32)) * BLOCKS + tl.arange(0, BLOCKS)
+    present = index < tl.load(piece + 4).to(tl.int32)
+    row, block = (index // across).to(tl.int64), index % across
+    # The group's amax.
+    groups = (columns + GROUP * SIZE - 1) // (GROUP * SIZE)
+    group_at = tl.load(piece + 2) + row * groups + block // GROUP
+    group = tl.load(amax + group_at, mask=present, other=0.0)
+    bad = (group.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
+    group_bits = tl.where(bad, 0x7FC00000, group.to(tl.int32, bitcast=True))
+    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=present & (block % GROUP == 0))
+    # The block's scale, in 255ths of the group's amax, squared.
+    inside = tl.arange(0, SPAN)
+    column = (block * SIZE)[:, None] + inside[None, :]
+    mask = present[:, None] & (column < columns) & (inside < SIZE)[None, :]
+    x = _read(values + _begin(piece, 0, VECTOR), (row * columns)[:, None] + column, mask, TYPE)
+    largest = tl.max(tl.abs(x), 1)
+    empty = bad | (group == 0.0)
+    step = tl.ceil(tl.sqrt_rn(tl.div_rn(tl.where(empty, 0.0, largest), tl.where(empty, 1.0, group))) * 255.0)
+    step = tl.minimum(step, 255.0)
+    factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
+    up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
+    up = tl.minimum(up, 3.4028234663852886e38)
+    y = x * up[:, None]
+    code = tl.zeros([BLOCKS, SPAN], tl.int32)
+    for middle in tl.static_range(15):
+        code += (y > tl.load(middles + middle)).to(tl.int32)
+    # Past the end of a row is the code of zero.
+    code = tl.where(bad[:, None], 0, code)
+    code = tl.where(column < columns, code, 7)
+    low, high = tl.split(tl.reshape(code, [BLOCKS, SPAN // 2, 2]))
+    half = (columns + 1) // 2
+    codes += tl.load(piece + 1)
+    at = row * (half + across)
+    pair = tl.arange(0, SPAN // 2)
+    pair_at = (block * (SIZE // 2))[:, None] + pair[None, :]
+    pair_mask = present[:, None] & (pair_at < half) & (pair < SIZE // 2)[None, :]
+    tl.store(codes + at[:, None] + pair_at, (low | (high << 4)).to(tl.uint8), mask=pair_mask)
+    tl.store(codes + at + half + block, step.to(tl.uint8), mask=present)
 
 
 @triton.jit

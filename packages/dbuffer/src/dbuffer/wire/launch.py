@@ -16,12 +16,23 @@ if TYPE_CHECKING:
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST = 16384  # elements of a tile that one program can hold
 _GROUP = 4096  # elements of the tiles of one row that a program does
-PAIRS = 1024  # bytes of four-bit codes that a program does
+PAIRS = 1024  # bytes of four-bit codes that a program reads
+_WRITTEN = 4096  # elements of blocks of four-bit codes that a program writes
 
 
 def has_kernels(tile: tuple[int, int], device: torch.device) -> bool:
     """Whether the kernels serve tiles of this size on this device; else the torch ops do."""
     return has_triton(device) and _span(tile[0]) * _span(tile[1]) <= _MOST
+
+
+def writes_pairs(size: int, device: torch.device) -> bool:
+    """Whether the kernel writes four-bit codes of blocks of this size on this device; else the torch ops do."""
+    return has_triton(device) and _span(size) <= _WRITTEN
+
+
+def reads_pairs(device: torch.device) -> bool:
+    """Whether the kernel reads four-bit codes back on this device; else the torch ops do."""
+    return has_triton(device)
 
 
 def _span(size: int) -> int:
@@ -174,6 +185,25 @@ def sum_ranks(
         )  # fmt: skip
 
 
+def write_pairs(
+    size: int,
+    group: int,
+    middles: torch.Tensor,
+    runs: "Sequence[RowRun]",
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    amax: torch.Tensor,
+) -> None:
+    """`BlockNF4.quantize`: blocks of `size`, of which `group` share an fp32 scale, whose amax is known."""
+    for table in _block_tables(size, runs, values.device):
+        _launch(
+            "write_pairs", table,
+            _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
+            GROUP=group, TYPE=_TYPES[values.dtype],
+        )  # fmt: skip
+
+
 def read_pairs(
     size: int,
     group: int,
@@ -192,30 +222,61 @@ def read_pairs(
         )  # fmt: skip
 
 
+def pair_constants(size: int) -> dict[str, Any]:
+    """What `write_pairs` is compiled for, and how many warps run a program."""
+    span = _span(size)
+    return {"SIZE": size, "SPAN": span, "BLOCKS": _WRITTEN // span, "num_warps": 4}
+
+
+def _block_tables(size: int, runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
+    """Tables for runs of rows that lie on 16 elements, and for others; kept by a `RunList`."""
+    kept = runs.tables if isinstance(runs, RunList) else {}
+    key = (device, "blocks")
+    if key not in kept:
+        constants = pair_constants(size)
+        found = []
+        for vector in (True, False):
+            on_16 = [run for run in runs if (run.grid.columns % 16 == run.values % 16 == 0) is vector]
+            counts = [(run.stop - run.start) * -(-run.grid.columns // size) for run in on_16]
+            found += _flat_table(on_16, counts, constants["BLOCKS"], {**constants, "VECTOR": vector}, device)
+        kept[key] = found
+    return list(kept[key])
+
+
 def _pair_tables(runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
     """Tables for runs whose pairs lie on 16 elements without gaps, and for others; kept by a `RunList`."""
     kept = runs.tables if isinstance(runs, RunList) else {}
     key = (device, "pairs")
     if key not in kept:
-        kept[key] = [table for vector in (True, False) for table in _pair_table(runs, vector, device)]
+        found = []
+        for vector in (True, False):
+            constants = {"VECTOR": vector, "PAIRS": PAIRS, "num_warps": 4}
+            same = [run for run in runs if (run.grid.columns % 2 == run.values % 16 == 0) is vector]
+            counts = [(run.stop - run.start) * -(-run.grid.columns // 2) for run in same]
+            found += _flat_table(same, counts, PAIRS, constants, device)
+        kept[key] = found
     return list(kept[key])
 
 
-def _pair_table(runs: "Sequence[RowRun]", vector: bool, device: torch.device) -> list[Table]:
+def _flat_table(
+    runs: "Sequence[RowRun]",
+    counts: "Sequence[int]",
+    each: int,
+    constants: dict[str, Any],
+    device: torch.device,
+) -> list[Table]:
+    """A table of runs of so many items, of which a program does `each`; none where there are none."""
     rows: list[list[int]] = []
     piece_of, program = [], 0
-    for run in runs:
-        columns = run.grid.columns
-        pairs = (run.stop - run.start) * -(-columns // 2)
-        if pairs == 0 or (columns % 2 == 0 and run.values % 16 == 0) is not vector:
+    for run, count in zip(runs, counts, strict=True):
+        if count == 0:
             continue
-        programs = -(-pairs // PAIRS)
+        programs = -(-count // each)
         piece_of.append(torch.full((programs,), len(rows), dtype=torch.int32))
-        rows.append([run.values, run.codes, run.scales, columns, pairs, program])
+        rows.append([run.values, run.codes, run.scales, run.grid.columns, count, program])
         program += programs
     if not rows:
         return []
-    constants = {"VECTOR": vector, "PAIRS": PAIRS, "num_warps": 4}
     return [
         Table(torch.tensor(rows, dtype=torch.int64).to(device), torch.cat(piece_of).to(device), constants)
     ]

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ragged_shard import has_triton
-
 from . import codec, launch
 from .blocks import Runs
 from .codec import Scratch
@@ -77,6 +75,9 @@ class BlockNF4(CodedBlocks):
         if amax is None:
             codec.write_amax(runs, values, scales)
             amax = scales
+        if launch.writes_pairs(self.size, values.device):
+            launch.write_pairs(self.size, GROUP, _middles(values.device), runs, values, codes, scales, amax)
+            return
         scratch = Scratch(values.device)
         for run in runs:
             groups = codec.tiles_of(amax, run)
@@ -89,7 +90,7 @@ class BlockNF4(CodedBlocks):
             codec.tiles_of(scales, run).copy_(groups)
 
     def _dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        if has_triton(out.device):
+        if launch.reads_pairs(out.device):
             launch.read_pairs(self.size, GROUP, _levels(out.device), runs, codes, scales, out)
             return
         scratch = Scratch(out.device)
@@ -161,6 +162,11 @@ def _pairs(device: torch.device) -> torch.Tensor:
     bytes_ = torch.arange(256, device=device)
     levels = _levels(device)
     return torch.stack((levels[bytes_ & 15], levels[bytes_ >> 4]), dim=1).view(torch.int64).view(-1)
+
+
+@functools.cache
+def _middles(device: torch.device) -> torch.Tensor:
+    return torch.tensor(MIDDLES, device=device)
 
 
 @functools.cache

@@ -98,7 +98,7 @@ class CodePlanes:
         return [self._runs_of(rank) for rank in range(self.layout.world_size)]
 
     @cached_property
-    def _like_values(self) -> bool:
+    def like_values(self) -> bool:
         """Whether a code is a byte, so that codes lie as the elements do."""
         grids = [self.format.grid(spec.shape) for spec in self.layout.tensors]
         return all(self.format.code_bytes(grid.columns) == grid.columns for grid in grids)
@@ -113,7 +113,7 @@ class CodePlanes:
                     end = run.codes + (run.stop - run.start) * self.format.code_bytes(run.grid.columns)
                     codes[segment] = max(codes[segment], end)
                     scales = max(scales, run.scales + run.num_scales)
-        if self._like_values:
+        if self.like_values:
             codes = [segment.shard_size for segment in self.layout.segments]
         return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
 
@@ -134,7 +134,7 @@ class CodePlanes:
                 values = offset + start - rank * segment.shard_size
                 run = RowRun(
                     grid, start // grid.columns, stop // grid.columns, values=values, scales=scales,
-                    codes=values if self._like_values else codes, element=offset + start,
+                    codes=values if self.like_values else codes, element=offset + start,
                 )  # fmt: skip
                 codes += (run.stop - run.start) * self.format.code_bytes(grid.columns)
                 scales += run.num_scales

@@ -3,11 +3,11 @@
 shard  --quantize, once until it changes-->  this rank's codes and scales
 codes    |  S  |  S  |  S  |                 one coalesced all-gather
 scales   |  s  |  s  |  s  |
-gathered |  S  |  S  |  S  |                 dequantized, one call a segment
+gathered |  S  |  S  |  S  |                 dequantized, one call a segment; or nothing, where codes are computed with
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from ..memory.recycler import Recycler, hold_forever
 from ..memory.scratch import Scratch
 from .blocks import VALUES, BlockFormat
 from .form import Encoder, Pairs
+from .gathered_codes import GatheredCodes
 from .planes import CodePlanes
 
 
@@ -29,12 +30,15 @@ class InBlocks:
 
     Args:
         format: of the codes; one that rounds to nearest.
+        read_back: dequantize what arrives. False: gathered tensors are `BlockQuantizedTensor`s on the codes that
+            arrived, and the buffer has no gathered values.
 
     Raises:
         ValueError: the format rounds stochastically.
     """
 
     format: BlockFormat
+    read_back: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.format.needs_noise:
@@ -65,6 +69,7 @@ class BlocksOnWire(InBlocks):
         format: of the codes; one that rounds to nearest.
         cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
             `dbuffer.share_amax` finds the amax of the tiles that are cut.
+        read_back: dequantize what arrives; see `DBuffer.views`.
     """
 
     cut: Literal["whole", "shared"] = "whole"
@@ -78,7 +83,7 @@ class BlocksOnWire(InBlocks):
         """One that keeps its codes.
 
         Raises:
-            ValueError: the layout cuts a row, or with "whole" a tile.
+            ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
         """
         planes = CodePlanes(geometry.layout, self.format)
         if self.cut == "whole" and planes.num_shared:
@@ -86,19 +91,22 @@ class BlocksOnWire(InBlocks):
                 f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles, or "
                 "use BlocksOnWire(cut='shared')"
             )
-        return BlockEncoder(planes, geometry.rank, gathered, recycler)
+        return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
 
 
 class BlockDecoder:
     """Where codes and scales of all ranks arrive, and are read back from: half of an encoder.
 
     Attributes:
-        scratch: what arrives, from the start of a gather until it is dequantized.
+        scratch: what arrives, from the start of a gather until it is dequantized; codes that are not, until the buffer
+            is released.
     """
 
     decodes = True
 
-    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
+    def __init__(
+        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
+    ) -> None:
         self._format = planes.format
         self._raw = gathered.raw
         self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
@@ -110,16 +118,48 @@ class BlockDecoder:
         self._received_scales = scales.flat.view(torch.float32)
         self._neighbors: dist.ProcessGroup | None = None  # to keep slices for
         self._kept: Flats | None = None
+        self._codes: GatheredCodes | None = None  # what is computed with, where it is not values
+        if not read_back:
+            self._codes = GatheredCodes(planes, gathered.dtype, received, recycler)
+            gathered.forgo(self._codes.views)
+
+    def materialize(self) -> None:
+        """Have memory for what arrives, for use on the current stream."""
+        for one in self.scratch:
+            one.materialize()
+        if self._codes is not None:
+            self._codes.materialize()
 
     def decode(self) -> bool:
-        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it."""
-        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
-            self._format.dequantize(runs, codes, self._received_scales, raw)
+        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it.
+
+        Or nothing but the scales of each tensor, where codes are computed with: those stay.
+        """
+        done = self.scratch
+        if self._codes is not None:
+            self._codes.take(self._received_scales)
+            done = done[-1:]
+        else:
+            for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
+                self._format.dequantize(runs, codes, self._received_scales, raw)
         if self._neighbors is not None:
             self._kept = slices_among(tuple(one.flat for one in self.scratch), self._neighbors)
-        for one in self.scratch:
+        for one in done:
             one.release()
         return False
+
+    def release(self) -> None:
+        """Drop what was kept for neighbors, and free the codes that are computed with."""
+        self._kept = None
+        if self._codes is not None:
+            self._codes.release()
+
+    def condemn(self) -> None:
+        """Never use again what may still be written."""
+        for one in self.scratch:
+            one.condemn()
+        if self._codes is not None:
+            self._codes.condemn()
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
         """Keep 1/size of all ranks' codes and scales for a smaller group."""
@@ -132,8 +172,7 @@ class BlockDecoder:
 
     def receive(self) -> Flats:
         """The planes of codes, then of scales, as bytes."""
-        for one in self.scratch:
-            one.materialize()
+        self.materialize()
         return tuple(one.flat for one in self.scratch)
 
 
@@ -146,8 +185,10 @@ class BlockEncoder(BlockDecoder):
         num_shared: how many tiles a cut between ranks goes through.
     """
 
-    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
-        super().__init__(planes, gathered, recycler)
+    def __init__(
+        self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler, read_back: bool
+    ) -> None:
+        super().__init__(planes, gathered, recycler, read_back)
         self._planes = planes
         self._own_runs = planes.runs(rank)
         self.num_shared = planes.num_shared
@@ -177,8 +218,7 @@ class BlockEncoder(BlockDecoder):
         """
         if self.is_stale(shards):
             self._quantize(shards, compat.versions(shards))
-        for one in self.scratch:
-            one.materialize()
+        self.materialize()
         return self._pairs
 
     def _quantize(self, shards: Flats, versions: list[int]) -> None:
@@ -199,7 +239,7 @@ class BlockEncoder(BlockDecoder):
     def _allocate(self) -> None:
         if self.codes:
             return
-        device, planes = self._raw[0].device, self._planes
+        device, planes = self._received_scales.device, self._planes
         self.scales = torch.zeros(planes.num_scales, device=device)
         codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
         pairs = list(zip(self._received, codes, strict=True))
@@ -208,8 +248,7 @@ class BlockEncoder(BlockDecoder):
 
     def condemn(self) -> None:
         """Quantize into other memory from now on; keep what peers may still read, and what may still be written."""
-        for one in self.scratch:
-            one.condemn()
+        super().condemn()
         hold_forever((*self.codes, self.scales))
         self.codes, self._pairs = (), []
         self.forget()

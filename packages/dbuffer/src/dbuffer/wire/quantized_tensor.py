@@ -1,4 +1,4 @@
-"""A tensor that is codes and scales: what is at rest of a weight that is not trained."""
+"""A tensor that is codes and scales: what is at rest of a weight that is not trained, or gathered to compute with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +62,7 @@ class BlockQuantizedTensor(torch.Tensor):
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None = None
     ) -> "BlockQuantizedTensor":
         """A tensor like this one around other codes and scales."""
-        return BlockQuantizedTensor(codes, scales, self.format, self.run, self.shape, dtype or self.dtype)
+        return type(self)(codes, scales, self.format, self.run, self.shape, dtype or self.dtype)
 
     def is_like(self, other: object) -> bool:
         """Whether another tensor holds codes of the same rows in the same format."""
@@ -95,17 +95,17 @@ class BlockQuantizedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         state = (self.codes, self.scales, self.format, self.run, tuple(self.shape), self.dtype)
-        return (BlockQuantizedTensor, state)
+        return (type(self), state)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scales"], (self.format, self.run, self.dtype)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "BlockQuantizedTensor":
         format, run, dtype = context
-        return BlockQuantizedTensor(inner["codes"], inner["scales"], format, run, outer_size, dtype)
+        return cls(inner["codes"], inner["scales"], format, run, outer_size, dtype)
 
 
 def _moved(func: Any, tensor: BlockQuantizedTensor, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -21,6 +21,7 @@ SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
 PRECISIONS = ("fp32", "bf16")
 QUANTIZED = ("none", "fp8", "int8")
 REDUCED = ("none", "bf16", "int8")
+COMPUTE = ("dequantize", "scaled")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RunConfig:
     block: str = "auto"
     quantize: str = "none"
     reduce: str = "none"
+    compute: str = "dequantize"
     reshard: bool = True
     hsdp: int = 1
     tp: int = 1
@@ -84,6 +86,7 @@ class RunConfig:
             ("precision", PRECISIONS),
             ("quantize", QUANTIZED),
             ("reduce", REDUCED),
+            ("compute", COMPUTE),
             ("device", ("auto", *DEVICES)),
             ("on_nan", ON_NAN),
         ):
@@ -99,6 +102,8 @@ class RunConfig:
                 raise TrainError(
                     f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
                 )
+        if self.compute == "scaled" and self.quantize != "fp8":
+            raise TrainError(f"--compute scaled multiplies codes of --quantize fp8, not of {self.quantize}")
         if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
             raise TrainError(
                 f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
@@ -216,6 +221,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
         "reduce",
         str,
         "gradients travel as: none (their own dtype), bf16, or int8 codes (of matrices)",
+    ),
+    (
+        "--compute",
+        "compute",
+        str,
+        "of quantized matrices: dequantize, or scaled (products of fp8 codes: Hopper GPUs; for numerics on CPU)",
     ),
     ("--hsdp", "hsdp", int, "copies of the sharded model, a set of ranks each"),
     ("--tp", "tp", int, "ranks that share each matrix (tensor and sequence parallel)"),

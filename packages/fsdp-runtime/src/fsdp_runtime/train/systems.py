@@ -191,7 +191,7 @@ class Runtime(FullyShard):
             policy = parse_block_option(self.config.block)
         return fully_shard, {
             "block_policy": policy,
-            "quantize": quantization(self.config.quantize, self.config.reduce),
+            "quantize": quantization(self.config.quantize, self.config.reduce, self.config.compute),
             **self.options,
         }
 
@@ -346,15 +346,15 @@ def pool_bytes(model: nn.Module) -> int:
     return stats.lent_bytes + stats.parked_bytes
 
 
-def quantization(weights: str, gradients: str) -> Any:
-    """The policy of `--quantize` and `--reduce`; None where both are "none"."""
+def quantization(weights: str, gradients: str, compute: Any) -> Any:
+    """The policy of `--quantize`, `--reduce` and `--compute`; None where nothing is quantized."""
     from fsdp_runtime import BlockFP8, BlockInt8, QuantizationPolicy
 
     if weights == gradients == "none":
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
     blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
-    return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients])
+    return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
 
 
 def parse_block_option(text: str) -> Any:

@@ -1,0 +1,124 @@
+"""Gathers of codes that are not read back: codes of whole tensors, and nothing else is held."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import mesh_of
+from test_blocks_on_wire import FORMATS, Broken, layout_for, quantized_whole, tensors
+
+import dbuffer
+from dbuffer import BlockNF4, BlockQuantizedTensor, BlocksAtRest, BlocksOnWire, DBuffer, Recycler
+from dbuffer._torch_compat import CAN_SWAP
+from layout_planner import Rows, TensorSpec, plan
+from ragged_shard.testing import run_ranks
+
+
+def make(fmt, cut="whole", at_rest=False, **options):
+    layout = layout_for(fmt, dist.get_world_size(), cut)
+    wire = BlocksAtRest(fmt, read_back=False) if at_rest else BlocksOnWire(fmt, cut, read_back=False)
+    return DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=torch.bfloat16, wire=wire, **options)
+
+
+def assert_views_are_codes_of_whole_tensors(buffer, fmt, full):
+    for name, view in buffer.views.items():
+        codes, scales, values = quantized_whole(fmt, full[name])
+        assert isinstance(view, BlockQuantizedTensor)
+        assert (view.shape, view.dtype) == (full[name].shape, torch.bfloat16)
+        assert view.codes.equal(codes.view(-1)), name
+        assert view.scales.equal(scales), name
+        assert view.dequantize().equal(values.bfloat16()), name
+
+
+def gather():
+    for fmt in FORMATS:
+        for cut, at_rest in (("whole", False), ("shared", False), ("whole", True)):
+            if cut == "shared" and not fmt.shares_amax:
+                continue
+            buffer, full = make(fmt, cut, at_rest), tensors()
+            views = buffer.empty_views
+            for seed in range(2):
+                full = tensors(seed)
+                buffer.load_full(full)
+                dbuffer.share_amax([buffer]) if cut == "shared" else None
+                buffer.all_gather().wait()
+                assert_views_are_codes_of_whole_tensors(buffer, fmt, full)
+                assert buffer.views is views
+                buffer.release()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_views_are_the_codes_of_whole_tensors_at_any_number_of_ranks(ranks):
+    run_ranks(ranks, gather)
+
+
+def memory():
+    recycler, ranks = Recycler("cpu", lean=True), dist.get_world_size()
+    buffer = make(FORMATS[0], recycler=recycler)
+    assert recycler.stats.lent_bytes == 0
+    buffer.load_full(tensors())
+    codes = ranks * sum(segment.shard_size for segment in buffer.layout.segments)
+    planes = buffer.memory.encoder._planes
+    scales = 4 * dbuffer.num_gathered_scales(planes)
+    handle = buffer.all_gather()
+    assert recycler.stats.lent_bytes == codes + scales + 4 * ranks * planes.num_scales  # as they arrive
+    handle.wait()
+    assert recycler.stats.lent_bytes == codes + scales
+    buffer.release()
+    assert recycler.stats.lent_bytes == 0
+    with pytest.raises(RuntimeError, match="views after release"):
+        _ = buffer.views
+
+
+def test_codes_and_a_scale_a_tile_are_all_that_is_held():
+    run_ranks(3, memory)
+
+
+def neighbors():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    buffer, full = make(FORMATS[0]), tensors()
+    buffer.load_full(full)
+    buffer.all_gather().wait()
+    with pytest.raises(RuntimeError, match="call keep_codes_for before the gather"):
+        buffer.shrink(mine)
+    buffer.release()
+    buffer.keep_codes_for(mine)
+    buffer.all_gather().wait()
+    buffer.shrink(mine)
+    buffer.all_gather().wait()
+    assert_views_are_codes_of_whole_tensors(buffer, FORMATS[0], full)
+
+
+def test_neighbors_gather_the_codes_that_they_kept():
+    run_ranks(4, neighbors)
+
+
+def failed():
+    broken = Broken()
+    buffer = make(FORMATS[0], transport=lambda _: broken, recycler=Recycler("cpu"))
+    buffer.load_full(tensors())
+    with pytest.raises(RuntimeError, match="a peer died"):
+        buffer.all_gather().wait()
+    first = [view.codes.untyped_storage().nbytes() for view in buffer.empty_views.values()]
+    assert not any(first)  # a write that comes late goes where nobody looks
+
+
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+def test_a_failed_gather_leaves_no_memory_to_the_views():
+    run_ranks(2, failed)
+
+
+def refused():
+    buffer = make(FORMATS[0])
+    buffer.load_full(tensors())
+    buffer.all_gather().wait()
+    for use in (lambda: buffer.full, lambda: buffer.zero_("full"), buffer.reduce_scatter):
+        with pytest.raises(ValueError, match="tensors that are gathered as codes"):
+            use()
+    layout = plan([TensorSpec("t", (27, 8), Rows(1))], dist.get_world_size(), align=16)
+    with pytest.raises(ValueError, match="can only be read back: with read_back=False each must be a byte"):
+        DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksAtRest(BlockNF4(64), read_back=False))
+
+
+def test_what_needs_values_is_refused():
+    run_ranks(3, refused)
