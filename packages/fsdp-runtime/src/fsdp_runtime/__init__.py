@@ -25,6 +25,7 @@ from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
 from .safetensors_fp8 import read_safetensors
+from .watchdog import Watchdog
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "QuantizationPolicy",
     "UnitMemory",
     "UnshardHandle",
+    "Watchdog",
     "block_policies",
     "disable_fsdp_module_new_init",
     "fake_tensors",
