@@ -85,7 +85,7 @@ if __name__ == "__main__":
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"
     fp8 = {"CODE": 0, "TOP": 448.0, "POW2": True}
     integers = {"CODE": 1, "TOP": 127.0, "POW2": False}
-    strides = {"ranks": "i32", "code_stride": "i32", "scale_stride": "i32"}
+    strides = {"code_stride": "i32", "scale_stride": "i32"}
     for fmt, code in ((BlockFP8(), fp8), (BlockInt8(256, "stochastic"), integers)):
         keys = {"first": "i32", "second": "i32"}
         for kind, given in ((0, False), (1, False), (1, True)):
@@ -94,8 +94,8 @@ if __name__ == "__main__":
                 TYPE=kind, GIVEN=given, RANDOM=fmt.needs_noise, **code,
             )  # fmt: skip
         check("amax_tiles", fmt, {"values": TYPES[0], "out": "*fp32"}, wide, "st.global", TYPE=0)
-        for kind, several in ((1, False), (0, True)):
+        for kind, ranks in ((1, 1), (0, 2), (0, 8)):
             check(
                 "sum_tiles", fmt, {"out": TYPES[kind], **strides}, f"ld{narrow}", wide.replace("ld", "st"),
-                TYPE=kind, CODE=code["CODE"], SEVERAL=several,
+                TYPE=kind, CODE=code["CODE"], RANKS=ranks,
             )  # fmt: skip

@@ -11,6 +11,7 @@ from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_re
 from ._collectives import Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
+from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
 from .memory.scratch import Scratch
@@ -76,6 +77,7 @@ __all__ = [
     "TileGrid",
     "Transport",
     "TransportChoice",
+    "Waiting",
     "WireForm",
     "Work",
     "all_gather",
@@ -93,4 +95,6 @@ __all__ = [
     "reduction_scratch_bytes",
     "share_amax",
     "shared_recycler",
+    "times_started",
+    "waiting",
 ]

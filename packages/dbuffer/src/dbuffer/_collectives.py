@@ -33,6 +33,8 @@ class Gather:
         self._memories = _checked(memories, "all_gather")
         self._choice = memories[0].spec.transport if transport is None else resolved(transport)
         self._label = _label(memories)
+        self._title = f"all_gather of {self._label}"
+        self._group = memories[0].spec.view.group
         self._layer = memories[0].spec.layer
         self._size = memories[0].spec.view.size
         self._decodes = any(memory.encoder.decodes for memory in memories)
@@ -48,7 +50,7 @@ class Gather:
             shrunk = shrunk or memory.neighbor is not None
         if shrunk:
             return _gather_neighbors(memories, self._choice, stream, after)
-        handle = Handle("all_gather", memories)
+        handle = Handle(self._title, memories, self._group)
         with layer.on(stream, after):
             finish = self._decode_after(layer.current_stream()) if self._decodes else None
             return handle.launch(self._encode_and_send, finish)
@@ -67,7 +69,7 @@ class Gather:
                     receive.copy_(send)
             return None
         if self._transport is None:
-            self._transport = transport_of(self._memories[0].spec.view.group, self._choice)
+            self._transport = transport_of(self._group, self._choice)
         return self._transport.all_gather(pairs, self._label)
 
     def _decode_after(self, launched_on: Any) -> Callable[[], None]:
@@ -93,6 +95,7 @@ def _gather_neighbors(
             "shrink all or none of what is gathered together"
         )
     layer = memories[0].spec.layer
+    what = f"the slices that neighbors keep of {_label(memories)}"
 
     def start() -> Work:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -101,8 +104,7 @@ def _gather_neighbors(
             memory.gathered.materialize()
             receive = memory.encoder.receive() if one.coded else memory.gathered.raw
             pairs += zip(receive, one.flats, strict=True)
-        transport = transport_of(group, choice)
-        return transport.all_gather(pairs, f"the slices that neighbors keep of {_label(memories)}")
+        return transport_of(group, choice).all_gather(pairs, what)
 
     def finish() -> None:  # only now: the collective reads them on another stream
         for memory, one in zip(memories, kept, strict=True):
@@ -111,7 +113,7 @@ def _gather_neighbors(
                 memory.encoder.keep_for(None)
                 memory.encoder.decode()
 
-    handle = Handle("all_gather", memories)
+    handle = Handle(f"all_gather of {what}", memories, group)
     with layer.on(stream, after):
         return handle.launch(start, finish)
 
@@ -140,6 +142,7 @@ class ReduceScatter:
         self._op: Op = op
         self._scale = 1.0 if divide is None else 1.0 / divide
         self._label = _label(memories)
+        self._title = f"reduce_scatter of {self._label}"
         self._size = memories[0].spec.view.size
         self._transport: Transport | None = None
         self._exchange = _exchange(memories) if self._size > 1 else None
@@ -155,7 +158,7 @@ class ReduceScatter:
                     f"{memory.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
                     "accumulated into it; add gradients into the views, or build the buffer with alias=False"
                 )
-        handle = Handle("reduce_scatter", self._memories)
+        handle = Handle(self._title, self._memories, self._group)
         with self._memories[0].spec.layer.on(stream, after):
             if self._exchange is not None:
                 return handle.launch(self._exchange_rows, self._add_sums if accumulate else self._store_sums)
@@ -295,7 +298,7 @@ class AllReduce:
                 flats = [flat for memory in self._memories for flat in memory.shard.flats]
                 compat.copy(flats, reduced, non_blocking=True)
 
-        handle = Handle("all_reduce", self._memories)
+        handle = Handle(f"all_reduce of {_label(self._memories)}", self._memories, spec.view.replica_group)
         with spec.layer.on(stream, after):
             return handle.launch(start, finish)
 

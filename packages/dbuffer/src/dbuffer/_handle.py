@@ -1,9 +1,14 @@
 """What a collective that was started returns."""
 
 import enum
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from . import _progress as progress
 from . import _torch_compat as compat
 from ._memory import BufferMemory
 from .transport.protocol import Work, is_quiet, is_under_way
@@ -35,13 +40,18 @@ class Handle:
     the collective's RuntimeError, the buffers count as busy; a signal handler's exception leaves the collective
     under way, and the next `wait` goes on.
 
+    Args:
+        memories: the buffers'.
+
     Attributes:
         state: see `HandleState`.
+        title: what it is, of which buffers; the same on all ranks.
+        group: who takes part; None: this rank alone.
     """
 
-    def __init__(self, what: str, memories: Sequence[BufferMemory]) -> None:
+    def __init__(self, title: str, memories: Sequence[BufferMemory], group: dist.ProcessGroup | None) -> None:
         self.state = HandleState.STARTED
-        self._what = what
+        self.title, self.group = title, group
         self._memories = memories
         self._layer = memories[0].spec.layer
         self._work: Work | None = None
@@ -63,6 +73,7 @@ class Handle:
             RuntimeError: it could not start.
         """
         self._finish = finish
+        progress.started[self.title] += 1
         try:
             self._work = start()
             if self._layer.asynchronous:
@@ -74,12 +85,9 @@ class Handle:
             # Some of it may have started all the same.
             self._fail(f"could not start: {error}", quiet=False)
             if isinstance(error, RuntimeError):
-                raise RuntimeError(f"{self._title()} could not start: {error}") from error
+                raise RuntimeError(f"{self.title} could not start: {error}") from error
             raise
         return self
-
-    def _title(self) -> str:
-        return f"{self._what} of {', '.join(memory.name for memory in self._memories)}"
 
     @property
     def waited(self) -> bool:
@@ -116,6 +124,8 @@ class Handle:
             self._fail("was interrupted while it was started or its result was written", quiet=False)
             return
         work = self._work
+        thread = threading.get_ident()
+        progress.waits[thread] = (self, time.monotonic())
         try:
             if work is not None:
                 work.wait()
@@ -124,6 +134,8 @@ class Handle:
                 raise  # from a signal handler
             self._fail(f"failed: {error}", quiet=is_quiet(work), cause=error)
             return
+        finally:
+            progress.waits.pop(thread, None)
         self.state = HandleState.FINISHING
         try:
             if self._finish is not None:
@@ -139,7 +151,7 @@ class Handle:
         if not quiet:
             for memory in self._memories:
                 memory.condemn()
-        error = RuntimeError(f"{self._title()} {why}")
+        error = RuntimeError(f"{self.title} {why}")
         error.__cause__ = cause
         self._error = error
         self.state = HandleState.FAILED

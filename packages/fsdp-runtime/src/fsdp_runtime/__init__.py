@@ -26,6 +26,7 @@ from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
 from .safetensors_fp8 import read_safetensors
+from .watchdog import Watchdog
 from .weights.changes import ChangedBlocks, ExportedParams
 from .weights.checksums import checksum_safetensors
 from .weights.export import iter_full_params
@@ -66,6 +67,7 @@ __all__ = [
     "Split",
     "UnitMemory",
     "UnshardHandle",
+    "Watchdog",
     "block_policies",
     "checksum_safetensors",
     "clip_grad_norm_",

@@ -144,12 +144,32 @@ def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_e
     left = ranks_of(killed).values()
     killed.kill()
     killed.communicate()
-    deadline = time.monotonic() + 90  # a few seconds, but for importing torch on a busy machine
-    wait_for(lambda: len(read_metrics(folder / "hung-up" / "metrics.jsonl")) >= 3, running)
+    deadline = time.monotonic() + 30
     while any(os.path.exists(f"/proc/{pid}") for pid in left):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    wait_for(lambda: len(read_metrics(folder / "hung-up" / "metrics.jsonl")) >= 3, running)
     running.send_signal(signal.SIGHUP)
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 129, said
     assert latest(folder / "hung-up") is not None
+
+
+@linux_only
+def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_thaws(folder):
+    running = started(folder, "frozen", "--late", "2", "--timeout", "60")
+    assert running.stderr is not None
+    wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= 3, running)
+    frozen = ranks_of(running)[1]
+    os.kill(frozen, signal.SIGSTOP)
+    for line in running.stderr:
+        if "missing" in line:
+            break
+    os.kill(frozen, signal.SIGCONT)
+    assert line.startswith("fsdp-train: rank 0 (")
+    assert "missing: rank 1, without an answer" in line
+    steps = len(read_metrics(folder / "frozen" / "metrics.jsonl"))
+    wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= steps + 3, running)
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode == 143

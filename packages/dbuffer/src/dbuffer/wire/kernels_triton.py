@@ -177,11 +177,11 @@ def _decode(code, CODE: tl.constexpr):
 
 @triton.jit
 def sum_tiles(
-    codes, scales, out, table, piece_of, ranks, code_stride, scale_stride,
+    codes, scales, out, table, piece_of, code_stride, scale_stride,
     TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr, SPAN_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr,
-    VECTOR: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, SEVERAL: tl.constexpr,
+    VECTOR: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of one rank, or with SEVERAL the sums over ranks, whose codes lie `code_stride` apart."""
+    """Write the sums over the ranks, whose codes lie `code_stride` apart; of one rank, its values."""
     piece, offset, mask, scale, scale_mask = _place(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
@@ -191,9 +191,11 @@ def sum_tiles(
     if ONE_ROW:
         factor = factor[:, None]
     total = _decode(tl.load(codes + offset, mask=mask, other=0), CODE) * factor
-    if SEVERAL:
+    if RANKS > 1:
         far = tl.full((), 1, tl.int64)
-        for rank in range(1, ranks):
+        for rank in range(
+            1, RANKS
+        ):  # known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor
             factor = tl.load(scales + far * scale_stride * rank + scale, mask=scale_mask, other=0.0)
             if ONE_ROW:
                 factor = factor[:, None]

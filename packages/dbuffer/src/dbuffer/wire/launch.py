@@ -180,8 +180,8 @@ def sum_ranks(
             table = replace(table, constants={**table.constants, "VECTOR": False})
         _launch(
             "sum_tiles", table,
-            codes, scales, _as_int16(out), table.rows, table.piece_of, ranks, stride, scales.shape[1],
-            TYPE=_TYPES[out.dtype], CODE=coder.code, SEVERAL=ranks > 1,
+            codes, scales, _as_int16(out), table.rows, table.piece_of, stride, scales.shape[1],
+            TYPE=_TYPES[out.dtype], CODE=coder.code, RANKS=ranks,
         )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ class RunConfig:
     plot: bool = True
     device: str = "auto"
     measure: bool = False
+    timeout: float = 300.0
+    late: float = 60.0
 
     def check(self, world_size: int) -> None:
         """Raise `TrainError` for anything that can be told without data and without other ranks."""
@@ -81,6 +83,12 @@ class RunConfig:
                 raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise TrainError(f"--lr {self.lr}: expected a positive number")
+        if not 0 < self.timeout < 1e6:
+            raise TrainError(f"--timeout {self.timeout:g}: expected seconds, more than 0")
+        if not 0 <= self.late < self.timeout:
+            raise TrainError(
+                f"--late {self.late:g}: expected seconds below --timeout {self.timeout:g}, or 0 for no reports"
+            )
         for name, known in (
             ("system", SYSTEMS),
             ("precision", PRECISIONS),
@@ -248,6 +256,13 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ),
     ("--plot", "plot", None, "draw curves at the end (default: yes)"),
     ("--device", "device", str, f"auto, {' or '.join(DEVICES)}"),
+    ("--timeout", "timeout", float, "seconds that a collective may take before the run ends"),
+    (
+        "--late",
+        "late",
+        float,
+        "seconds without progress after which the collective and the ranks that are missing are named; 0 for never",
+    ),
     ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's (default: no)"),
 )
 _MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (

@@ -1,6 +1,6 @@
 """Starts ranks on this machine, and turns what comes back into one line.
 
-    fsdp-train (plain) -> start_ranks -> `python -m fsdp_runtime.train.worker FOLDER` for every rank
+    fsdp-train (plain) -> start_ranks -> `python boot.py FOLDER LAUNCHER` for every rank
 
 FOLDER is the control folder of one launch. ``config.json`` goes in; ``out`` (the run's folder), ``failed-RANK.json``
 (what went wrong there) and ``summary.json`` come out; a file ``stop`` asks the ranks to save and leave. The ranks meet
@@ -71,7 +71,8 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
         control = Path(name)
         settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
         (control / "config.json").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "fsdp_runtime.train.worker", name]
+        # -P: this folder, where the script is, is not one to import from
+        command = [sys.executable, "-P", str(Path(__file__).with_name("boot.py")), name, str(os.getpid())]
         with _asks_to_stop(control) as received:
             processes = Processes([command] * ranks, [_environment(rank, ranks) for rank in range(ranks)])
             try:

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,22 @@ class Trainer:
         out: its folder, the same on every rank.
         quiet: print nothing.
         stop: what is asked, at every step, whether to stop: the number of the signal that says so, else 0.
+        beat: what is told, at every step, evaluation and save, that it begins.
 
     Raises:
         TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
     """
 
     def __init__(
-        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], int] = lambda: 0
+        self,
+        config: RunConfig,
+        out: Path,
+        *,
+        quiet: bool = False,
+        stop: Callable[[], int] = lambda: 0,
+        beat: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
+        self.config, self.out, self.stop, self.beat, self.quiet = config, out, stop, beat, quiet
         distributed = dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
@@ -94,7 +102,10 @@ class Trainer:
         self.model, self.optimizer = self._build()
         if self.splits.pp == 1:  # else ranks have other layers
             check_model(self.model)
-        self.group = dist.new_group(backend="gloo") if distributed and config.save_every else None
+        allowed = timedelta(seconds=config.timeout)
+        self.group = (
+            dist.new_group(backend="gloo", timeout=allowed) if distributed and config.save_every else None
+        )
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0
         self._saved = -1
@@ -218,6 +229,7 @@ class Trainer:
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
                 measured = self._meter if self.step + 1 == min(MEASURED_STEP, config.steps) else None
+                self.beat(f"step {self.step + 1}")
                 with measured.step() if measured else contextlib.nullcontext():
                     sums = self._train_step()
                 self._lap = clock.lap()
@@ -329,6 +341,7 @@ class Trainer:
     @torch.no_grad()
     def _held_out(self, report: Report | None) -> float:
         """Mean loss over the first held-out batches, which are the same at every call and world size. Collective."""
+        self.beat("held-out evaluation")
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
@@ -345,6 +358,7 @@ class Trainer:
     def _save(self, report: Report | None, *, last: bool = False) -> None:
         """Finish the save under way and start one of this step; the last one is waited for. Collective."""
         assert self.checkpoints is not None
+        self.beat(f"saving step {self.step}")
         with agreed("saving"):
             newest = self.checkpoints.finish()
         already = newest == self.step or (last and self._saved == self.step)

@@ -1,4 +1,4 @@
-"""What every rank runs: ``python -m fsdp_runtime.train.worker CONTROL_FOLDER``, or through torchrun `run_rank`."""
+"""What every rank runs: through `boot` `run_and_leave`, or through torchrun `run_rank`."""
 
 import contextlib
 import json
@@ -6,12 +6,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from fsdp_runtime import Watchdog
 
 from .agreement import check_options
 from .config import RunConfig
@@ -44,7 +47,9 @@ def run_rank(
                 out = folder.path
                 if control and rank == 0:
                     (control / "out").write_text(str(out))
-                summary: dict[str, Any] = Trainer(config, out, quiet=quiet, stop=stop).run()
+                with _watching(config, rank, world_size, control) as beat:
+                    trainer = Trainer(config, out, quiet=quiet, stop=stop, beat=beat)
+                    summary: dict[str, Any] = trainer.run()
             if control and rank == 0:
                 (control / "summary.json").write_text(json.dumps(summary))
             if not quiet and not control and rank == 0:
@@ -64,8 +69,32 @@ def _init_process_group(config: RunConfig, rank: int, world_size: int, control: 
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
     where = f"file://{control.absolute() / 'store'}" if control else "env://"
     dist.init_process_group(
-        backends(device), init_method=where, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+        backends(device),
+        init_method=where,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.timeout),
     )
+
+
+@contextlib.contextmanager
+def _watching(
+    config: RunConfig, rank: int, world_size: int, control: Path | None
+) -> Iterator[Callable[[str], None]]:
+    """A watchdog of this rank, which says on stderr what is late; yields what is told of progress."""
+    if world_size == 1 or not config.late:
+        yield lambda doing: None
+        return
+    if control:
+        store: dist.Store = dist.FileStore(str(control / "watchdog"), world_size)
+    else:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    launch = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    named = dist.PrefixStore(f"fsdp-train-watchdog-{launch}", store)
+    with Watchdog(
+        named, rank, world_size, after=config.late, report=lambda text: say(f"fsdp-train: {text}")
+    ) as watchdog:
+        yield watchdog.beat
 
 
 def _explain(error: Exception, out: Path | None, rank: int, control: Path | None) -> int:
@@ -106,18 +135,14 @@ def _leave(status: int) -> None:
             dist.destroy_process_group()
 
 
-def main(argv: list[str]) -> int:
-    """Run the launch described in a control folder."""
-    control = Path(argv[0])
+def run_and_leave(folder: str) -> None:
+    """Run the launch described in a control folder, and end the process."""
+    control = Path(folder)
     settings = json.loads((control / "config.json").read_text())
     stop = StopFlag(control / "stop")
     stop.watch(settings["launcher"])
     config = RunConfig.from_json(settings["config"])
-    return run_rank(config, quiet=settings["quiet"], control=control, stop=stop)
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    status = run_rank(config, quiet=settings["quiet"], control=control, stop=stop)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
