@@ -158,8 +158,8 @@ class Reader:
             for module, function in self.package.functions.get(called(node), ()):
                 yield from self._returned(module, function)
             table = [name for name in ast.walk(node.func) if isinstance(name, ast.Name) and name.id.isupper()]
-            for child in (*table, *node.args, *(keyword.value for keyword in node.keywords)):
-                yield from self._strong(child)
+            for value in (*table, *node.args, *(keyword.value for keyword in node.keywords)):
+                yield from self._strong(value)
         else:
             for child in ast.iter_child_nodes(node):
                 yield from self._strong(child)
@@ -193,13 +193,12 @@ class Reader:
         self._seen.add((scope, name.id))
         for node in self.module.writes(scope):
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
                 value = node.iter if isinstance(node, ast.For) else node.value
                 if value is not None and any(name.id in names(target) for target in targets):
                     yield from self._in(self.module)._strong(value)
-            elif isinstance(node, ast.Call) and called(node) in ("append", "extend") and node.args:
-                if isinstance(node.func, ast.Attribute) and names(node.func.value) == {name.id}:
-                    yield from self._in(self.module)._strong(node.args[0])
+            elif isinstance(node, ast.Call) and added_to(node) == name.id:
+                yield from self._in(self.module)._strong(node.args[0])
         if isinstance(scope, ast.FunctionDef):
             yield from self._passed(scope, name.id)
 
@@ -263,6 +262,14 @@ def called(node: ast.Call) -> str:
     """The last name of what a call calls."""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def added_to(node: ast.Call) -> str | None:
+    """The name of the list that a call appends to or extends."""
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr in ("append", "extend") and node.args:
+        return function.value.id if isinstance(function.value, ast.Name) else None
+    return None
 
 
 def names(target: ast.expr) -> set[str]:
