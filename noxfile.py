@@ -249,7 +249,9 @@ def isolated(session: nox.Session, package: str) -> None:
     tests = outside / "tests"
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(_folder(package) / "tests", tests)
-    shutil.copytree(_folder(package) / "docs", outside / "docs", dirs_exist_ok=True)  # whose examples tests run
+    shutil.copytree(
+        _folder(package) / "docs", outside / "docs", dirs_exist_ok=True
+    )  # whose examples tests run
     session.chdir(outside)
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
