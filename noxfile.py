@@ -40,7 +40,7 @@ RELEASE = ["build", "hatchling>=1.26", "packaging>=24", "twine>=6.1"]
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # All that there is on the GPU machines that `bench/gpu.sh` is for.
 BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", LINT[0]]
 BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
 
 
@@ -307,7 +307,7 @@ def typecheck(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the pages into site/, and check that they load nothing from elsewhere; `-- serve` shows them instead."""
     _prepare(session)
-    session.install(*DOCS)  # sources are read, not imported: no torch
+    session.install(*DOCS)  # sources are read, not imported: no torch; ruff formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     if session.posargs:
         session.run("mkdocs", *session.posargs)

@@ -29,11 +29,13 @@ def test_no_message_is_explained_twice_on_a_page():
 
 
 def test_every_entry_has_an_explanation_below_it():
+    """Entries that follow each other directly share the explanation below the last."""
     for page in messages.PAGES.glob("*.md"):
-        lines = page.read_text().splitlines()
-        for line, following in zip(lines, [*lines[1:], ""], strict=True):
-            if line.startswith("`") and line.endswith("`") and messages.entries(page):
-                assert following.startswith(("`", ":   ")), (page.name, line)
+        sections = page.read_text().split("\n#### ")[1:]
+        ends = [i for i, text in enumerate(sections) if text.count("\n\n") or i == len(sections) - 1]
+        for i in ends:
+            explanation = sections[i].partition("\n\n")[2].partition("\n## ")[0]
+            assert len(explanation.split()) >= 3, (page.name, sections[i].splitlines()[0])
 
 
 @pytest.mark.parametrize(

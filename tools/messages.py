@@ -309,9 +309,9 @@ def clean(text: str) -> str:
 
 
 def entries(page: Path) -> list[str]:
-    """The messages that a page explains: each is a line of its own in code quotes, above its explanation."""
+    """The messages that a page explains: each is a heading in code quotes, above its explanation."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    terms = (re.fullmatch(r"(`+) ?(.+?) ?\1", line) for line in lines)
+    terms = (re.fullmatch(r"#### (`+) ?(.+?) ?\1", line) for line in lines)
     return [term[2] for term in terms if term]
 
 
