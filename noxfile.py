@@ -40,6 +40,7 @@ RELEASE = ["build", "hatchling>=1.26", "packaging>=24", "twine>=6.1"]
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # All that there is on the GPU machines that `bench/gpu.sh` is for.
 BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", LINT[0]]
 BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
 
 
@@ -251,6 +252,9 @@ def isolated(session: nox.Session, package: str) -> None:
     tests = outside / "tests"
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(_folder(package) / "tests", tests)
+    shutil.copytree(
+        _folder(package) / "docs", outside / "docs", dirs_exist_ok=True
+    )  # whose examples tests run
     session.chdir(outside)
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
@@ -300,6 +304,19 @@ def typecheck(session: nox.Session) -> None:
             named = (folder / "conftest.py").exists()
             session.env["MYPYPATH"] = f"{folder}{os.pathsep}{ROOT / top}" if named else str(folder.parent)
             session.run("mypy", *UNTYPED, *sorted(str(path) for path in folder.glob("*.py")))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages into site/, and check that they load nothing from elsewhere; `-- serve` shows them instead."""
+    _prepare(session)
+    session.install(*DOCS)  # sources are read, not imported: no torch; ruff formats signatures
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    if session.posargs:
+        session.run("mkdocs", *session.posargs)
+        return
+    session.run("mkdocs", "build", "--strict", "--quiet")
+    session.run("python", str(ROOT / "tools" / "docs_check.py"), "site")
 
 
 @nox.session

@@ -1,4 +1,7 @@
-"""The README's examples, from the tree or, outside it, from the installed wheel. Also runs on ranks."""
+"""The examples of the README and of docs/guide.md. Also runs on ranks.
+
+Outside the tree the README is that of the installed wheel, and `./run isolated` copies the guide.
+"""
 
 import re
 from importlib import metadata
@@ -7,9 +10,11 @@ from typing import Any
 
 
 def section(title):
-    """The text of a section."""
-    path = Path(__file__).parent.parent / "README.md"
+    """The text of a section of either page."""
+    folder = Path(__file__).parent.parent
+    path = folder / "README.md"
     text = path.read_text() if path.is_file() else str(metadata.metadata("block-optim")["Description"] or "")
+    text += "\n" + (folder / "docs" / "guide.md").read_text()
     return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a stranger's optimizer gets from `BlockOptimizer`: the README's Lion, written with public names only."""
+"""What a stranger's optimizer gets from `BlockOptimizer`: the guide's Lion, written with public names only."""
 
 import copy
 

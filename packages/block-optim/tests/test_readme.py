@@ -1,4 +1,4 @@
-"""The README's examples run, and print what is shown. (`Write your own` is tested in test_own_optimizer.py.)"""
+"""The examples of the README and of the guide run, and print what is shown. (Lion: in test_own_optimizer.py.)"""
 
 import pytest
 import torch

@@ -33,8 +33,10 @@ def test_the_example_trains_to_the_same_parameters_on_any_number_of_ranks(world_
             assert found[name].equal(value), name
 
 
-def test_every_public_name_that_the_readme_calls_exists():
+def test_every_public_name_that_the_readme_and_the_guide_call_exists():
     import dbuffer
 
-    for name in set(re.findall(r"`(\w+)\(", readme())) - {"zero_", "copy_", "cast_from", "add_", "mul_"}:
+    # `./run isolated` copies the page next to the tests.
+    text = readme() + (Path(__file__).parent.parent / "docs" / "guide.md").read_text()
+    for name in set(re.findall(r"`(\w+)\(", text)) - {"zero_", "copy_", "cast_from", "add_", "mul_"}:
         assert hasattr(dbuffer, name) or hasattr(dbuffer.DBuffer, name), name

@@ -29,7 +29,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     """A distributed tensor with a RaggedShard placement, or with torch's own after redistributing from one.
 
     Make one with `distribute_tensor`, `distribute_like` or `RaggedDTensor.from_local`; the constructor is not
-    public. The local tensor has shape ``(local_prefix, *shape[len(dims):])`` and may be empty. The README has the
+    public. The local tensor has shape ``(local_prefix, *shape[len(dims):])`` and may be empty. docs/ops.md has the
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
@@ -152,7 +152,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     ) -> "RaggedDTensor | RedistributeHandle":
         """The same tensor with other placements on the same mesh. Differentiable.
 
-        The README's table says which collective a change takes and how many bytes each rank sends. If nothing
+        The table in docs/guide.md says which collective a change takes and how many bytes each rank sends. If nothing
         changes the result is this very tensor; otherwise it has storage of its own.
 
         Args:

@@ -68,7 +68,7 @@ def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
     return NotImplementedError(
         f"{func} has no rule for a ragged tensor ({sharding}). Nothing is gathered behind your back: use "
         "full_tensor() or redistribute(placements=[Replicate()] * mesh.ndim) for the full tensor, or to_local() for "
-        "this rank's; the README lists the ops that have a rule"
+        "this rank's; ragged-shard's docs/ops.md lists the ops that have a rule"
     )
 
 

@@ -1,0 +1,109 @@
+"""The pages under docs/: their examples run, their tables are complete, their links lead somewhere."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tools import docs_hooks
+from torch.distributed import fsdp
+
+from ragged_shard.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+MODULES = {
+    "layout-planner": "layout_planner",
+    "ragged-shard": "ragged_shard",
+    "dbuffer": "dbuffer",
+    "block-optim": "block_optim",
+    "fsdp-runtime": "fsdp_runtime",
+}
+
+
+def examples(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def named(page):
+    """Words in code quotes, those of lists and calls one by one."""
+    text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
+
+
+def run_page(name, code):
+    assert dist.is_initialized()
+    namespace = {"__name__": name}
+    exec(compile(code, name, "exec"), namespace)
+    drawn = namespace.get("drawn", {})
+    return {title: layout.to_svg() for title, layout in drawn.items()}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if examples(page)], ids=lambda page: page.relative_to(DOCS).as_posix()
+)
+def test_the_examples_of_a_page_run_one_after_another_as_one_script(page):
+    for drawn in run_ranks(2, run_page, page.name, "\n".join(examples(page))):
+        for name, picture in drawn.items():
+            assert (DOCS / "assets" / f"{name}.svg").read_text() == picture, f"{name}.svg is out of date"
+
+
+def test_the_page_on_fsdp2_has_every_argument_and_every_method():
+    methods = {name for name, value in vars(fsdp.FSDPModule).items() if inspect.isfunction(value)}
+    methods -= {"__new__", "_get_fsdp_state", "_apply"}  # asked by torch's own functions; `to` and its kind
+    policy = inspect.signature(fsdp.MixedPrecisionPolicy).parameters
+    wanted = methods | set(inspect.signature(fsdp.fully_shard).parameters) | set(policy)
+    assert wanted - named("moving/fsdp2.md") == set()
+
+
+def test_the_page_on_fsdp1_has_every_argument_method_and_state_dict_type():
+    whole = fsdp.FullyShardedDataParallel
+    methods = {name for name in vars(whole) if not name.startswith("_")} - {"forward", "module"}
+    methods -= {name for name in methods if not callable(getattr(whole, name))}
+    wanted = methods | set(inspect.signature(whole).parameters)
+    wanted |= set(inspect.signature(fsdp.MixedPrecision).parameters)
+    wanted |= {kind.name for kind in fsdp.StateDictType} | {kind.name for kind in fsdp.ShardingStrategy}
+    wanted |= {name for name in fsdp.__all__ if name.endswith("StateDictConfig")} - {
+        "StateDictConfig",
+        "OptimStateDictConfig",
+    }
+    assert wanted - named("moving/fsdp1.md") == set()
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_the_api_page_has_every_public_name(package):
+    module = importlib.import_module(MODULES[package])
+    page = f"api/{package}.md"
+    shown = set(re.findall(rf"^::: {MODULES[package]}\.(\w+)$", (DOCS / page).read_text(), re.MULTILINE))
+    assert set(module.__all__) - shown - named(page) == set()  # torch's own are named without a docstring
+    for name in shown:
+        assert hasattr(module, name) or importlib.import_module(f"{MODULES[package]}.{name}"), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_links_between_files_lead_to_files_of_the_checkout(page):
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^()\s#]+)(?:#[\w-]+)?\)", prose):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).resolve().is_file(), target
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} <= listed
+
+
+def test_links_become_links_between_pages_and_sources_are_named_without_one():
+    known = {"packages/dbuffer/docs/COSTS.md": "dbuffer/costs.md"}
+    source = "docs/guides/costs.md"
+
+    def relinked(text):
+        return docs_hooks.relink(text, source, "guides/costs.md", known)
+
+    assert relinked("[a](../../packages/dbuffer/docs/COSTS.md#x)") == "[a](../dbuffer/costs.md#x)"
+    assert relinked("[a](../index.md)") == "[a](../index.md)"
+    assert relinked("[the noxfile](../../noxfile.py)") == "the noxfile"
+    assert relinked("`[a](../../noxfile.py)`") == "`[a](../../noxfile.py)`"

@@ -1,0 +1,78 @@
+"""Hooks of mkdocs: pages of the packages join those of docs/, and links between files become links between pages.
+
+Links in all pages are those of the checkout, so that they work there too. What the site has no page for (sources,
+tests, folders) is named in the page without a link.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# Where pages and pictures outside docs/ appear, by their path in the repository.
+SINGLE = {
+    "ARCHITECTURE.md": "architecture.md",
+    "packages/fsdp-runtime/CONFORMANCE.md": "fsdp-runtime/conformance.md",
+    "packages/fsdp-runtime/src/fsdp_runtime/train/README.md": "fsdp-runtime/train.md",
+}
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_CODE = re.compile(r"(^```.*?^```$|^    .*?$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> dict[str, str]:
+    """Path in the site by path in the repository, of all that docs/ does not hold."""
+    found = dict(SINGLE)
+    for path in sorted(ROOT.glob("packages/*/docs/*")):
+        package = path.parts[-3]
+        if path.suffix in (".md", ".svg", ".png"):
+            found[path.relative_to(ROOT).as_posix()] = f"{package}/{path.name.lower()}"
+    return found
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and pictures of the packages."""
+    from mkdocs.structure.files import File  # here, so that the rest can be tested without mkdocs
+
+    for source, target in pages().items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links at pages of the site."""
+    known = pages()
+    back = {target: source for source, target in known.items()}
+    here = page.file.src_uri
+    return relink(markdown, back.get(here, f"docs/{here}"), here, known)
+
+
+def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
+    """A page's text with links between files of the checkout made links between pages of the site.
+
+    Args:
+        markdown: the text.
+        source: the page's path in the repository.
+        here: its path in the site.
+        known: paths in the site by paths in the repository, of what docs/ does not hold.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return found[0]
+        wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if wanted.startswith("docs/"):
+            inside = wanted.removeprefix("docs/")
+        elif wanted in known:
+            inside = known[wanted]
+        elif (ROOT / wanted).exists():
+            return text
+        else:
+            return found[0]  # mkdocs says that it leads nowhere
+        return f"{mark}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{hash_}{anchor})"
+
+    pieces = _CODE.split(markdown)
+    pieces[::2] = [_LINK.sub(replaced, piece) for piece in pieces[::2]]
+    return "".join(pieces)
