@@ -1,5 +1,7 @@
 """Shards, gradients and optimizer states in CPU memory, and back into the same objects."""
 
+from typing import Any
+
 import pytest
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
@@ -196,3 +198,33 @@ def test_shards_that_are_in_cpu_memory_anyway_stay_where_they_are():
         with pytest.raises(RuntimeError, match="are offloaded"):
             loss_of(model, tokens())
         reload(model)
+
+
+class Broken:
+    """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
+
+    name = "broken"
+    quiet, under_way = False, False
+
+    def all_gather(self, pairs, label):
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise RuntimeError("a peer died")
+
+
+def after_a_failure():
+    broken: Any = Broken()
+    model: Any = fully_shard(torch.nn.Linear(8, 6), transport=lambda _: broken)
+    with pytest.raises(RuntimeError, match="a peer died"):
+        model(torch.ones(2, 8))
+    with pytest.raises(RuntimeError, match="a collective of Linear"):
+        offload(model)
+    assert model.weight.local.untyped_storage().nbytes()
+
+
+def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
+    run_ranks(2, after_a_failure)

@@ -26,6 +26,7 @@ class BufferMemory:
         scratch: what a reduction under way uses in addition.
         reductions: how many were encoded.
         in_flight: the handle of a collective that has not been waited for, or None.
+        condemned: whether something may still use the shard, because a collective on it failed.
     """
 
     def __init__(self, name: str, spec: BufferSpec, recycler: Recycler) -> None:
@@ -50,9 +51,11 @@ class BufferMemory:
         self.scratch: list[Scratch] = []
         self.reductions = 0
         self.in_flight: Any = None
+        self.condemned = False
 
     def condemn(self) -> None:
         """Keep this memory out of use for good: a failed collective may still write there."""
+        self.condemned = True
         self.gathered.condemn()
         hold_forever(self.shard.flats)
         self.encoder.condemn()

@@ -104,10 +104,17 @@ def offload(
         the bytes freed.
 
     Raises:
-        RuntimeError: gradients of a unit wait for their reduction, by the unit's name.
+        RuntimeError: gradients of a unit wait for their reduction, or a collective of it failed; by the unit's name.
     """
     units, optimizers = units_of(model), _listed(optimizer)
     waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
+    for unit in units:
+        for group in unit.groups:
+            if group.buffer is not None and group.buffer.memory.condemned:
+                raise RuntimeError(
+                    f"offload: a collective of {group.name} failed, and other ranks may still use its shard's memory, "
+                    "which therefore cannot be freed"
+                )
     if gradients and waiting:
         raise RuntimeError(
             f"offload: gradients of {waiting} wait for their reduction; finish the accumulation, or call with "
