@@ -163,6 +163,35 @@ class TestNoRace:
             assert model.blocks[0].weight.device.type == "cpu"
             train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
+    @pytest.mark.parametrize("completes", COMPLETES)
+    @pytest.mark.parametrize("reshard", [True, 2])
+    def test_with_units_on_two_meshes(self, completes, reshard):
+        with device(completes):
+            hybrid = mesh_of(2, 2)
+            model = shard(
+                seeded(Net),
+                mesh=mesh_of(4),
+                mp_policy=BF16,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda param: hybrid if param.ndim == 1 else None,
+            )
+            model.set_reduce_scatter_max_input_buffers(2)
+            for step in range(3):
+                loss_of(model, tokens(step)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+    def test_with_units_on_two_meshes_whose_shards_are_in_cpu_memory(self):
+        with device("at random", device="cpu:0"):
+            hybrid = mesh_of(2, 2)
+            model = shard(
+                seeded(Net),
+                mesh=mesh_of(4),
+                offload_policy=CPUOffloadPolicy(),
+                shard_placement_fn=lambda param: hybrid if param.ndim == 1 else None,
+            )
+            train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
+
     def test_with_parameters_that_stay_after_forward_or_backward(self):
         with device():
             model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)

@@ -716,3 +716,65 @@ def counted(kind):
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_write_counts_in_the_local_tensors_version(kind):
     run_ranks(3, counted, kind)
+
+
+def several_meshes():
+    """Parameters on meshes of the same ranks, each with a gradient; and the same in one process."""
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ragged = RaggedShard((0,), (1, 3))
+    grads = [plain(seed=seed) for seed in range(6)]
+    held: list[Any] = [
+        distribute_tensor(grads[0], dense, [RaggedShard((0,), (1, 2, 0, 1))], src_data_rank=None),
+        distribute_tensor(
+            grads[1], sparse, [StridedRaggedShard((0,), (1, 1), 2), Shard(0)], src_data_rank=None
+        ),
+        distribute_tensor(grads[2], copies, [Replicate(), ragged], src_data_rank=None),
+        DTensor.from_local(grads[3], sparse, [Replicate()] * 2).redistribute(
+            placements=[Replicate(), Shard(1)]
+        ),
+        grads[4].clone(),
+        distribute_tensor(grads[5].double(), dense, [RaggedShard((0,), (1, 2, 0, 1))], src_data_rank=None),
+    ]
+    grads[5] = grads[5].double()
+    return held, grads
+
+
+def clipped(foreach, order):
+    held, grads = several_meshes()
+    params = [torch.empty_like(grad) for grad in held]
+    twins = [torch.empty_like(grad) for grad in grads]
+    for param, grad in zip([*params, *twins], [*held, *grads], strict=True):
+        param.grad = grad
+    with record_collectives() as record:
+        norm: Any = torch.nn.utils.clip_grad_norm_(params, 0.5, order, foreach=foreach)
+    wanted = torch.nn.utils.clip_grad_norm_(twins, 0.5, order, foreach=foreach)
+    assert norm.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for param, twin in zip(params, twins, strict=True):
+        grad: Any = param.grad
+        full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(full, twin.grad, rtol=1e-6, atol=1e-7)
+    return record.kinds
+
+
+@NO_MIXED_LISTS
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_torchs_clipping_takes_any_mix_of_meshes_plain_tensors_and_dtensors(foreach, order):
+    kinds = run_ranks(4, clipped, foreach, order)[0]
+    assert set(kinds) == {"all_reduce"}
+    if foreach is None:  # fp32: over all ranks, and over pairs, which "shard" and "ep" share; fp64: over all ranks
+        assert len(kinds) == 3
+
+
+def norms_over_other_ranks():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    both = distribute_tensor(plain(), mesh, [RaggedShard((0,), (1, 3)), Shard(1)], src_data_rank=None)
+    one = distribute_tensor(plain(), mesh["dp"], [RaggedShard((0,), (1, 3))], src_data_rank=None)
+    with pytest.raises(NotImplementedError, match="copies or other parameters"):
+        torch.nn.utils.get_total_norm([both, one])
+
+
+def test_norms_over_different_ranks_are_not_stacked():
+    run_ranks(4, norms_over_other_ranks)

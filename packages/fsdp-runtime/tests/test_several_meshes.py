@@ -1,0 +1,383 @@
+"""One unit whose parameters lie on several meshes: matrices on all ranks, the rest with replicas."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dbuffer import BlockFP8, BlockInt8
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
+from fsdp_runtime._torch_compat import ShardPlacementResult
+from ragged_shard import distribute_like
+from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def two_meshes():
+    """A mesh of all ranks for matrices, one with replicas for vectors; and the function that chooses."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
+    return flat, hybrid, lambda param: hybrid if param.ndim == 1 else None
+
+
+def sharded(model=None, **options):
+    flat, _, choose = two_meshes()
+    return shard(model or seeded(width=16), mesh=flat, shard_placement_fn=choose, **options)
+
+
+def accumulated(model, steps=1):
+    for step in range(steps):
+        loss_of(model, tokens(step)).backward()
+
+
+def check_gradients(model, make=seeded, rtol=1e-5, atol=1e-6, steps=1, **options):
+    alone = make(width=16, **options)
+    for step in range(steps):
+        for rank in range(4):
+            (loss_of(alone, tokens(step, rank=rank)) / 4).backward()
+    for (name, found), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = None if found.grad is None else found.grad.full_tensor()
+        torch.testing.assert_close(
+            grad, wanted.grad, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def counted(model, step=0):
+    with record_collectives() as record:
+        loss_of(model, tokens(step)).backward()
+    return [record.kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+
+
+def gradients_and_counts():
+    model = sharded()
+    first = counted(model)
+    check_gradients(model)
+    assert model.blocks[0].weight.device_mesh.mesh_dim_names == ("fsdp",)
+    assert model.blocks[0].bias.device_mesh.mesh_dim_names == ("copies", "cut")
+    return first
+
+
+def test_a_unit_gathers_and_reduces_once_for_each_mesh():
+    # 4 units of two meshes each: gathered in forward, 3 again in backward; replicas are reduced for one of the two
+    assert run_ranks(4, gradients_and_counts) == [[14, 8, 4]] * 4
+
+
+def with_options():
+    for options in ({"reshard_after_forward": 2}, {"reshard_after_forward": False}, {"transport": "sends"}):
+        model = sharded(**options)
+        accumulated(model, 2)
+        check_gradients(model, steps=2)
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(0)).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, tokens(1)).backward()
+    check_gradients(model, steps=2)
+    model = sharded()
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_unused_params(True)
+    accumulated(model)
+    check_gradients(model)
+    seen = []
+    model = sharded()
+    for block in model.blocks:
+        block.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+    accumulated(model)
+    check_gradients(model)
+    assert len(seen) == 6  # three units, two meshes each
+    with pytest.raises(ValueError, match="HSDP"):
+        model.blocks[0].set_all_reduce_hook(seen.append, stream=object())
+    model = sharded(mp_policy=BF16)
+    accumulated(model)
+    check_gradients(model, rtol=0.1, atol=2e-2)
+
+
+def test_options_of_a_unit_hold_on_each_of_its_meshes():
+    run_ranks(4, with_options, timeout=120)
+
+
+def with_quantization():
+    for policy in (
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
+        QuantizationPolicy(gradients=BlockInt8(64)),
+    ):
+        check_quantized(policy)
+
+
+def check_quantized(policy):
+    flat, hybrid, _ = two_meshes()
+    model = seeded(width=16)
+    apart = {model.blocks[0].weight, model.head.weight}  # matrices on both meshes
+    shard(model, mesh=flat, quantize=policy, shard_placement_fn=lambda p: hybrid if p in apart else None)
+    accumulated(model, 2)
+    check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
+
+
+def test_weights_and_gradients_travel_quantized_on_each_mesh():
+    run_ranks(4, with_quantization, timeout=120)
+
+
+class Mixed(Body):
+    """Vectors in another dtype than matrices; some frozen."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.weight.data = block.weight.data.double()
+            block.bias.data = block.bias.data.double()
+        self.blocks[1].bias.requires_grad_(False)
+        self.blocks[2].weight.requires_grad_(False)
+
+    def forward(self, tokens, order=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x.double()).float()) + x
+        return self.head(self.norm(x))
+
+
+def mixed_dtypes():
+    model = sharded(seeded(Mixed, width=16))
+    accumulated(model)
+    check_gradients(model, make=lambda **options: seeded(Mixed, **options))
+
+
+def test_dtypes_and_frozen_parameters_differ_by_mesh():
+    run_ranks(4, mixed_dtypes)
+
+
+class Branches(nn.Module):
+    """Rank r uses expert r % 2 alone, and everyone the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.experts: Any = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        x = torch.tanh(self.trunk(x))
+        return x + self.experts[which](x) if which is not None else x
+
+
+def unused_on_some_ranks(expert_of):
+    flat, hybrid, _ = two_meshes()
+    model: Any = seeded(Branches)
+    experts = set(model.experts.parameters())
+    fully_shard(model, mesh=flat, shard_placement_fn=lambda p: hybrid if p in experts else None)
+    alone = seeded(Branches)
+    for rank in range(4):
+        (alone(torch.full((2, 8), rank + 1.0), expert_of[rank]).square().mean() / 4).backward()
+    model(torch.full((2, 8), dist.get_rank() + 1.0), expert_of[dist.get_rank()]).square().mean().backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        whole = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+        mine = distribute_like(whole, found, src_data_rank=None).to_local()
+        if found.grad is None:  # as in FSDP2 where a rank neither used it nor holds what others contributed
+            assert not mine.any()
+        else:
+            torch.testing.assert_close(found.grad.to_local(), mine, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "expert_of", [(0, 1, 0, 1), (0, None, None, None), (None, None, None, None)], ids=str
+)
+def test_experts_that_only_some_ranks_use_are_reduced_on_all(expert_of):
+    run_ranks(4, unused_on_some_ranks, expert_of)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def chosen_by_torchs_objects():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    flat, hybrid, _ = two_meshes()
+    for placement in (None, Shard(0), Shard(1), Shard(-1)):
+        here = HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
+        there = FSDPMeshInfo(flat, shard_mesh_dim=0)
+        model = shard(
+            seeded(width=16),
+            mesh=hybrid,
+            shard_placement_fn=lambda p, s=placement, h=here, t=there: ShardPlacementResult(
+                s if p.ndim == 2 else None, t if p.ndim == 2 else h
+            ),
+        )
+        accumulated(model)
+        check_gradients(model)
+    model = nn.Linear(16, 16)
+    odd = FSDPMeshInfo(hybrid, shard_mesh_dim=1)
+    with pytest.raises(ValueError, match=r"weight: mesh_info cuts over axis 1 .* copies over None"):
+        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: ShardPlacementResult(None, odd))
+    with pytest.raises(TypeError, match="weight: mesh_info is a int"):
+        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: ShardPlacementResult(None, 3))
+    assert not hasattr(model.weight, "placements")
+
+
+@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
+def test_torchs_shard_placement_result_is_taken():
+    run_ranks(4, chosen_by_torchs_objects)
+
+
+def refused():
+    flat, _, _ = two_meshes()
+    rank = dist.get_rank()
+    some = DeviceMesh("cpu", [0, 1, 2])
+    names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "other"))
+    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    _, hybrid, _ = two_meshes()
+    model = nn.Linear(16, 16)
+
+    def attempt(choose, error, match):
+        with pytest.raises(error, match=match):
+            fully_shard(model, mesh=flat, shard_placement_fn=choose)
+        assert not hasattr(model.weight, "placements")
+
+    attempt(lambda p: Replicate(), ValueError, "gave Replicate.* for weight; expected None")
+    attempt(lambda p: Shard(2), ValueError, r"gave S.*2.* for weight, which has 2 dimensions")
+    attempt(lambda p: three, ValueError, "for weight: fully_shard expects a 1D or 2D")
+    attempt(lambda p: init_device_mesh("cpu", (2, 2)), ValueError, "without names")
+    # A mesh without rank 3: it says so itself, and the others hear of it.
+    attempt(
+        lambda p: some, ValueError, "rank 3 is not in" if rank == 3 else "failed on another rank: .*rank 3"
+    )
+    # Ranks that do not agree: on the axes, and on whether there is another mesh at all.
+    attempt(lambda p: hybrid if rank else names, ValueError, "do not agree on the mesh of bias")
+    attempt(lambda p: hybrid if rank == 2 else None, ValueError, "do not agree on the mesh of bias")
+    with pytest.raises(ValueError, match=r"reshard_after_forward=4: parameter bias is cut over 2 ranks"):
+        fully_shard(
+            model,
+            mesh=flat,
+            shard_placement_fn=lambda p: hybrid if p.ndim == 1 else None,
+            reshard_after_forward=4,
+        )
+    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(outer, mesh=flat)
+    with pytest.raises(ValueError, match=r"weight was cut over .*fsdp.* by the unit around .*copies"):
+        fully_shard(outer[0], mesh=hybrid)
+    fully_shard(outer[0], mesh=flat, shard_placement_fn=lambda p: None)
+
+
+def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
+    run_ranks(4, refused)
+
+
+def unnamed_and_of_one_rank():
+    flat = init_device_mesh("cpu", (4,))  # no names
+    pairs = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
+    model = shard(
+        seeded(width=16), mesh=flat, shard_placement_fn=lambda p: pairs if p.ndim == 1 else None
+    )  # 4 replicas, cut over an axis of one rank
+    accumulated(model, 2)
+    check_gradients(model, steps=2)
+    again = init_device_mesh(
+        "cpu", (4,), mesh_dim_names=("other",)
+    )  # the same process group under another name
+    model = shard(seeded(width=16), mesh=flat, shard_placement_fn=lambda p: again)
+    assert counted(model) == [7, 4, 0]
+    check_gradients(model)
+
+
+def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
+    run_ranks(4, unnamed_and_of_one_rank)
+
+
+def already_distributed():
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    model = nn.Linear(6, 8)
+    whole = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
+    fully_shard(model, mesh=flat, shard_placement_fn=lambda p: world["efsdp"] if p.ndim == 2 else None)
+    weight: Any = model.weight
+    assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
+    assert torch.equal(weight.full_tensor(), whole)
+    other = nn.Linear(6, 8)
+    other.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
+    with pytest.raises(ValueError, match="weight is already a DTensor on the mesh"):
+        fully_shard(other, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
+
+
+def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
+    run_ranks(4, already_distributed)
+
+
+# -- the rest of a unit's life -----------------------------------------------------------------------------------------
+
+
+def checkpointed(folder):
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accumulated(model)
+    optimizer.step()
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    plain = seeded(width=16, seed=1)
+    flat, hybrid, _ = two_meshes()
+    others = [
+        plain,
+        shard(seeded(width=16, seed=2), mesh=flat),
+        shard(
+            seeded(width=16, seed=3), mesh=hybrid, shard_placement_fn=lambda p: flat if p.ndim == 1 else None
+        ),
+    ]
+    for other in others:
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state)
+        for name, value in other.state_dict().items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(full, whole[name]), name
+
+
+def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none():
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(4, checkpointed, folder)
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = Body(width=16)
+    sharded(model)
+    memory = unit_memory(model.blocks[0])
+    assert memory.parameters == 16 * 16 + 16
+    assert memory.shards == (64, 8)  # a quarter of the matrix, half of the vector
+    assert memory.padding == 0
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param, wanted in zip(model.parameters(), seeded(width=16).parameters(), strict=True):
+            param.copy_(distribute_like(wanted.detach(), param, src_data_rank=None))
+    accumulated(model)
+    check_gradients(model)
+
+
+def test_a_unit_on_several_meshes_starts_on_the_meta_device():
+    run_ranks(4, on_meta)
+
+
+def order_on(rank):
+    """Bytes and process group of each collective, on a rank of its own simulation."""
+    with SimulatedDevice(), simulated_ranks(4, rank=rank) as simulation:
+        flat, hybrid, choose = two_meshes()
+        names = {flat.get_group().group_name: "fsdp"}
+        names |= {hybrid.get_group(axis).group_name: axis for axis in ("copies", "cut")}
+        model = shard(seeded(blocks=4), mesh=flat, shard_placement_fn=choose)
+        model.set_prefetch_depth(2)
+        start = len(simulation.calls)
+        for step in range(2):
+            loss_of(model, tokens(step, rank=rank)).backward()
+    return [(names[group], nbytes) for group, nbytes in simulation.calls[start:]]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_collectives_of_both_meshes_come_in_the_same_order_on_all_ranks():
+    first, *others = [order_on(rank) for rank in range(4)]
+    assert {axis for axis, _ in first} == {"fsdp", "cut", "copies"}
+    assert all(order == first for order in others)
