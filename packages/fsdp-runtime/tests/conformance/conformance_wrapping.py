@@ -248,13 +248,44 @@ def buffers(fsdp):
 @case(
     WRAP,
     "`shard_placement_fn` that returns `Shard(1)`",
-    ours=Raises(ValueError, "shard_placement_fn"),
-    note="parameters lie as runs of whole blocks; say what may not be cut with `block_policy`",
+    note="a wish for balance, which runs of whole blocks have anyway; parameters are `RaggedShard` as ever",
 )
 def shard_on_columns(fsdp):
-    fsdp.fully_shard(
-        MLP(hidden=16), mesh=mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
+    build = lambda: MLP(hidden=16)  # noqa: E731
+    check_training(
+        build,
+        lambda model: fsdp.fully_shard(
+            model, mesh=mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
+        ),
     )
+
+
+@case(
+    WRAP,
+    "`shard_placement_fn` that returns a `ShardPlacementResult`: a mesh for each parameter",
+    ranks=4,
+    since=(2, 13),
+    note="a `DeviceMesh` is taken too; more in [docs/PARALLEL.md](docs/PARALLEL.md)",
+)
+def mesh_of_a_parameter(fsdp):
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    def wrap(model):
+        flat = FSDPMeshInfo(mesh(), shard_mesh_dim=0)
+        hybrid = HSDPMeshInfo(hsdp_mesh(), shard_mesh_dim=1, replicate_mesh_dim=0)
+        fsdp.fully_shard(
+            model,
+            mesh=flat.mesh,
+            shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), hybrid if p.ndim == 1 else flat),
+        )
+        assert model.up.bias.device_mesh.ndim == 2
+        assert model.up.weight.device_mesh.ndim == 1
+
+    check_training(MLP, wrap)
 
 
 @case(WRAP, "`shard_placement_fn` that returns None or `Shard(0)` changes nothing")

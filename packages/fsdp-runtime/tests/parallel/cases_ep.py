@@ -21,6 +21,7 @@ LAYOUT = "Experts and dense parameters in one unit, as torchtitan lays them out"
 SCALING = "Gradient scaling as trainers set it"
 REPLICAS = "Replicas of dense parameters, of experts, of both"
 ROUTING = "Shared, frozen and idle experts"
+REAL = "A model of transformers"
 
 
 class Stack(nn.Module):
@@ -160,7 +161,7 @@ def wrap_blocks(
     if over.ep.size() > 1:
         experts = apply_expert_parallel(model, over.ep)
     else:
-        experts = {p for name, p in model.named_parameters() if name.split(".")[-1].startswith("w_")}
+        experts = {p for p in model.parameters() if p.ndim == 3}
     options = {"mesh": over.dense, **options}
     inner = []
     for block in model.blocks:
@@ -351,3 +352,38 @@ def clipped_by_ours(fsdp: Any) -> Outcome:
 
     clip = getattr(fsdp, "clip_grad_norm_", None)
     return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS, clip_with=clip)
+
+
+# -- a model of transformers -------------------------------------------------------------------------------------------
+
+
+def qwen3_moe() -> nn.Module:
+    """Qwen3-MoE as it is, small."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=24, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=64, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def causal_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """As transformers computes it."""
+    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return found
+
+
+@case(REAL, "Qwen3-MoE, 6 experts, ep 2 and fsdp 2", counts=counts_of(9, 5), needs="transformers")
+def qwen3(fsdp: Any) -> Outcome:
+    def wrap(fsdp: Any, model: Any) -> None:
+        over = meshes(2)
+        choose = placement_fn(over, apply_expert_parallel(model, over.ep), ROWS)
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, mesh=over.dense, shard_placement_fn=choose)
+        fsdp.fully_shard(model, mesh=over.dense)
+        divide_nothing(model)
+
+    share = rows_of(dist.get_rank(), RANKS)
+    return train(fsdp, qwen3_moe, wrap, causal_loss, batches=tokens, share=share, scale=1 / RANKS)

@@ -57,6 +57,7 @@ class Case:
     bound: float
     only_ours: str
     since: tuple[int, int]
+    needs: str
 
 
 CASES: dict[str, Case] = {}
@@ -70,6 +71,7 @@ def case(
     bound: float = 1e-5,
     only_ours: str = "",
     since: tuple[int, int] = (2, 11),
+    needs: str = "",
     name: str = "",
 ) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
     """Enter a case.
@@ -79,13 +81,14 @@ def case(
         bound: on every distance.
         only_ours: why FSDP2 is not asked.
         since: the torch that ours needs for it.
+        needs: a package that may be missing.
         name: defaults to the function's.
     """
 
     def enter(fn: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
         entered = name or fn.__name__
         assert entered not in CASES, f"two cases called {entered}"
-        CASES[entered] = Case(entered, section, text, fn, counts, bound, only_ours, since)
+        CASES[entered] = Case(entered, section, text, fn, counts, bound, only_ours, since, needs)
         return fn
 
     return enter

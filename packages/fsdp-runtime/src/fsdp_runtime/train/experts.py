@@ -15,6 +15,7 @@ The divide factor: an expert's gradient is the sum over the tokens of all ranks 
 over `efsdp` alone, the default, would be too large by the size of `ep`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ from .model import MixtureOfExperts, swiglu_of_experts
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Parameter]:
     """Have the ranks of a 1-D mesh share out the experts of every mixture-of-experts layer. In place.
 
-    Every rank must hold the same values, on any device or meta; nothing is communicated. Afterwards a layer's `w_gate`,
-    `w_up` and `w_down` are DTensors under the same names, cut over their first dimension: E / R experts on each rank.
-    A layer's forward issues three all-to-alls over the axis (int64 counts, 8 E bytes; the pairs' rows, there and back)
-    and its backward two. Call it before `fully_shard`.
+    Layers are `MixtureOfExperts`, and the experts of transformers' models that are stacked as Qwen3-MoE's: a module
+    with `act_fn` and the parameters `gate_up_proj` (E, 2 F, D) and `down_proj` (E, D, F) alone.
+
+    Every rank must hold the same values, on any device or meta; nothing is communicated. Afterwards the experts'
+    weights are DTensors under the same names, cut over their first dimension: E / R experts on each rank. A layer's
+    forward issues three all-to-alls over the axis (int64 counts, 8 E bytes; the pairs' rows, there and back), its
+    backward two. Call it before `fully_shard`.
 
     Returns:
         the experts' parameters, to choose their mesh by.
@@ -45,26 +49,44 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Param
             f"ep_mesh has {ep_mesh.ndim} axes {ep_mesh.mesh_dim_names}; pass one, such as mesh['ep']"
         )
     found = [
-        (parent, name, child)
-        for parent in model.modules()
+        (parent, name, f"{path}.{name}" if path else name, child)
+        for path, parent in model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is MixtureOfExperts
+        if type(child) is MixtureOfExperts or _is_stacked(child)
     ]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no MixtureOfExperts layer to share out")
+        raise ValueError(f"{type(model).__name__} has no layer of experts that can be shared out")
     ranks = ep_mesh.size()
-    for _, name, layer in found:
-        if layer.num_experts % ranks:
+    for _, _, path, layer in found:
+        if _num_experts(layer) % ranks:
             raise ValueError(
-                f"{name} has {layer.num_experts} experts, which {ranks} ranks of expert parallelism do not divide; "
+                f"{path} has {_num_experts(layer)} experts, which {ranks} ranks of expert parallelism do not divide; "
                 "choose a divisor"
             )
     params: set[nn.Parameter] = set()
-    for parent, name, layer in found:
-        parallel = ParallelMixtureOfExperts(layer, ep_mesh)
+    for parent, name, _, layer in found:
+        parallel: ParallelMixtureOfExperts | ParallelStackedExperts
+        if isinstance(layer, MixtureOfExperts):
+            parallel = ParallelMixtureOfExperts(layer, ep_mesh)
+        else:
+            parallel = ParallelStackedExperts(layer, ep_mesh)
         setattr(parent, name, parallel)
-        params.update((parallel.w_gate, parallel.w_up, parallel.w_down))
+        params.update(parallel.experts())
     return params
+
+
+def _num_experts(layer: nn.Module) -> int:
+    return layer.num_experts if isinstance(layer, MixtureOfExperts) else len(layer.gate_up_proj)  # type: ignore[arg-type]
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether these are experts of transformers, stacked as Qwen3-MoE's are."""
+    params = dict(module.named_parameters())
+    if params.keys() != {"gate_up_proj", "down_proj"}:
+        return False
+    gate_up, down = params["gate_up_proj"], params["down_proj"]
+    stacked = (len(down), 2 * down.shape[-1], down.shape[-2])
+    return gate_up.shape == stacked and callable(getattr(module, "act_fn", None))
 
 
 class ParallelMixtureOfExperts(MixtureOfExperts):
@@ -77,35 +99,89 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
         self.w_gate = _shared_out(layer.w_gate, mesh)
         self.w_up = _shared_out(layer.w_up, mesh)
         self.w_down = _shared_out(layer.w_down, mesh)
-        self._group, self._ranks = mesh.get_group(), mesh.size()
+        self._group = mesh.get_group()
+
+    def experts(self) -> list[nn.Parameter]:
+        """The experts' parameters."""
+        return [self.w_gate, self.w_up, self.w_down]
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU, wherever that is."""
-        weights = [_local(weight) for weight in (self.w_gate, self.w_up, self.w_down)]
-        if self._ranks == 1:
-            return swiglu_of_experts(x_SD, counts_E, *weights)
-        R = self._ranks
-        come_RL = torch.empty_like(counts_E).view(R, -1)
-        dist.all_to_all_single(come_RL, counts_E.view(R, -1), group=self._group)
-        send, receive = self._row_sizes(counts_E, come_RL, len(x_SD))
-        x_PD = _AllToAll.apply(x_SD, send, receive, self._group)
-        order_P = _by_expert(come_RL, len(x_PD))
-        y_PD = swiglu_of_experts(x_PD[order_P], come_RL.sum(0), *weights)
-        y_PD = torch.empty_like(y_PD).index_copy(0, order_P, y_PD)
-        y_SD: Tensor = _AllToAll.apply(y_PD, receive, send, self._group)
-        return y_SD
-
-    def _row_sizes(self, counts_E: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank and come from each, on the host; without values (meta) as many."""
-        R = self._ranks
-        if counts_E.is_meta or type(counts_E).__name__ == "FakeTensor":
-            even = [total // R + (r < total % R) for r in range(R)]
-            return even, even
-        send, receive = torch.stack((counts_E.view(R, -1).sum(1), come_RL.sum(1))).tolist()
-        return send, receive
+        gate_LFD, up_LFD, down_LDF = map(_local, self.experts())
+        return through_experts(
+            x_SD,
+            counts_E,
+            self._group,
+            lambda x, counts: swiglu_of_experts(x, counts, gate_LFD, up_LFD, down_LDF),
+        )
 
 
-def _shared_out(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+class ParallelStackedExperts(nn.Module):
+    """The same for experts of transformers, whose router is outside."""
+
+    def __init__(self, layer: Any, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.train(layer.training)
+        self.num_experts, self.act_fn = _num_experts(layer), layer.act_fn
+        self.gate_up_proj = _shared_out(layer.gate_up_proj, mesh)
+        self.down_proj = _shared_out(layer.down_proj, mesh)
+        self._group = mesh.get_group()
+
+    def experts(self) -> list[nn.Parameter]:
+        """The experts' parameters."""
+        return [self.gate_up_proj, self.down_proj]
+
+    def forward(self, x_ND: Tensor, chosen_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
+        """(N, D) in and out; each row through its k experts, times their weights."""
+        gate_LFD, up_LFD = _local(self.gate_up_proj).chunk(2, dim=1)
+        down_LDF = _local(self.down_proj)
+        order_S = chosen_Nk.flatten().argsort(stable=True)
+        token_S = order_S // chosen_Nk.shape[-1]
+        counts_E = order_S.new_zeros(self.num_experts)
+        counts_E = counts_E.scatter_add(0, chosen_Nk.flatten(), torch.ones_like(order_S))
+        y_SD = through_experts(
+            x_ND[token_S],
+            counts_E,
+            self._group,
+            lambda x, counts: swiglu_of_experts(x, counts, gate_LFD, up_LFD, down_LDF, self.act_fn),
+        )
+        y_SD = y_SD * weight_Nk.flatten()[order_S, None].to(y_SD.dtype)
+        return torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
+
+
+def through_experts(
+    x_SD: Tensor, counts_E: Tensor, group: dist.ProcessGroup, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Rows sorted by expert, `counts_E` of each, through experts that the ranks of a process group have shared out.
+
+    Args:
+        compute: rows sorted by this rank's experts, and how many of each of them (L,), to as many rows.
+    """
+    R = group.size()
+    if R == 1:
+        return compute(x_SD, counts_E)
+    come_RL = torch.empty_like(counts_E).view(R, -1)
+    dist.all_to_all_single(come_RL, counts_E.view(R, -1), group=group)
+    send, receive = _row_sizes(counts_E.view(R, -1), come_RL, len(x_SD))
+    x_PD = _AllToAll.apply(x_SD, send, receive, group)
+    order_P = _by_expert(come_RL, len(x_PD))
+    y_PD = compute(x_PD[order_P], come_RL.sum(0))
+    y_PD = torch.empty_like(y_PD).index_copy(0, order_P, y_PD)
+    y_SD: Tensor = _AllToAll.apply(y_PD, receive, send, group)
+    return y_SD
+
+
+def _row_sizes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank and come from each, on the host; without values (meta) as many."""
+    R = len(go_RL)
+    if go_RL.is_meta or type(go_RL).__name__ == "FakeTensor":
+        even = [total // R + (r < total % R) for r in range(R)]
+        return even, even
+    send, receive = torch.stack((go_RL.sum(1), come_RL.sum(1))).tolist()
+    return send, receive
+
+
+def _shared_out(weight: Any, mesh: DeviceMesh) -> nn.Parameter:
     mine: Any = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
     return nn.Parameter(mine, requires_grad=weight.requires_grad)
 

@@ -8,6 +8,7 @@ head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -173,18 +174,23 @@ class MixtureOfExperts(nn.Module):
 
 
 def swiglu_of_experts(
-    x_SD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+    x_SD: Tensor,
+    counts_E: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
     """Rows sorted by expert, `counts_E` of each, through their expert's SwiGLU. An expert may get none."""
     if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:  # one kernel for all experts, and no sync with the host
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         gate_SF = F.grouped_mm(x_SD, gate_EFD.transpose(1, 2), offs=offsets_E)
         up_SF = F.grouped_mm(x_SD, up_EFD.transpose(1, 2), offs=offsets_E)
-        return F.grouped_mm(F.silu(gate_SF) * up_SF, down_EDF.transpose(1, 2), offs=offsets_E)
+        return F.grouped_mm(act(gate_SF) * up_SF, down_EDF.transpose(1, 2), offs=offsets_E)
     parts = x_SD.split(_split_sizes(counts_E, len(x_SD)))
     # unbind: the backward of all slices of a stack is one stack, not a sum of E padded ones.
     experts = zip(parts, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
-    return torch.cat([F.silu(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
+    return torch.cat([act(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
 
 
 def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
