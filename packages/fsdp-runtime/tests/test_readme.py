@@ -1,6 +1,7 @@
 """What the README shows runs as it stands there, on any number of ranks."""
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,8 +16,7 @@ README = Path(__file__).parent.parent / "README.md"
 def examples():
     # Outside the tree there is what the wheel carries.
     text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
-    first, quantized, at_rest = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return first, quantized, at_rest
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def run_example(code):
@@ -41,6 +41,25 @@ def run_quantized(code):
 
 def test_the_quantized_example_runs():
     assert all(run_ranks(2, run_quantized, examples()[1]))
+
+
+def run_experts(code):
+    from fsdp_runtime.train.model import PRESETS, Transformer
+
+    torch.manual_seed(0)
+    model = Transformer(replace(PRESETS["tiny-moe"], num_experts=6))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    namespace: dict = {"model": model, "tokens": torch.zeros(2, 4, dtype=torch.long)}
+    exec(code, namespace)
+    return namespace["norm"].item()
+
+
+def test_the_example_with_experts_runs():
+    code = next(code for code in examples() if "apply_expert_parallel" in code)
+    first, *others = run_ranks(4, run_experts, code)
+    assert first > 0
+    assert others == [first] * 3
 
 
 def run_at_rest(code):

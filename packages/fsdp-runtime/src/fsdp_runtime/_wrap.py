@@ -82,15 +82,19 @@ def fully_shard(
     They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
     outer first too. After veScale-FSDP (arXiv 2602.22437).
 
-    Issues one 32-byte all-gather per parameter group to check that all ranks planned the same layout; where an outer
-    unit gives parameters to a new inner one, also what moves between ranks.
+    Issues one 32-byte all-gather per parameter group to check that all ranks planned the same layout; with
+    `shard_placement_fn` one 64-byte all-reduce per axis of `mesh` to check that they chose the same meshes; where an
+    outer unit gives parameters to a new inner one, also what moves between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.
         mesh: 1-D; or 2-D with names: cut over the last dimension, copied over the first (HSDP). None: all ranks.
         reshard_after_forward: free full parameters after forward and gather them again in backward. None: True, but
-            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbors.
-        shard_placement_fn: FSDP2's; may return None or `Shard(0)`. Use `block_policy` instead.
+            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbors; it divides the
+            ranks of each mesh.
+        shard_placement_fn: FSDP2's: chooses the mesh of each parameter, by a `DeviceMesh` (1-D, or 2-D as `mesh`) or
+            torch's `ShardPlacementResult`; None: `mesh`. A unit gathers and reduces once for each of its meshes.
+            `Shard(dim)` asks for balance, which there is anyway; say with `block_policy` what must stay whole.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards in CPU memory.
         ignored_params: left as they are.
