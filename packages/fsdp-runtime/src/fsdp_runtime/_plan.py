@@ -78,6 +78,7 @@ class GroupPlan:
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
         neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
+        scaled: whether gathered parameters stay codes, which products are taken with.
     """
 
     data: DataMesh
@@ -92,6 +93,7 @@ class GroupPlan:
     geometry: Geometry
     params: tuple[ParamPlan, ...]
     neighbors: dist.ProcessGroup | None
+    scaled: bool
 
     @property
     def large(self) -> bool:
@@ -110,11 +112,6 @@ class GroupPlan:
     def at_rest(self) -> BlockFormat | None:
         """The format of the codes that parameters are kept as; None where values are kept."""
         return self.wire.format if isinstance(self.wire, BlocksAtRest) else None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether gathered parameters stay codes, which products are taken with."""
-        return isinstance(self.wire, (BlocksOnWire, BlocksAtRest)) and not self.wire.read_back
 
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
@@ -235,19 +232,21 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         specs = [_spec(param, request.blocks, None) for param in params]
         layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
     geometry = geometry_of(layout, data.shard_rank)
+    wire = policy.wire(shared) if policy is not None and selected and params[0].extension is None else None
     return GroupPlan(
         data=data,
         dtypes=dtypes,
         precision=request.precision,
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
-        wire=policy.wire(shared) if policy is not None and selected and params[0].extension is None else None,
+        wire=wire,
         shares_amax=shared,
         reduction=None if policy is None else policy.reduction(selected, dtypes.reduce),
         layout=layout,
         geometry=geometry,
         params=tuple([_plan_param(param, data, geometry) for param in params]),
         neighbors=None if request.neighbors is None else data.neighbors(request.neighbors),
+        scaled=policy is not None and wire is not None and policy.scaled,
     )
 
 

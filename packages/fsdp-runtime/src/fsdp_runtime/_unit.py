@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dbuffer
@@ -178,7 +177,7 @@ class Unit:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
         assert self._make_hook is not None
         self.around_others = around_others
-        self.on_several_meshes = len({param.data.groups for param in params}) > 1
+        self.on_several_meshes = False
         self.groups = []
         self._forget_calls()
         kinds: dict[tuple[Any, ...], list[Param]] = {}
@@ -188,7 +187,8 @@ class Unit:
             selected = policy is not None and is_selected(param, policy)
             extended = param.extension is not None
             child = children.get(param.name, 0)
-            kind = (param.data.groups, param.dtype, param.requires_grad, child, selected, extended)
+            self.on_several_meshes = self.on_several_meshes or param.data is not params[0].data
+            kind = (param.data, param.dtype, param.requires_grad, child, selected, extended)
             kinds.setdefault(kind, []).append(param)
         for members in kinds.values():
             plan = plan_group(members, self._request)
@@ -293,7 +293,8 @@ class Unit:
                     self.prepare()
                 group.remember_gather()
                 if group.plan.wire is not None and group.buffer is not None:
-                    group.buffer.keep_codes_for(None if self._shrunk else self._neighbors_of(group))
+                    keeps = self._keeps_slices and not self._shrunk
+                    group.buffer.keep_codes_for(group.plan.neighbors if keeps else None)
             self.state = UnitState.GATHERING
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
@@ -341,9 +342,6 @@ class Unit:
         """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
         self._leave(keep_slices=True)
 
-    def _neighbors_of(self, group: Group) -> dist.ProcessGroup | None:
-        return group.plan.neighbors if self._keeps_slices else None
-
     def _leave(self, *, keep_slices: bool) -> None:
         if self.state is UnitState.SHARDED:
             return
@@ -352,9 +350,10 @@ class Unit:
         self._handles = []
         self.state = UnitState.SHARDED
         freed, self._freed = self._freed, []
+        keep_slices = keep_slices and self._keeps_slices
         for group in self.groups:
             assert group.buffer is not None
-            neighbors = self._neighbors_of(group) if keep_slices else None
+            neighbors = group.plan.neighbors if keep_slices else None
             if neighbors is not None and group not in freed:
                 group.buffer.shrink(neighbors)
                 self._shrunk = True
