@@ -72,6 +72,7 @@ class GroupPlan:
         offload: keep shards in CPU memory; None: where the unit computes.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: what parameters travel as; None: their compute dtype.
+        scaled: whether gathered parameters stay codes, which products are taken with.
         shares_amax: whether tiles may be cut, so that their amax must be shared.
         reduction: what gradients travel as; None: a reduce-scatter of their dtype.
         layout, geometry: where they lie, and what of that is this rank's.
@@ -84,6 +85,7 @@ class GroupPlan:
     offload: CPUOffloadPolicy | None
     transport: TransportChoice | None
     wire: WireForm | None
+    scaled: bool
     shares_amax: bool
     reduction: ReductionForm | None
     layout: Layout
@@ -107,11 +109,6 @@ class GroupPlan:
     def at_rest(self) -> BlockFormat | None:
         """The format of the codes that parameters are kept as; None where values are kept."""
         return self.wire.format if isinstance(self.wire, BlocksAtRest) else None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether gathered parameters stay codes, which products are taken with."""
-        return isinstance(self.wire, (BlocksOnWire, BlocksAtRest)) and not self.wire.read_back
 
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
@@ -237,6 +234,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
         wire=policy.wire(shared) if policy is not None and selected and params[0].extension is None else None,
+        scaled=policy is not None and selected and policy.scaled,
         shares_amax=shared,
         reduction=None if policy is None else policy.reduction(selected, dtypes.reduce),
         layout=layout,
