@@ -1,5 +1,7 @@
 """Matrix products on gathered codes: their numbers, and units that compute so against one process that does."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,7 +66,7 @@ def rows_read_back(rows, kind):
 )
 def test_products_are_those_of_codes_and_within_the_formats_bound_of_values(shape, kind, dtype):
     torch.manual_seed(0)
-    weight = nn.Parameter(coded(torch.randn(shape), BlockFP8(scale=kind), dtype))
+    weight: Any = nn.Parameter(coded(torch.randn(shape), BlockFP8(scale=kind), dtype))
     exact = weight.around(weight.codes, weight.scales, torch.float32).dequantize().double()
     bias = nn.Parameter(torch.randn(shape[0], dtype=dtype))
     x = torch.randn(3, 7, shape[1]).mul_(torch.randn(3, 7, 1).exp()).to(dtype).requires_grad_()
@@ -100,7 +102,7 @@ def test_a_bad_number_in_one_row_makes_that_row_nan_and_no_other():
 
 def test_no_rows_and_other_ops_and_autocast_work():
     values = torch.randn(128, 256)
-    weight = nn.Parameter(coded(values))
+    weight: Any = nn.Parameter(coded(values))
     read = weight.dequantize()
     empty = torch.zeros(0, 256, requires_grad=True)
     assert F.linear(empty, weight).shape == (0, 128)
@@ -120,7 +122,7 @@ def test_no_rows_and_other_ops_and_autocast_work():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_product(monkeypatch, dtype):
-    scaled_mm = F.scaled_mm
+    scaled_mm: Any = F.scaled_mm
 
     def multiplied(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
         assert (recipe_a, recipe_b) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
@@ -288,7 +290,7 @@ def frozen():
     torch.manual_seed(0)
     base = nn.Linear(256, 256, bias=False).requires_grad_(False)
     model = nn.Sequential(base, nn.Linear(256, 128))
-    expected = F.linear(F.linear(torch.ones(2, 256), coded(base.weight)), model[1].weight, model[1].bias)
+    expected = model[1](F.linear(torch.ones(2, 256), coded(base.weight)))
     fully_shard(model, quantize=QuantizationPolicy(at_rest=FP8, compute="scaled"))
     y = model(torch.ones(2, 256))
     assert y.equal(expected)

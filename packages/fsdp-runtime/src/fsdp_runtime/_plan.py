@@ -73,12 +73,12 @@ class GroupPlan:
         offload: keep shards in CPU memory; None: where the unit computes.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: what parameters travel as; None: their compute dtype.
+        scaled: whether gathered parameters stay codes, which products are taken with.
         shares_amax: whether tiles may be cut, so that their amax must be shared.
         reduction: what gradients travel as; None: a reduce-scatter of their dtype.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
         neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
-        scaled: whether gathered parameters stay codes, which products are taken with.
     """
 
     data: DataMesh
@@ -87,13 +87,13 @@ class GroupPlan:
     offload: CPUOffloadPolicy | None
     transport: TransportChoice | None
     wire: WireForm | None
+    scaled: bool
     shares_amax: bool
     reduction: ReductionForm | None
     layout: Layout
     geometry: Geometry
     params: tuple[ParamPlan, ...]
     neighbors: dist.ProcessGroup | None
-    scaled: bool
 
     @property
     def large(self) -> bool:

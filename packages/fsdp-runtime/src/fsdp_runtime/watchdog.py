@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from dbuffer import times_started, waiting
 
@@ -88,7 +88,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,

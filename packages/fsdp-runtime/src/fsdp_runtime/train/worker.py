@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fsdp_runtime import Watchdog
 
@@ -86,11 +87,11 @@ def _watching(
         yield lambda doing: None
         return
     if control:
-        store: dist.Store = dist.FileStore(str(control / "watchdog"), world_size)
+        store: Store = dist.FileStore(str(control / "watchdog"), world_size)  # type: ignore[attr-defined]
     else:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
     launch = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    named = dist.PrefixStore(f"fsdp-train-watchdog-{launch}", store)
+    named = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
     with Watchdog(
         named, rank, world_size, after=config.late, report=lambda text: say(f"fsdp-train: {text}")
     ) as watchdog:

@@ -1,0 +1,211 @@
+"""Hugging Face Accelerate: `shard` before `prepare`, and `load_state` for both kinds of checkpoints.
+
+    accelerator = Accelerator(fsdp_plugin=plugin)                 plugin.fsdp_version == 2
+    shard(model, plugin, mesh)                                    in place of what prepare would do with the model
+    optimizer = AdamW(model.parameters())                         after it
+    model, optimizer = prepare(accelerator, model, optimizer)     accelerator.prepare, which leaves the model as it is
+    ...                                                           train, accumulate, clip, save_state, get_state_dict
+    load_state(accelerator, folder)                               accelerator.load_state
+
+Tried with accelerate 1.15.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_runtime import FSDPModule, fully_shard
+from ragged_shard import RaggedDTensor, load_full_optimizer_state_dict, load_full_state_dict
+
+
+def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Shard a model as a `FullyShardedDataParallelPlugin` of FSDP2 says. In place; call it before making the optimizer.
+
+    Units are those that accelerate makes: the modules of the plugin's wrap policy, the input embedding, the final norm
+    with the output embedding, and the rest. With mixed precision trained parameters become fp32 first. With
+    `cpu_ram_efficient_loading` only rank 0's values count: the others give their memory back before the model is
+    sharded, and every rank gets its slices from rank 0, a tensor at a time.
+
+    Args:
+        model: not sharded; after activation checkpointing was applied to it.
+        plugin: its wrap policy, precision, offload, `reshard_after_forward`, `ignored_modules`.
+        mesh: as for `fully_shard`; `accelerator.torch_device_mesh`'s data-parallel axes. None: all ranks.
+        options: of `fully_shard` that the plugin does not know, such as `block_policy` and `quantize`.
+
+    Raises:
+        ValueError: a plugin of FSDP1, or one with activation checkpointing; a model that is sharded already.
+    """
+    _check(model, plugin)
+    plugin.set_auto_wrap_policy(model)
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+        **options,
+    }
+    if plugin.mixed_precision_policy is not None:
+        for param in model.parameters():
+            if param.requires_grad and param.is_floating_point():
+                param.data = param.data.float()
+    if not plugin.cpu_ram_efficient_loading:
+        _shard_units(model, plugin, options)
+        return model
+    values = model.state_dict() if dist.get_rank() == 0 else {}
+    buffers = _to_meta(model)
+    _shard_units(model, plugin, options)
+    kinds = {
+        param.device_mesh.device_type for param in model.parameters() if isinstance(param, RaggedDTensor)
+    }
+    device = torch.device(kinds.pop())
+    model.to_empty(device=device)
+    load_full_state_dict(model, values, rank0_only=True)
+    for owner, name, buffer in buffers:
+        owner.register_buffer(name, buffer.to(device), persistent=False)
+    return model
+
+
+def _check(model: nn.Module, plugin: Any) -> None:
+    if plugin.fsdp_version != 2:
+        raise ValueError(f"shard: the plugin has fsdp_version={plugin.fsdp_version}; expected 2")
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "shard: the plugin has activation_checkpointing=True, which accelerate would apply to the sharded model; "
+            "leave it out and apply torch's checkpoint_wrapper, or model.gradient_checkpointing_enable(), before shard"
+        )
+    if isinstance(model, AnyFSDPModule):
+        raise ValueError(f"shard: this {type(model).__name__} is sharded already")
+
+
+def _shard_units(model: nn.Module, plugin: Any, options: dict[str, Any]) -> None:
+    from accelerate.utils.fsdp_utils import (
+        fsdp2_prepare_auto_wrap_policy,
+        get_module_children_bottom_up,
+        get_parameters_from_modules,
+    )
+
+    if plugin.ignored_modules is not None:
+        device = next(iter(model.parameters())).device
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        options = {**options, "ignored_params": ignored}
+    policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if policy is not None:
+        for module in get_module_children_bottom_up(model)[:-1]:
+            if policy(module) and not isinstance(module, AnyFSDPModule):
+                fully_shard(module, **options)
+    first, last = (_embedding(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+    tied = first is not None and last is not None and first.weight is last.weight
+    if first is not None and not tied and not isinstance(first, AnyFSDPModule):
+        fully_shard(first, **options)
+    tail = [_final_norm(model), first if tied else None, last]
+    found = [module for module in tail if module is not None and not isinstance(module, AnyFSDPModule)]
+    if found:
+        fully_shard(found, **{**options, "reshard_after_forward": False})
+    if not isinstance(model, AnyFSDPModule):
+        fully_shard(model, **{**options, "reshard_after_forward": None})
+
+
+def _embedding(model: nn.Module, getter: str) -> Any:
+    found = getattr(model, getter, lambda: None)()
+    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
+
+
+def _final_norm(model: nn.Module) -> nn.Module | None:
+    """The last norm among the direct children of a transformers model's body."""
+    prefix = getattr(model, "base_model_prefix", "")
+    body = getattr(model, prefix, None) if prefix else model
+    norms = [m for m in body.children() if "Norm" in type(m).__name__] if isinstance(body, nn.Module) else []
+    return norms[-1] if norms else None
+
+
+def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Give a model's memory back, shared parameters still shared. Returns the buffers that no state dict has."""
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    ]
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if param not in made:
+                    made[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                    made[param].__dict__.update(param.__dict__)
+                module._parameters[name] = made[param]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return kept
+
+
+def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+    """`accelerator.prepare` of a sharded model, its optimizer, loaders and schedulers. Communicates nothing more.
+
+    Accelerate tells parameters by their memory's address, which those have in common that this rank holds nothing of.
+    So optimizers are given their own parameters back.
+    """
+    held = [
+        (optimizer, [list(group["params"]) for group in optimizer.param_groups])
+        for optimizer in objects
+        if isinstance(optimizer, torch.optim.Optimizer)
+    ]
+    prepared = accelerator.prepare(*objects, **options)
+    for optimizer, groups in held:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+    return prepared
+
+
+def load_state(accelerator: Any, input_dir: str | None = None, **options: Any) -> None:
+    """`accelerator.load_state`, also of full state dicts, which torch cannot slice for ragged parameters.
+
+    Sharded ones are read by each rank; of full ones rank 0 gives every rank its slices, a tensor at a time.
+    """
+    with full_state_dicts():
+        accelerator.load_state(input_dir, **options)
+
+
+@contextmanager
+def full_state_dicts() -> Iterator[None]:
+    """Inside, torch's setters of state dicts load full ones into models of fsdp_runtime; all else is as ever.
+
+    Replaces `set_model_state_dict` and `set_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`.
+    """
+    of_model, of_optimizer = torch_state_dict.set_model_state_dict, torch_state_dict.set_optimizer_state_dict
+
+    def set_model(model: nn.Module, state: Any, *, options: Any = None) -> Any:
+        if not _full(model, options):
+            return of_model(model, state, options=options)
+        load_full_state_dict(model, state, rank0_only=options.broadcast_from_rank0, strict=options.strict)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def set_optimizer(model: nn.Module, optimizers: Any, state: Any, *, options: Any = None) -> None:
+        if not _full(model, options):
+            return of_optimizer(model, optimizers, state, options=options)
+        return load_full_optimizer_state_dict(
+            model, optimizers, state or {}, rank0_only=options.broadcast_from_rank0
+        )
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "set_model_state_dict": set_model,
+        "set_optimizer_state_dict": set_optimizer,
+    }
+    before = {name: getattr(torch_state_dict, name) for name in replaced}
+    vars(torch_state_dict).update(replaced)
+    try:
+        yield
+    finally:
+        vars(torch_state_dict).update(before)
+
+
+def _full(model: nn.Module, options: Any) -> bool:
+    return isinstance(model, FSDPModule) and options is not None and options.full_state_dict

@@ -1,0 +1,221 @@
+"""Accelerate's own functions on models that we have sharded, next to FSDP2 in the same trainer.
+
+Accelerate takes DistributedDataParallel on CPU. The tests tell its state that the ranks are FSDP's, as on GPUs.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import tokens
+from torch import nn
+
+from fsdp_runtime import FSDPModule
+from fsdp_runtime.integrations import accelerate as ours
+from ragged_shard import full_state_dict
+from ragged_shard.testing import record_collectives, run_ranks
+
+pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
+pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
+
+
+def llama(seed=0, tied=False):
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def accelerator_for(accumulate=1, **options):
+    """An accelerator whose ranks are FSDP2's, on CPU."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    size, rank = str(dist.get_world_size()), str(dist.get_rank())
+    os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    options = {"cpu_ram_efficient_loading": False, "reshard_after_forward": True, **options}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        **options,
+    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    assert accelerator.is_fsdp2
+    return accelerator, plugin
+
+
+def prepared(system, model=None, **options):
+    """The accelerator, the model and its optimizer."""
+    accelerator, plugin = accelerator_for(**options)
+    model = model or llama()
+    if system == "ours":
+        ours.shard(model, plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepare = (
+        accelerator.prepare if system == "fsdp2" else lambda *objects: ours.prepare(accelerator, *objects)
+    )
+    return (accelerator, *prepare(model, optimizer))
+
+
+def train(accelerator, model, optimizer, steps=range(4)):
+    """Losses and norms, and how many reduce-scatters each microbatch took."""
+    found, reductions = [], []
+    for step in steps:
+        batch = tokens(step)
+        with record_collectives() as record, accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            norm = 0.0
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [float(loss.detach()), float(norm)]
+        reductions.append(sum("reduce_scatter" in kind for kind in record.kinds))
+    return found, reductions
+
+
+def same_training():
+    for options in ({}, {"accumulate": 2}, {"reshard_after_forward": False, "accumulate": 2}):
+        theirs, _ = train(*prepared("fsdp2", **options))
+        accelerator, model, optimizer = prepared("ours", **options)
+        assert FSDPModule in type(model).__mro__
+        assert [id(p) for g in optimizer.param_groups for p in g["params"]] == list(
+            map(id, model.parameters())
+        )
+        mine, reductions = train(accelerator, model, optimizer)
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        every = options.get("accumulate", 1)
+        assert [bool(count) for count in reductions] == [(i + 1) % every == 0 for i in range(4)]
+
+
+def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
+    run_ranks(3, same_training)
+
+
+def checkpoints(folder):
+    from torch.distributed.fsdp import StateDictType
+
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
+        path = str(folder / kind.name)
+        accelerator, model, optimizer = prepared("ours", state_dict_type=kind)
+        train(accelerator, model, optimizer, range(2))
+        accelerator.save_state(path)
+        expected, _ = train(accelerator, model, optimizer, range(2, 4))
+        accelerator, model, optimizer = prepared("ours", model=llama(seed=5), state_dict_type=kind)
+        ours.load_state(accelerator, path)
+        assert train(accelerator, model, optimizer, range(2, 4))[0] == expected
+    theirs, model, _ = prepared("fsdp2", state_dict_type=kind)  # a full one of ours goes on in FSDP2
+    theirs.load_state(path)
+    assert train(theirs, model, _, range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
+    run_ranks(2, checkpoints, tmp_path)
+
+
+def exported(folder):
+    accelerator, model, _ = prepared("ours")
+    found = accelerator.get_state_dict(model)
+    expected = llama().state_dict()
+    if dist.get_rank() == 0:
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in expected)
+    accelerator.save_model(model, str(folder))
+    dist.barrier()
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "model.safetensors")
+    assert all(saved[name].equal(expected[name]) for name in expected)
+
+
+def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
+    run_ranks(2, exported, tmp_path)
+
+
+def loaded_from_rank_0():
+    for tied in (False, True):
+        expected = llama(tied=tied)
+        mine = llama(seed=dist.get_rank(), tied=tied)  # only rank 0 has the values
+        _, plugin = accelerator_for(cpu_ram_efficient_loading=True)
+        ours.shard(mine, plugin)
+        full = full_state_dict(mine)
+        for name, value in expected.state_dict().items():
+            assert full[name].equal(value), name
+        assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
+        for name, buffer in expected.named_buffers():
+            assert mine.get_buffer(name).equal(buffer), name
+        mine = llama(seed=dist.get_rank(), tied=tied)
+        losses, _ = train(*prepared("ours", model=mine, cpu_ram_efficient_loading=True))
+        theirs, _ = train(*prepared("fsdp2", model=llama(tied=tied)))
+        assert losses == pytest.approx(theirs, rel=1e-5)
+
+
+def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
+    run_ranks(3, loaded_from_rank_0)
+
+
+def policies():
+    _, plugin = accelerator_for(mixed_precision_policy="bf16", ignored_modules="model.norm")
+    model = llama().bfloat16()
+    ours.shard(model, plugin)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert type(model.model.norm.weight.data) is torch.Tensor
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    with pytest.raises(ValueError, match="is sharded already"):
+        ours.shard(model, plugin)
+    plugin.activation_checkpointing = True
+    with pytest.raises(ValueError, match="activation_checkpointing=True"):
+        ours.shard(llama(), plugin)
+    plugin.fsdp_version = 1
+    with pytest.raises(ValueError, match="fsdp_version=1; expected 2"):
+        ours.shard(nn.Linear(2, 2), plugin)
+
+
+def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
+    run_ranks(2, policies)
+
+
+def example(folder):
+    path = Path(__file__).parent.parent / "examples" / "train_accelerate.py"
+    spec = importlib.util.spec_from_file_location("train_accelerate", path)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    accelerator, _ = accelerator_for(accumulate=2)
+    losses = script.train(accelerator, str(folder))
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.skipif(
+    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
+)
+def test_the_example_trains(tmp_path):
+    run_ranks(2, example, tmp_path)
+
+
+def test_importing_the_adapter_imports_no_trainer():
+    code = (
+        "import sys, fsdp_runtime.integrations.accelerate; assert 'accelerate' not in sys.modules, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
