@@ -46,6 +46,10 @@ class DataMesh:
     num_replicas: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in {self.mesh}; only the ranks of a mesh may shard over it"
+            )
         axis = self.mesh.ndim - 1
         size = self.mesh.size(axis)
         found = {"hybrid": axis == 1, "shard_size": size, "shard_rank": self.mesh.get_local_rank(axis)}
@@ -122,7 +126,6 @@ def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
             f"fully_shard got the 2D mesh {mesh} without names; give init_device_mesh "
             'mesh_dim_names=("replicate", "shard"): HSDP cuts over the last dimension and copies over the first'
         )
-    _check_member(mesh)
     return DataMesh(mesh)
 
 
@@ -147,15 +150,7 @@ def data_mesh_of(info: Any) -> DataMesh:
     dims = getattr(info, "dp_mesh_dims", None)
     if dims is None:
         return data_mesh(mesh)
-    _check_member(mesh)
     return DataMesh(mesh, info.spmd_mesh, _as_names(dims.shard) + _as_names(dims.replicate))
-
-
-def _check_member(mesh: DeviceMesh) -> None:
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in {mesh}; only the ranks of a mesh may shard over it"
-        )
 
 
 def _named_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:

@@ -18,19 +18,16 @@ _WORDS = 4  # of 62 bits, of a digest
 
 
 def choose_meshes(
-    names: Mapping[torch.Tensor, str], placement_fn: PlacementFn | None, default: DataMesh
+    names: Mapping[torch.Tensor, str], placement_fn: PlacementFn, default: DataMesh
 ) -> dict[torch.Tensor, DataMesh]:
     """The mesh of each parameter. Those over the same process groups get the same object, the unit's where it is one.
 
-    With a function, issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose
-    the same meshes.
+    Issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose the same meshes.
 
     Raises:
         ValueError, TypeError: naming the parameter: the function returned something else, or a mesh that this rank is
             not in; or ranks that choose differently. On every rank.
     """
-    if placement_fn is None:
-        return dict.fromkeys(names, default)
     known = {default.groups: default}
     chosen: dict[torch.Tensor, DataMesh] = {}
     problem: Exception | None = None

@@ -18,7 +18,7 @@ from dbuffer import Handle
 from ._grad_memory import GradientMemory
 from ._group import Group
 from ._labels import label
-from ._scaling import Scaling
+from ._scaling import AllReduceHook, Scaling
 from ._streams import Streams
 from ._unit import Param, Unit
 
@@ -50,15 +50,18 @@ class Reduction:
         self._streams = streams
         self._event: Any = None
         self._used: list[list[Param]] = []
-        self._scalings: list[Scaling] = []
         self._memories: list[GradientMemory] = []
+        # With their scalings, those of groups on meshes with replicas, and without.
+        self._hybrid: list[tuple[GradientMemory, Scaling]] = []
+        self._flat: list[tuple[GradientMemory, Scaling]] = []
         partial: list[bool] = []
         for group in groups:
             gradients = group.gradients
             partial.append(gradients.partial)
-            self._scalings.append(gradients.scaling)
             self._used.append(gradients.close())
             self._memories.append(gradients.memory)
+            kind = self._hybrid if group.plan.data.hybrid else self._flat
+            kind.append((gradients.memory, gradients.scaling))
         self._handles: list[Handle] = []
         with label("post_backward_reduce", unit.name):
             for call, add in unit.reductions_of(groups, partial):
@@ -81,7 +84,8 @@ class Reduction:
             for group, memory in zip(self.groups, self._memories, strict=True):
                 partial = group.plan.data.hybrid and not self._options.all_reduce
                 group.gradients.free(memory, partial=partial)
-            self._call_hook(hybrid=False)
+            if self._options.hook is not None and self._flat:
+                self._call_hook(self._options.hook, self._flat)
             self._event = layer.record()
         self.state = ReductionState.FREED
 
@@ -91,25 +95,15 @@ class Reduction:
             return
         self.free()
         self.state = ReductionState.REPLICATED
-        replicated = self._on_mesh(hybrid=True)
-        if not replicated or not self._options.all_reduce:
+        if not self._hybrid or not self._options.all_reduce:
             return
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self._unit_name):
-            for memory, how in replicated:
+            for memory, how in self._hybrid:
                 handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
                 self._handles.append(handle)
 
-    def _on_mesh(self, *, hybrid: bool) -> list[tuple[GradientMemory, Scaling]]:
-        """Those of the groups on meshes with replicas, or without."""
-        found = zip(self.groups, self._memories, self._scalings, strict=True)
-        return [(memory, how) for group, memory, how in found if group.plan.data.hybrid is hybrid]
-
-    def _call_hook(self, *, hybrid: bool) -> None:
-        """Call the user's hook, if there is one, with the shards of the groups on meshes with replicas, or without."""
-        hook, reduced = self._options.hook, self._on_mesh(hybrid=hybrid)
-        if hook is None or not reduced:
-            return
+    def _call_hook(self, hook: AllReduceHook, reduced: list[tuple[GradientMemory, Scaling]]) -> None:
         layer = self._streams.layer
         with layer.on(self._options.hook_stream):
             for memory, _ in reduced:
@@ -126,7 +120,8 @@ class Reduction:
             with layer.on(self._streams.reduce, ()):
                 for handle in self._handles:
                     handle.wait()
-                self._call_hook(hybrid=True)
+                if self._options.hook is not None and self._hybrid:
+                    self._call_hook(self._options.hook, self._hybrid)
                 self._event = layer.record()
         layer.wait(self._event)
         if self.groups[0].plan.offload is not None:

@@ -267,7 +267,7 @@ def _find_params(
                 name = f"{path}.{attribute}" if path else attribute
                 names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
                 places.setdefault(param, []).append(Place(module, attribute))
-    meshes = choose_meshes(names, placement_fn, data)
+    meshes = dict.fromkeys(names, data) if placement_fn is None else choose_meshes(names, placement_fn, data)
     return [_take(names[param], param, where, meshes[param]) for param, where in places.items()]
 
 
