@@ -752,8 +752,8 @@ def clipped(foreach, order):
     wanted = torch.nn.utils.clip_grad_norm_(twins, 0.5, order, foreach=foreach)
     assert norm.item() == pytest.approx(wanted.item(), rel=1e-6)
     for param, twin in zip(params, twins, strict=True):
-        grad: Any = param.grad
-        full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        found: Any = param.grad
+        full = found.full_tensor() if hasattr(found, "full_tensor") else found
         torch.testing.assert_close(full, twin.grad, rtol=1e-6, atol=1e-7)
     return record.kinds
 
@@ -764,7 +764,9 @@ def clipped(foreach, order):
 def test_torchs_clipping_takes_any_mix_of_meshes_plain_tensors_and_dtensors(foreach, order):
     kinds = run_ranks(4, clipped, foreach, order)[0]
     assert set(kinds) == {"all_reduce"}
-    if foreach is None:  # fp32: over all ranks, and over pairs, which "shard" and "ep" share; fp64: over all ranks
+    if (
+        foreach is None
+    ):  # fp32: over all ranks, and over pairs, which "shard" and "ep" share; fp64: over all ranks
         assert len(kinds) == 3
 
 
