@@ -157,8 +157,13 @@ def integrations(session: nox.Session) -> None:
     _prepare(session)
     others = ("transformers>=5", "peft>=0.17", "accelerate>=1.10", "torchao>=0.18")
     session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
-    tests = ("test_lora.py", "test_extensions_torchao.py", "train/test_train_float8.py", "parity/test_hf.py")
-    tests += ("parallel/test_parallel.py",)
+    tests = (
+        "test_lora.py",
+        "test_extensions_torchao.py",
+        "train/test_train_float8.py",
+        "parity/test_hf.py",
+        "parallel/test_parallel.py",
+    )
     session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
 
 
