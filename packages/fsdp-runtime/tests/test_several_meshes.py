@@ -46,9 +46,7 @@ def check_gradients(model, make=seeded, rtol=1e-5, atol=1e-6, steps=1, **options
             (loss_of(alone, tokens(step, rank=rank)) / 4).backward()
     for (name, found), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
         grad = None if found.grad is None else found.grad.full_tensor()
-        torch.testing.assert_close(
-            grad, wanted.grad, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(grad, wanted.grad, rtol=rtol, atol=atol, msg=name)
 
 
 def counted(model, step=0):
@@ -179,7 +177,8 @@ def unused_on_some_ranks(expert_of):
     model(torch.full((2, 8), dist.get_rank() + 1.0), expert_of[dist.get_rank()]).square().mean().backward()
     for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         whole = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
-        mine = distribute_like(whole, found, src_data_rank=None).to_local()
+        like: Any = distribute_like(whole, found, src_data_rank=None)
+        mine = like.to_local()
         if found.grad is None:  # as in FSDP2 where a rank neither used it nor holds what others contributed
             assert not mine.any()
         else:

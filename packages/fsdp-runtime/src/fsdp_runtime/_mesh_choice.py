@@ -22,8 +22,7 @@ def choose_meshes(
 ) -> dict[torch.Tensor, DataMesh]:
     """The mesh of each parameter. Those over the same process groups get the same object, the unit's where it is one.
 
-    Issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose
-    the same meshes.
+    Issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose the same meshes.
 
     Raises:
         ValueError, TypeError: naming the parameter: the function returned something else, or a mesh that this rank is

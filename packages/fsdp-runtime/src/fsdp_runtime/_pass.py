@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from . import _torch_compat as compat
+from ._amax import share_amax
 from ._backward import Backward
 from ._group import Group
 from ._labels import label
 from ._schedule import Schedule
 from ._streams import Streams
-from ._unit import Unit, UnitState, share_amax
+from ._unit import Unit, UnitState
 
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event

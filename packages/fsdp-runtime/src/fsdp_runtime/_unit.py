@@ -1,7 +1,7 @@
 """One `fully_shard` call: its parameters, gathered and freed together."""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 import dbuffer
 from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 
+from ._amax import share_amax
 from ._group import Group
 from ._labels import label
 from ._mesh import DataMesh
@@ -62,26 +63,6 @@ class UnitOptions:
     separate_reductions: bool = False  # whether reductions have process groups of their own
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
-
-
-def share_amax(groups: Iterable[Group], streams: Streams, after: Sequence[Any] | None) -> bool:
-    """Find the amax of tiles that are cut, where parameters changed: one all-reduce a mesh, on the gathers' stream.
-
-    Args:
-        after: events that must have completed first. None: all that the current stream holds.
-
-    Returns:
-        whether anything was to be done.
-    """
-    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # units may have equal meshes of their own
-    for group in groups:
-        if group.plan.shares_amax and group.buffer is not None and dbuffer.needs_amax(group.buffer):
-            by_mesh.setdefault(group.plan.data.mesh, []).append(group.buffer)
-    if by_mesh:
-        with streams.layer.on(streams.gather, after):
-            for buffers in by_mesh.values():
-                dbuffer.share_amax(buffers)
-    return bool(by_mesh)
 
 
 class Unit:
@@ -177,7 +158,7 @@ class Unit:
         """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
         assert self._make_hook is not None
         self.around_others = around_others
-        self.on_several_meshes = False
+        meshes: set[DataMesh] = set()
         self.groups = []
         self._forget_calls()
         kinds: dict[tuple[Any, ...], list[Param]] = {}
@@ -187,9 +168,10 @@ class Unit:
             selected = policy is not None and is_selected(param, policy)
             extended = param.extension is not None
             child = children.get(param.name, 0)
-            self.on_several_meshes = self.on_several_meshes or param.data is not params[0].data
             kind = (param.data, param.dtype, param.requires_grad, child, selected, extended)
             kinds.setdefault(kind, []).append(param)
+            meshes.add(param.data)
+        self.on_several_meshes = len(meshes) > 1
         for members in kinds.values():
             plan = plan_group(members, self._request)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"

@@ -361,11 +361,12 @@ def qwen3_moe() -> nn.Module:
     """Qwen3-MoE as it is, small."""
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32, hidden_size=24, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=6, num_experts_per_tok=2,
-        max_position_embeddings=64, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 6,
+        "num_experts_per_tok": 2, "max_position_embeddings": 64, "use_cache": False, "attn_implementation": "eager",
+    }  # fmt: skip
+    config = transformers.Qwen3MoeConfig(**sizes)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 

@@ -70,6 +70,9 @@ def main() -> None:
         "Loss, gradients (after clipping) and the norm are distances from one plain process, relative; what is further "
         "than 1e-4 is bold.",
         "Each case is also a test (`tests/parallel`), which holds ours to 1e-5 and to the exact number of collectives.",
+        "Both clip with `torch.nn.utils.clip_grad_norm_`, unless the case says otherwise; where that raises, the case "
+        "goes on without clipping.",
+        "Trainers that use FSDP2 on several meshes compute the norm of each mesh by themselves and join them.",
         "",
         "Made by `python packages/fsdp-runtime/tests/parallel/make_table.py`; "
         f"torch {torch.__version__}, {platform.machine()}.",

@@ -82,7 +82,8 @@ def _of_torchs(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...], torch.Tensor]:
             placements=[_REPLICATE if isinstance(p, Partial) else p for p in theirs.placements]
         )
     axes = tuple(axis for axis, p in enumerate(theirs.placements) if not isinstance(p, Replicate))
-    return theirs.device_mesh, axes, theirs.to_local()
+    local: Any = theirs.to_local()
+    return theirs.device_mesh, axes, local.wait() if hasattr(local, "wait") else local
 
 
 def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dtype | None) -> None:

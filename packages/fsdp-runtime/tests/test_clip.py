@@ -1,0 +1,72 @@
+"""`clip_grad_norm_` of this package: a plain norm, also over pipeline stages."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_runtime import clip_grad_norm_, fully_shard
+from ragged_shard import distribute_like
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+def stage(number):
+    torch.manual_seed(number)
+    return nn.Linear(8, 4 + 3 * number)
+
+
+def with_gradients(model, scale=1.0):
+    for seed, param in enumerate(model.parameters()):
+        param.grad = scale * torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def clip_stages(order):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mine: Any = stage(mesh.get_local_rank("pp"))
+    fully_shard(mine, mesh=mesh["dp"])
+    whole = nn.ModuleList(with_gradients(stage(number)) for number in range(2))
+    x = torch.zeros(1, 8)
+    mine(x).sum().backward()  # gives the gradients their places
+    for param, wanted in zip(mine.parameters(), whole[mesh.get_local_rank("pp")].parameters(), strict=True):
+        param.grad.copy_(distribute_like(wanted.grad, param.grad, src_data_rank=None))
+    with record_collectives() as record:
+        norm = clip_grad_norm_(mine.parameters(), 0.5, order, pp_mesh=mesh["pp"])
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, order)
+    assert type(norm) is torch.Tensor
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert record.kinds == ["all_reduce"] * 2
+    for param, wanted in zip(mine.parameters(), whole[mesh.get_local_rank("pp")].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
+    run_ranks(4, clip_stages, order)
+
+
+def not_finite():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = with_gradients(stage(0), float("nan") if mesh.get_local_rank("pp") else 1.0)
+    before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="over all pipeline stages is nan: not clipped"):
+        clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True, pp_mesh=mesh["pp"])
+    for param, kept in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad, kept, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match="pp_mesh has 2 axes"):
+        clip_grad_norm_(model.parameters(), 0.5, pp_mesh=mesh)
+
+
+def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
+    run_ranks(4, not_finite)
+
+
+def test_plain_parameters_are_clipped_as_by_torch():
+    model, other = with_gradients(stage(1)), with_gradients(stage(1))
+    found = clip_grad_norm_(model.parameters(), 0.5)
+    assert torch.equal(found, nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param.grad, wanted.grad)
+    assert clip_grad_norm_([torch.ones(1, requires_grad=True)], 1.0) == 0
