@@ -23,7 +23,7 @@ from block_optim import SOAP, Shampoo, param_groups_for
 from block_optim.core.holding import own_elements
 from ragged_shard import RaggedDTensor
 
-SECTION = "Checkpoints from layout to layout, 4 experts in each of 2 layers: dp2 x tp2, pp2 x dp2, ep2 x dp2, plain, dp4"
+SECTION = "Checkpoints from dp2 x tp2 to pp2 x dp2 to ep2 x dp2 to plain to dp4, model and optimizer"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Make = Callable[[Any], torch.optim.Optimizer]
 build = transformer(4)
