@@ -764,9 +764,7 @@ def clipped(foreach, order):
 def test_torchs_clipping_takes_any_mix_of_meshes_plain_tensors_and_dtensors(foreach, order):
     kinds = run_ranks(4, clipped, foreach, order)[0]
     assert set(kinds) == {"all_reduce"}
-    if (
-        foreach is None
-    ):  # fp32: over all ranks, and over pairs, which "shard" and "ep" share; fp64: over all ranks
+    if foreach is None:  # fp32: over all ranks, and over pairs, which "shard" and "ep" share; fp64: over all ranks
         assert len(kinds) == 3
 
 
