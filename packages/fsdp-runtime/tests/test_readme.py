@@ -62,6 +62,43 @@ def test_the_example_with_experts_runs():
     assert others == [first] * 3
 
 
+def run_tensor_parallel(code):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block())
+    model.blocks = model[:]
+    namespace: dict = {"model": model, "x": torch.ones(2, 8)}
+    exec(code, namespace)
+    return namespace["loss"].item(), model[0].down.weight.detach().full_tensor().sum().item()
+
+
+def test_the_example_with_tensor_parallelism_runs():
+    code = next(code for code in examples() if "parallelize_module" in code)
+    first, *others = run_ranks(4, run_tensor_parallel, code)
+    assert others == [first] * 3
+
+
+def run_pipeline(code):
+    torch.manual_seed(0)
+    stages = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2)]
+    namespace: dict = {"stages": stages, "x": torch.ones(8, 8), "y": torch.zeros(8, 8)}
+    exec(code, namespace)
+    return namespace["norm"].item()
+
+
+def test_the_example_with_a_pipeline_runs():
+    first, *others = run_ranks(4, run_pipeline, next(code for code in examples() if "PipelineStage" in code))
+    assert first > 0
+    assert others == [first] * 3
+
+
 def run_at_rest(code):
     import transformers
 

@@ -1,6 +1,9 @@
 """Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
 
+import itertools
+import math
 import weakref
+import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ragged_shard import CPU, RaggedShard, StridedRaggedShard
+from ragged_shard import CPU, RaggedShard, StridedRaggedShard, held_boxes
 
 from . import _torch_compat as compat
 from ._errors import WrongCallError
@@ -191,6 +194,13 @@ class OtherParallelism:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements of the piece of each rank of the mesh."""
+        coordinates = itertools.product(*map(range, self.mesh.shape))
+        boxes = (held_boxes(self.shape, self.mesh.shape, self.placements, where) for where in coordinates)
+        return tuple(sum(math.prod(size) for _, size in held) for held in boxes)
+
 
 def take_apart(
     name: str, param: torch.Tensor, data: DataMesh
@@ -228,7 +238,32 @@ def take_apart(
                 f"{name} is {placement} over {mesh}; fully_shard combines with Shard and Replicate there: "
                 "redistribute it first"
             )
-    return param.to_local(), OtherParallelism(mesh, placements, param.shape, param.stride())
+    other = OtherParallelism(mesh, placements, param.shape, param.stride())
+    if param.numel() and min(other.pieces) == 0:
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)}, {placements} over {mesh}, leaves a rank without any of it; pad it, "
+            "or cut it over fewer ranks"
+        )
+    return param.to_local(), other
+
+
+def check_alike(name: str, other: OtherParallelism, placements: tuple[Any, ...]) -> None:
+    """Raise ValueError, on all ranks, unless a parameter in unequal pieces is cut alike in all of them.
+
+    One all-reduce of 16 bytes for each axis of the other parallelism, where its pieces are not equal.
+    """
+    if len(set(other.pieces)) == 1 or compat.is_simulated(other.mesh.get_group(0)):
+        return
+    mark = zlib.crc32(repr(placements).encode())
+    both = torch.tensor([mark, -mark], dtype=torch.int64, device=other.mesh.device_type)
+    for group in other.mesh.get_all_groups():
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    if both[0] != -both[1]:
+        raise ValueError(
+            f"{name} of shape {tuple(other.shape)}: {other.placements} over {other.mesh} leaves pieces of different "
+            f"sizes, of which each would be cut in another way (here as {placements}). Pad it to a multiple of the "
+            "ranks that cut it, or give it a unit and a block policy of its own (Whole())"
+        )
 
 
 def place(

@@ -14,7 +14,7 @@ from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 from ._amax import share_amax
 from ._group import Group
 from ._labels import label
-from ._mesh import DataMesh
+from ._mesh import DataMesh, check_alike
 from ._param import MakeHook, ManagedParam
 from ._plan import Request, children_of, is_selected, plan_group
 from ._scaling import ReduceOptions
@@ -174,6 +174,9 @@ class Unit:
         self.on_several_meshes = len(meshes) > 1
         for members in kinds.values():
             plan = plan_group(members, self._request)
+            for member, cut in zip(members, plan.params, strict=True):
+                if member.other is not None:
+                    check_alike(member.name, member.other, cut.placements)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
             reduction = self.options.reduction
             group = Group(self.name, suffix, plan, members, self._streams, self._make_hook, reduction)
