@@ -13,7 +13,7 @@ from bench.common.ranks import answer, launch
 from bench.gpu import convert
 from bench.gpu import run as gpu
 from bench.report import history, page
-from bench.scale import network, predict
+from bench.scale import network, parallel, predict
 from bench.systems.adapters import SYSTEMS
 from bench.systems.workloads import WORKLOADS, batch_of, describe
 from bench.times import host, rounds, speed
@@ -194,7 +194,7 @@ def test_without_overlap_everything_adds_up():
 
 
 def test_one_node_pays_no_network_and_one_gpu_nothing():
-    cluster = network.Cluster()
+    cluster = predict.Cluster()
     assert cluster.gather(1e9, 1) == 0.0
     assert cluster.gather(1e9, 8) == pytest.approx(1e9 * 7 / 8 / 450e9 / 0.85 + 7 * 1.5e-6)
 
@@ -207,6 +207,35 @@ def test_flops_of_a_layer_are_two_for_each_active_weight_and_token():
     weights = sum(entry.numel for entry in layer.tensors if len(entry.shape) == 2)
     attention = 2 * predict.TOKENS * predict.SEQUENCE * 8192
     assert predict.flops_of(layer, 1) == 2 * weights * predict.TOKENS + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"), [("llama-3-70b", 8, 1), ("gpt-oss-120b", 1, 8), ("deepseek-v3", 1, 64)]
+)
+def test_shared_matrices_and_experts_hold_every_parameter_once(name, tp, ep):
+    from layout_planner import load_model
+
+    model, ours = load_model(name), predict.SYSTEMS[0]
+    shared = parallel.Parallel(tp, ep)
+    for group in model.groups:
+        parts = list(parallel.parts_of(group, ours, 1024, shared))
+        assert sum(part.padded * part.stride for part in parts) == pytest.approx(group.numel, rel=0.02)
+        assert [part.ranks * part.stride for part in parts] == [1024] * len(parts)
+    alone, with_it = (
+        predict.predict(model, ours, 1024, predict.Cluster(), 5e14, p) for p in (parallel.Parallel(), shared)
+    )
+    assert with_it["memory"] < alone["memory"]
+
+
+def test_fsdp2_cuts_few_experts_by_their_rows_as_torchtitan_asks():
+    from layout_planner import load_model
+
+    model, fsdp2 = load_model("gpt-oss-120b"), predict.SYSTEMS[2]
+    padding = [predict.predict(model, fsdp2, 4096, predict.Cluster(), 5e14, p)["padding"] for p in (
+        parallel.Parallel(), parallel.Parallel(ep=8)
+    )]  # fmt: skip
+    assert padding[0] > 10
+    assert padding[1] < 0.1
 
 
 # -- reports and formats ----------------------------------------------------------------------------------------------

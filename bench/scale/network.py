@@ -1,4 +1,4 @@
-"""The model behind `scale`: collectives on a cluster, and one ZeRO-3 step as two streams. Pure arithmetic.
+"""The model behind `scale`: one ZeRO-3 step as two streams. Pure arithmetic.
 
     wire      [gather 1][gather 2]...[gather L]   ...   [gather L-1][reduce L][gather L-2][reduce L-1]...[reduce 1]
     compute             [ f 1 ][ f 2 ]...[ f L ][   b L   ][   b L-1   ]  ...
@@ -7,54 +7,8 @@ A layer's compute waits for its gather; gathers run at most `depth` layers ahead
 already launched. What the step takes beyond its compute is exposed.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes of GPUs; every rate in bytes a second for each GPU.
-
-    Attributes:
-        node: GPUs in a node.
-        nvlink: into one GPU from the others of its node.
-        nic: into one GPU's share of its node's network cards.
-        hop_inside, hop_between: seconds a message takes to start, inside a node and between nodes.
-        efficiency: share of the stated rates that large collectives reach.
-        tree_efficiency: share that the logarithmic algorithm reaches, which trades rate for fewer hops.
-        memory: bytes a second of the GPU's memory, for copies (read and write both count).
-    """
-
-    node: int = 8
-    nvlink: float = 450e9
-    nic: float = 50e9
-    hop_inside: float = 1.5e-6
-    hop_between: float = 6e-6
-    efficiency: float = 0.85
-    tree_efficiency: float = 0.6
-    memory: float = 2.5e12
-
-    def gather(self, total: float, ranks: int) -> float:
-        """Seconds for all ranks to receive `total` bytes, of which each holds an equal part. Also a reduce-scatter.
-
-        Ring: every node receives all but its own part through its cards, hop after hop. Tree: as many bytes, a
-        logarithmic number of hops, a lower rate. The faster of the two.
-        """
-        if ranks == 1:
-            return 0.0
-        inside = min(ranks, self.node)
-        nodes = -(-ranks // self.node)
-        local = total * (inside - 1) / inside / self.nvlink
-        across = total * (nodes - 1) / nodes / (inside * self.nic)
-        rate = max(local, across)
-        ring = rate / self.efficiency + (inside - 1) * self.hop_inside + (nodes - 1) * self.hop_between
-        tree = (
-            rate / self.tree_efficiency
-            + math.log2(max(nodes, 2)) * self.hop_between
-            + inside * self.hop_inside
-        )
-        return min(ring, tree)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ and measures them.
 """
 
 from dataclasses import asdict
-from functools import cache
 from typing import Any
+
+from fsdp_runtime.train.network import Cluster
 
 from ..common import store
 from ..systems.workloads import WORKLOADS
 from .check import check
-from .network import Cluster, Layer, Step, step
-from .padding import padded_group
+from .network import Layer, Step, step
+from .parallel import USUAL, Parallel, exchanges, held_by_exchanges, parts_of
 from .rules import SYSTEMS, Rules
 
 RANKS = (64, 256, 1024, 4096, 16384)
@@ -34,7 +35,11 @@ def assumptions(cluster: Cluster, flops: float) -> list[str]:
     return [
         f"{TOKENS} tokens a GPU and step in sequences of {SEQUENCE}, whatever the number of GPUs (weak scaling); "
         "activations recomputed in backward",
-        f"compute at {flops / 1e12:.0f} TFLOP/s a GPU, experts perfectly balanced, no other parallelism",
+        f"compute at {flops / 1e12:.0f} TFLOP/s a GPU, experts perfectly balanced",
+        "each layout alone, and with what its users add ("
+        + ", ".join(f"{name}{parallel.label}" for name, parallel in USUAL.items())
+        + "): TP inside a node with sequence parallelism, EP over consecutive GPUs, dense parameters sharded over all "
+        "GPUs / TP, experts over all GPUs / EP as torchtitan does; compute waits for their exchanges",
         f"nodes of {c.node} GPUs, NVLink {c.nvlink / 1e9:.0f} GB/s and network {c.nic / 1e9:.0f} GB/s into each GPU, "
         f"{c.efficiency:.0%} of it reached by rings and {c.tree_efficiency:.0%} by trees; "
         f"{1e6 * c.hop_inside:.1f} and {1e6 * c.hop_between:.1f} us a hop; no congestion, no stragglers",
@@ -58,32 +63,47 @@ def flops_of(group: Any, routed: int) -> float:
     return 2 * active * TOKENS + 2 * TOKENS * SEQUENCE * heads  # causal: half of 4 T S D
 
 
-def predict(model: Any, rules: Rules, ranks: int, cluster: Cluster, flops: float) -> dict[str, float]:
+def predict(
+    model: Any,
+    rules: Rules,
+    ranks: int,
+    cluster: Cluster,
+    flops: float,
+    parallel: Parallel = Parallel(),  # noqa: B008  (frozen)
+) -> dict[str, float]:
     """One point of the curves."""
-    layers, largest, padded_total = [], 0, 0
+    layers, largest, state, padded_total, waits = [], 0, 0.0, 0, 0.0
+    routed, hidden = ROUTED[model.name], model.groups[0].tensors[0].shape[1]
     for group in model.groups:
-        padded = _padded(group, rules.block, ranks, rules.padding)
-        forward = flops_of(group, ROUTED[model.name]) / flops
+        parts = list(parts_of(group, rules, ranks, parallel))
+        padded = sum(part.padded for part in parts)
+        forward = flops_of(group, routed) / flops
         copies = 2 * padded * GATHER_BYTES * rules.gather_passes / cluster.memory
         writes = padded * (GATHER_BYTES + REDUCE_BYTES) * rules.reduce_passes / cluster.memory
+        waiting = exchanges(group, parallel, routed, TOKENS, cluster)
         layer = Layer(
-            forward + copies,
-            3 * forward + copies + writes,
-            cluster.gather(padded * GATHER_BYTES, ranks),
-            cluster.gather(padded * REDUCE_BYTES, ranks),
+            forward + copies + waiting,
+            3 * forward + copies + writes + 2 * waiting,
+            sum(cluster.gather(p.padded * GATHER_BYTES, p.ranks, p.stride) for p in parts),
+            sum(cluster.gather(p.padded * REDUCE_BYTES, p.ranks, p.stride) for p in parts),
         )
         layers += [layer] * group.count
         largest = max(largest, padded)
-        padded_total += group.count * padded
+        state += group.count * sum(part.padded / part.ranks for part in parts)
+        padded_total += group.count * sum(part.padded * part.stride for part in parts)
+        waits += group.count * 3 * waiting
     found: Step = step(layers)
     buffers = largest * (rules.gathered * GATHER_BYTES + rules.reducing * REDUCE_BYTES)
-    useful = 4 * sum(g.count * flops_of(g, ROUTED[model.name]) for g in model.groups) / flops
+    useful = 4 * sum(g.count * flops_of(g, routed) for g in model.groups) / flops
     return {
         "seconds": found.total,
         "useful": useful / found.total,
-        "exposed": found.exposed / found.total,
+        "exposed": (found.exposed + waits) / found.total,
         "padding": padded_total / model.numel - 1,
-        "memory": padded_total / ranks * STATE_BYTES + buffers + activations(model),
+        "memory": state * STATE_BYTES
+        + buffers
+        + activations(model)
+        + held_by_exchanges(hidden, parallel, routed, TOKENS),
     }
 
 
@@ -94,13 +114,6 @@ def activations(model: Any) -> float:
     return TOKENS * hidden * 2.0 * (layers + 16)
 
 
-@cache
-def _padded(group: Any, block: str, ranks: int, rule: str) -> int:
-    from layout_planner import parse_block
-
-    return padded_group(group.specs(parse_block(block)), ranks, rule)
-
-
 def curves(cluster: Cluster, flops: float) -> dict[str, Any]:
     """`{model: {system: {figure: [one for each of RANKS]}}}`."""
     from layout_planner import load_model
@@ -109,9 +122,11 @@ def curves(cluster: Cluster, flops: float) -> dict[str, Any]:
     for name in ROUTED:
         model = load_model(name)
         out[name] = {}
-        for rules in SYSTEMS:
-            points = [predict(model, rules, ranks, cluster, flops) for ranks in RANKS]
-            out[name][rules.label] = {key: [point[key] for point in points] for key in points[0]}
+        for parallel in (Parallel(), USUAL[name]):
+            for rules in SYSTEMS:
+                points = [predict(model, rules, ranks, cluster, flops, parallel) for ranks in RANKS]
+                label = rules.label + parallel.label
+                out[name][label] = {key: [point[key] for point in points] for key in points[0]}
     return out
 
 

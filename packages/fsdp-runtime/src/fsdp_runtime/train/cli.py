@@ -21,7 +21,7 @@ _SUBCOMMANDS = {
     "gathers": "the same work with gathers in fp32, bf16, fp8 and int8",
     "convergence": "quantized gathers and reductions at several seeds",
     "optimizers": "the same work with other optimizers",
-    "plan": "what a run will hold in memory, before anything is trained",
+    "plan": "what a run will hold and send, and which splits of its ranks fit",
     "export": "a checkpoint as one safetensors file",
     "verify": "whether checkpoints are as they were written",
 }
@@ -204,14 +204,19 @@ def _for_comparison(options: argparse.Namespace) -> RunConfig:
 
 
 def _plan(argv: list[str]) -> int:
-    from .plan import print_plan
+    from .plan_command import print_plan
 
     parser = _parser(
-        "plan", "What each rank will hold, unit by unit; with --measure, next to a run of a few steps."
+        "plan",
+        "What each rank will hold and send; without --hsdp, --tp, --pp, --cp and --ep also which of them fit memory, "
+        "best predicted first. With --measure, next to a run of a few steps.",
     )
+    parser.add_argument("--memory", type=float, metavar="GiB", help="of a rank (default: the GPU's, else 80)")
     add_run_options(parser)
     options = parser.parse_args(argv)
-    return print_plan(run_config(options), options.ranks)
+    if options.memory is not None and not options.memory > 0:
+        raise TrainError(f"--memory {options.memory}: expected a positive number of GiB")
+    return print_plan(run_config(options), options.ranks, options.memory)
 
 
 def _export(argv: list[str]) -> int:

@@ -45,7 +45,7 @@ def num_cores() -> int:
 
 
 def pick_ranks(config: RunConfig, asked: int | None) -> int:
-    """Local ranks of a run: what was asked for, else the most that GPUs or cores allow and the batch divides by."""
+    """Local ranks of a run: what was asked for, else the most that the machine has and splits and batch divide."""
     device = pick_device(config.device)
     if asked is not None:
         if asked < 1:
@@ -56,7 +56,15 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
     if config.system == "one":
         return 1
     most = num_cores() if is_cpu(device) else torch.accelerator.device_count()
-    return max(n for n in range(1, max(1, most) + 1) if n == 1 or config.batch % (n * config.accumulate) == 0)
+    return max((n for n in range(1, max(1, most) + 1) if _divides(config, n)), default=1)
+
+
+def _divides(config: RunConfig, ranks: int) -> bool:
+    """Whether the splits divide the ranks, and those that read the batch."""
+    try:
+        return config.batch % (config.splits(ranks).readers * config.accumulate) == 0
+    except TrainError:
+        return False
 
 
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finished:

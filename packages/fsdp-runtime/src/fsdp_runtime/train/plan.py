@@ -8,32 +8,34 @@ replays a step of theirs. The peak is
                      gradient shards and temporaries of the optimizer's step
 """
 
-import dataclasses
-import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_runtime import unit_memory
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
-from .corpus import read_data
 from .errors import TrainError
 from .hardware import pick_device
-from .launch import pick_ranks, start_ranks
-from .losses import losses_of
+from .losses import losses_from
 from .memory import LiveBytes
-from .model import Transformer
+from .meshes import Meshes, make_meshes
+from .model import ModelConfig, Transformer
 from .optimizers import make_optimizer, optimizer_spec
-from .systems import Runtime, wrap_order
-from .timeline import ENDS, Buffers, Replay, record
-from .trainer import MEASURED_STEP, model_config
+from .split_runtime import SplitRuntime
+from .splits import Splits
+from .systems import wrap_order
+from .tensor_parallel import parallelize
+from .timeline import ENDS, Buffers, Moment, Replay, record
+from .trainer import model_config
 
 _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
 
@@ -113,60 +115,127 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     Raises:
         TrainError: another system, a transformers model, or an optimizer that is not there or needs values.
     """
+    if dist.is_initialized():
+        raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
+    splits = config.splits(world_size)
+    exchanges = (
+        splits.slices > 1 or splits.ep > 1
+    )  # inside forward and backward, whose values nobody looks at
+    with simulated_ranks(world_size, rank=rank, collectives="skip" if exchanges else "refuse"):
+        return plan_here(config, vocab_size)
+
+
+def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
+    """The same inside `simulated_ranks`, for several plans: DTensor keeps what it knows of a process group by its name.
+
+    Raises:
+        TrainError: as `make_plan`.
+    """
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
     if config.hf_config:
         raise TrainError("plan works out activations for the built-in model, not for --hf-config")
-    sizes = model_config(config, vocab_size)
-    device = pick_device(config.device)
-    if dist.is_initialized():
-        raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
-    with simulated_ranks(world_size, rank=rank, collectives="refuse"):
-        mesh = init_device_mesh(device.type, (world_size,))
-        with torch.device("meta"):
-            model: nn.Module = Transformer(sizes)
-        layer_modules = wrap_order(model)
-        Runtime(config, device, mesh).shard(model)
-        try:
-            optimizer = make_optimizer(
-                config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay
-            )
-        except NotImplementedError as error:  # it wants to compare ranks, or values
-            raise TrainError(
-                f"plan cannot build {config.optimizer} on the meta device: use another"
-            ) from error
-        step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
-        of_layers = [list(layer.parameters()) for layer in layer_modules]
-        inner = {id(param) for params in of_layers for param in params}
-        of_root = [param for param in model.parameters() if id(param) not in inner]
-        units = tuple(
-            _unit_plan(module, params, optimizer)
-            for module, params in zip([model, *layer_modules], [of_root, *of_layers], strict=True)
+    sizes, device = model_config(config, vocab_size), pick_device(config.device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    splits = config.splits(world_size)
+    meshes = make_meshes(splits, device.type)
+    stages, step = _sharded(config, sizes, meshes, device)
+    passes = stage_passes(config, sizes, meshes, device)
+    held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
+    waiting = (held - 1) * sum(one.kept for one in passes) // len(passes)
+    gathered = (
+        splits.pp > 1 and held < len(passes) * config.accumulate
+    )  # a forward follows the first backward
+    if gathered:  # gradients are reduced after the last microbatch, of all units
+        waiting += sum(
+            sum(unit.buffers.reducing) + unit.buffers.gradients for units in stages for unit in units
         )
-
-    def build() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if config.precision == "bf16" else torch.float32)
-        try:
-            return Transformer(sizes, checkpointing=config.checkpointing)
-        finally:
-            torch.set_default_dtype(before)
-
-    def run(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        cross_entropy, aux = losses_of(model, tokens, targets)
-        return cross_entropy + config.model.aux_weight * aux
-
-    rows = config.batch // (world_size * config.accumulate)
-    moments = record(build, wrap_order, run, rows, config.seq_len, device)
-    buffers = [unit.buffers for unit in units]
-    at_once, soon, late = (Replay(buffers, config.accumulate > 1, ends).run(moments) for ends in ENDS)
+    peaks, buffers = [], 0
+    for units, one in zip(stages, passes, strict=True):
+        own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
+        replays = [Replay(own, config.accumulate > 1, ends).run(one.moments) for ends in ENDS]
+        peaks.append([replay.peak + waiting for replay in replays])
+        buffers = max(buffers, replays[-1].buffers_peak)
+    at_once, soon, late = (max(of_stages) for of_stages in zip(*peaks, strict=True))
     return MemoryPlan(
-        units=units,
-        buffers=late.buffers_peak,
-        activations=max(moment.live for moment in moments),
-        pass_peaks=(at_once.peak, soon.peak, late.peak),
+        units=tuple(unit for units in stages for unit in units),
+        buffers=buffers,
+        activations=max(moment.live for one in passes for moment in one.moments) + waiting,
+        pass_peaks=(at_once, soon, late),
         optimizer_step=step,
     )
+
+
+def _sharded(
+    config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: torch.device
+) -> tuple[list[list[UnitPlan]], int | None]:
+    """The units of each of this rank's stages, the stage itself first, and what the optimizer's step takes."""
+    system = SplitRuntime(config, device, meshes)
+    with torch.device("meta"):
+        whole = Transformer(sizes)
+    model = system.divide(whole)
+    layers = [wrap_order(stage) for stage in system.stages]
+    for stage in system.stages:
+        system.shard(stage)
+    try:
+        optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
+    except NotImplementedError as error:  # it wants to compare ranks, or values
+        raise TrainError(f"plan cannot build {config.optimizer} on the meta device: use another") from error
+    step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
+    stages = []
+    for stage, inside in zip(system.stages, layers, strict=True):
+        of_layers = [list(layer.parameters()) for layer in inside]
+        inner = {id(param) for params in of_layers for param in params}
+        of_stage = [param for param in stage.parameters() if id(param) not in inner]
+        pairs = zip([stage, *inside], [of_stage, *of_layers], strict=True)
+        stages.append([_unit_plan(module, params, optimizer) for module, params in pairs])
+    return stages, step
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One microbatch through one stage, forward and backward: its moments, and bytes kept between the two."""
+
+    moments: list[Moment]
+    kept: int
+
+
+def stage_passes(config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: torch.device) -> list[Pass]:
+    """What each of this rank's stages holds in addition to parameters and kept gradients."""
+    splits = meshes.splits
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    length, rows = config.seq_len // splits.cp, config.batch // (splits.readers * config.accumulate)
+    numbers = splits.stages_of(meshes.rank_of("pp")) if splits.pp > 1 else [0]
+
+    def build(number: int) -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model = Transformer(sizes, checkpointing=config.checkpointing)
+        finally:
+            torch.set_default_dtype(before)
+        if not splits.plain:
+            parallelize(model, meshes, config.seq_len)
+        return model if splits.pp == 1 else model.stage(splits.layers_of(number, sizes.num_layers))
+
+    def run(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first, last = getattr(model, "embed", None) is not None, getattr(model, "head", None) is not None
+        shape = rows, length // splits.tp, sizes.dim
+        x = tokens if first else torch.zeros(shape, dtype=dtype, device=tokens.device, requires_grad=True)
+        out = model(x)
+        if not last:
+            return torch.as_tensor(out[0].float().sum() + out[1])
+        cross_entropy, aux = losses_from(out, targets)
+        return cross_entropy + config.model.aux_weight * aux
+
+    with loss_parallel() if splits.tp > 1 else nullcontext():
+        return [_pass(partial(build, number), run, rows, length, device) for number in numbers]
+
+
+def _pass(build: Callable[[], nn.Module], run: Any, rows: int, length: int, device: torch.device) -> Pass:
+    moments = record(build, wrap_order, run, rows, length, device)
+    kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
+    return Pass(moments, kept[0])
 
 
 def _unit_plan(
@@ -225,43 +294,8 @@ def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ta
     return live.peak
 
 
-def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
-    """Print a run's plan; with ``measure`` also run a few steps and print how far the measured peak was from it.
-
-    Returns 0.
-    """
-    ranks = pick_ranks(config, asked_ranks)
-    config.check(ranks)
-    data = read_data(
-        config.data,
-        dtype=config.dtype,
-        vocab_size=config.vocab_size,
-        held_out=config.held_out,
-        seq_len=config.seq_len,
-    )
-    plan = make_plan(config, data.vocab_size, ranks)
-    for line in plan_lines(plan, ranks):
-        print(line)
-    if not config.measure:
-        return 0
-    sys.stdout.flush()
-    short = dataclasses.replace(
-        config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
-    )
-    summary = start_ranks(short, ranks, quiet=True).summary
-    for text, planned, measured in (
-        ("live bytes before it", plan.at_rest, summary["measured_rest"]),
-        ("peak", plan.peak, summary["measured_peak"]),
-    ):
-        off = 100 * (measured / planned - 1)
-        print(
-            f"step {MEASURED_STEP}, measured {text}: {_mb(measured)} MB, {off:+.1f} % from {_mb(planned)} MB planned"
-        )
-    return 0
-
-
-def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """The plan as a markdown table and sums."""
+def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> list[str]:
+    """The plan as a markdown table and sums; what is sent only where all parameters are sharded over the same ranks."""
     lines = [
         f"rank 0 of {ranks}; MB are 10^6 bytes",
         "",
@@ -271,9 +305,15 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
     for unit in plan.units:
         shard = " + ".join(f"{size:,}" for size in unit.shards)
         lines.append(
-            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * unit.padding:.2f} % | {_mb(unit.weights)} "
-            f"| {_mb(unit.buffers.gradients)} | {_mb(unit.state)} | {_mb(sum(unit.buffers.gathered))} |"
+            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * unit.padding:.2f} % | {megabytes(unit.weights)} "
+            f"| {megabytes(unit.buffers.gradients)} | {megabytes(unit.state)} "
+            f"| {megabytes(sum(unit.buffers.gathered))} |"
         )
+    over = splits.shards if splits else ranks
+    sent = [
+        ("sent by one gather of every unit", (over - 1) * sum(unit.given for unit in plan.units)),
+        ("sent by one reduction of every unit", (over - 1) * sum(unit.reduced for unit in plan.units)),
+    ]
     held = [
         ("weights, their codes, optimizer state, for good", plan.at_rest),
         ("gradients, when all are there", plan.gradients),
@@ -281,15 +321,15 @@ def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
         ("activations and temporaries, at most", plan.activations),
         ("the last three together, at most", plan.pass_peaks[-1]),
         ("temporaries of the optimizer's step", plan.optimizer_step),
-        ("sent by one gather of every unit", (ranks - 1) * sum(unit.given for unit in plan.units)),
-        ("sent by one reduction of every unit", (ranks - 1) * sum(unit.reduced for unit in plan.units)),
+        *(sent if splits is None or splits.one_mesh else ()),
         ("peak if reductions are over at once", plan.bounds[0]),
         ("peak if they take the next unit's backward", plan.bounds[1]),
         ("reserved on CUDA, at least (an estimate)", plan.reserved),
         ("expected peak, half-way", plan.peak),
     ]
-    return [*lines, "", *(f"{text + ':':<48}{_mb(nbytes):>12} MB" for text, nbytes in held)]
+    return [*lines, "", *(f"{text + ':':<48}{megabytes(nbytes):>12} MB" for text, nbytes in held)]
 
 
-def _mb(nbytes: int | None) -> str:
+def megabytes(nbytes: int | None) -> str:
+    """As text, in 10^6 bytes."""
     return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"

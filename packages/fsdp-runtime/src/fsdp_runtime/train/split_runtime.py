@@ -36,7 +36,6 @@ class SplitRuntime(Runtime):
         model = self.divide(model)
         for stage in self.stages:
             self.shard(stage)
-            self._divide_gradients(stage)
             self.materialise(stage, initialise)
         if self.splits.pp > 1:
             self._pipeline = Pipeline(self.config, self.device, self.meshes, self.stages)
@@ -45,7 +44,7 @@ class SplitRuntime(Runtime):
     def divide(self, model: nn.Module) -> nn.Module:
         """Cut matrices and layers; sets `stages`. Returns the model with this rank's layers."""
         self.stages = [model]
-        if not isinstance(model, Transformer):
+        if self.splits.plain or not isinstance(model, Transformer):
             return model
         if experts := parallelize(model, self.meshes, self.config.seq_len):
             mesh = self.meshes.expert_shard_mesh
@@ -58,12 +57,17 @@ class SplitRuntime(Runtime):
         self.stages = [mine.stage(part) for part in parts]
         return mine
 
-    def _divide_gradients(self, stage: nn.Module) -> None:
-        """Experts sum gradients of other ranks than all else does: the average is over the same losses."""
+    def shard(self, model: nn.Module) -> None:
+        """As the base. Experts sum gradients of other ranks than all else does: the average is over the same losses."""
+        super().shard(model)
         if "shard_placement_fn" in self.options:
-            for module in stage.modules():
+            for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(self.splits.readers * self.splits.cp)
+
+    def roots(self, model: nn.Module) -> list[nn.Module]:
+        """The stages."""
+        return self.stages
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """As the base. In a pipeline the last stage has the losses, times its ranks, and the others 0."""

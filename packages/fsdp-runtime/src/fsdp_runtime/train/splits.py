@@ -90,6 +90,28 @@ class Splits:
         """The rank of the pipeline that has a stage."""
         return next(rank for rank in range(self.pp) if stage in self.stages_of(rank))
 
+    def passes_held(self, pp_rank: int, accumulate: int) -> int:
+        """How many microbatches' activations, a stage each, a rank keeps at most until their backward."""
+        per_rank, there_and_back, _ = SCHEDULES[self.schedule]
+        if self.pp == 1:
+            return 1
+        if self.schedule == "gpipe":
+            return accumulate
+        after = self.pp - 1 - pp_rank
+        most = self.pp * 2 if there_and_back else (per_rank - 1) * self.pp + per_rank * after + 1
+        return min(per_rank * accumulate, most)
+
+    def bubble(self, accumulate: int) -> float:
+        """The share of a step that ranks of the pipeline wait for each other, backward as long as two forwards.
+
+        Stages of a rank shorten it; schedules that split backward fill it with the weights' gradients.
+        """
+        per_rank, there_and_back, _ = SCHEDULES[self.schedule]
+        if self.pp == 1:
+            return 0.0
+        filled = 3 if there_and_back or self.schedule.endswith("-zb") else 1
+        return (self.pp - 1) / (per_rank * accumulate * filled + self.pp - 1)
+
     def layers_of(self, stage: int, num_layers: int) -> range:
         """The layers of one stage; the first stages have one more where they do not divide."""
         each, more = divmod(num_layers, self.stages)

@@ -7,7 +7,7 @@ optimizer's step go through it, because DeepSpeed wants them to itself.
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,6 +75,10 @@ class System:
         return torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16", cache_enabled=False
         )
+
+    def roots(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that gather what they have around their layers."""
+        return [model]
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
@@ -336,14 +340,12 @@ def not_installed(system: str) -> str | None:
     return None
 
 
-def pool_bytes(model: nn.Module) -> int:
-    """Bytes of gathered buffers of a model that fsdp_runtime has sharded, lent and kept; 0 of others."""
+def pool_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of gathered buffers of models that fsdp_runtime has sharded, lent and kept; 0 of others."""
     from fsdp_runtime import FSDPModule, gathered_memory
 
-    if not isinstance(model, FSDPModule):
-        return 0
-    stats = gathered_memory(model)
-    return stats.lent_bytes + stats.parked_bytes
+    found = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
+    return sum(stats.lent_bytes + stats.parked_bytes for stats in found)
 
 
 def quantization(weights: str, gradients: str, compute: Any) -> Any:

@@ -9,7 +9,7 @@ a unit's first parameter), ``done`` (of the first layer's backward; those of oth
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,6 +42,10 @@ class Buffers:
     keeps: bool  # stays gathered between forward and backward
     received: int = 0  # next to the gathered gradients while they are reduced
     decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
+
+    def without_gradients(self) -> "Buffers":
+        """The same in a microbatch after which nothing is reduced."""
+        return replace(self, reducing=(), gradients=0, received=0)
 
 
 def record(

@@ -119,7 +119,8 @@ class Trainer:
         if config.save_every:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group)
-        self._meter = StepMeter(self.device, lambda: pool_bytes(self.model)) if config.measure else None
+        roots = self.system.roots(self.model)
+        self._meter = StepMeter(self.device, lambda: pool_bytes(roots)) if config.measure else None
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
 
