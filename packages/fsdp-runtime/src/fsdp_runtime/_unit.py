@@ -97,7 +97,7 @@ class Unit:
         groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         root: whether no other unit is around it.
-        asleep: whether its shards are in CPU memory until `reload`; see `weights.sleep`.
+        closed: why its parameters cannot be used now, and what to do; empty where they can. See `weights`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Unit:
         self.groups: list[Group] = []
         self.around_others = False
         self.root = True
-        self.asleep = False
+        self.closed = ""
         self.quantized = request.quantize is not None
         self._request = request
         self._neighbors = neighbors  # to gather from again after forward
@@ -214,16 +214,14 @@ class Unit:
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
 
-    def check_awake(self) -> None:
-        """Raise RuntimeError where the shards are in CPU memory."""
-        if self.asleep:
-            raise RuntimeError(
-                f"the parameters of {self.name} are offloaded; call fsdp_runtime.reload(model) before they are used"
-            )
+    def check_open(self) -> None:
+        """Raise RuntimeError where the parameters cannot be used now."""
+        if self.closed:
+            raise RuntimeError(f"the parameters of {self.name} {self.closed}")
 
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
-        self.check_awake()
+        self.check_open()
         for group in self.groups:
             before = group.buffer
             group.adopt()
@@ -272,8 +270,8 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
-        if self.asleep:
-            self.check_awake()
+        if self.closed:
+            self.check_open()
         absent = self._freed if self.state is UnitState.THINNED else self.groups
         with label("all_gather", self.name):
             for group in absent:
