@@ -1,6 +1,7 @@
 """Checkpoints without gathering plans: the same metadata as DCP's own, from layouts alone."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,10 @@ def save(folder, kind):
 @pytest.mark.parametrize(("kind", "ranks"), [("ranks", 3), ("hybrid", 4), ("tp", 4)])
 def test_a_checkpoint_is_dcps_and_loads_without_ranks(kind, ranks, tmp_path):
     wanted = run_ranks(ranks, save, tmp_path, kind)[0]
-    loaded = {"model": {name: torch.empty_like(value) for name, value in wanted.items()}, "step": 0}
+    loaded: dict[str, Any] = {
+        "model": {name: torch.empty_like(value) for name, value in wanted.items()},
+        "step": 0,
+    }
     loaded["plain"] = torch.zeros(2)
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(loaded, checkpoint_id=tmp_path / "ours", no_dist=True)
