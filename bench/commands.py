@@ -25,6 +25,10 @@ COMMANDS = {
     "buffer": ("packages.buffer", "dbuffer: what moving a group costs, without the collective itself"),
     "exchange": ("packages.exchange", "dbuffer: large gathers and reductions by each transport"),
     "qlora": ("packages.qlora", "fsdp-runtime: LoRA on a base kept as codes, next to one in fp32"),
+    "weights": (
+        "packages.weights",
+        "fsdp-runtime: loading and writing a model, bytes and memory next to torch",
+    ),
     "optimizer": ("optimizers.step", "block-optim: time of an AdamW step"),
     "optimizer_distance": ("optimizers.distance", "block-optim: how far 8-bit AdamW ends up from fp32"),
     "kernels": ("optimizers.kernels", "block-optim: what the Triton kernels compile to, without a GPU"),

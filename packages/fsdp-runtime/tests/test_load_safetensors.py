@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def load_with_tp(path, replicate):
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], block_policy=block_policies.rows(2))
     report = load_safetensors(model, path, checksum=True)
-    assert dict(report.checksums) == checksum_safetensors(path)
+    assert report.checksums == checksum_safetensors(path)
     assert all(t.equal(seeded(TwoLayers).state_dict()[name]) for name, t in full(model).items())
     return report.bytes_read
 
@@ -205,7 +206,7 @@ def load_fp8(path):
     # Columns and rows of tiles are cut by these blocks.
     model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
     report = load_safetensors(model, path, checksum=True)
-    assert dict(report.checksums) == checksum_safetensors(path)
+    assert report.checksums == checksum_safetensors(path)
     wanted = read_safetensors(path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
     model = shard(on_meta(width=20), quantize=quantize)
@@ -246,7 +247,7 @@ class Fusing(nn.Module):
         self.w = nn.ParameterList([nn.Parameter(torch.zeros(2, 6)) for _ in range(3)])
 
 
-RULES = [
+RULES: list[Any] = [
     Rename("norm", "model.norm.weight"),
     Fused("qkv", ("q", "k", "v")),
     Split("gate_up", ("gate", "up")),
@@ -256,7 +257,7 @@ RULES = [
 
 
 def load_by_rules(path):
-    model = fully_shard(Fusing(), block_policy=lambda name, p: block_policies.elements(5)(name, p))
+    model: Any = fully_shard(Fusing(), block_policy=lambda name, p: block_policies.elements(5)(name, p))
     load_safetensors(model, path, rules=RULES)
     found, given = full(model), safetensors.load_file(path / "m.safetensors")
     assert found["norm"].equal(given["model.norm.weight"])
@@ -411,7 +412,8 @@ def test_a_problem_of_one_rank_is_raised_by_all(damage, message, kind, tmp_path)
 
 def cut_while_reading(path, how):
     model = shard(seeded(seed=1))
-    real, calls = os.preadv, 0
+    real: Any = os.preadv
+    calls = 0
 
     def reading(descriptor, buffers, offset):
         nonlocal calls
@@ -422,7 +424,7 @@ def cut_while_reading(path, how):
             os.replace(path / "next", path / "m.safetensors")
         return real(descriptor, buffers, offset)
 
-    os.preadv = reading
+    os.preadv = reading  # type: ignore[assignment]
     message = "ends at byte" if how == "cut" else "was replaced or changed while it was read"
     with pytest.raises(OSError, match=rf"{message}.* The model is partly loaded"):
         load_safetensors(model, path)

@@ -1,5 +1,7 @@
 """Checkpoints that transformers writes, into its models with stacked experts, sharded and on meta."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from fsdp_runtime import MIXTRAL_EXPERTS, STACKED_EXPERTS, fully_shard, load_saf
 from ragged_shard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 12, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
@@ -22,10 +24,13 @@ def make(kind):
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
-    config = transformers.Qwen3MoeConfig(
-        **SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=4
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
+    more: dict[str, Any] = {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 4,
+    }
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **more))
 
 
 def load(folder, kind, rules):

@@ -1,4 +1,4 @@
-"""peft's LoRA as it is, on a model of transformers whose base is kept in four bits."""
+"""peft's LoRA as it is, on models of transformers: a base in four bits, and in bf16."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from runtime_helpers import tokens
 from test_weights_at_rest import NF4, whole
 
 from dbuffer import BlockQuantizedTensor
-from fsdp_runtime import QuantizationPolicy, fully_shard
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, full_params, fully_shard
 from ragged_shard.testing import run_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -83,3 +83,103 @@ def train():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_adapters_of_peft_train_on_a_base_of_four_bits(ranks):
     run_ranks(ranks, train)
+
+
+# -- as users do it: a frozen bf16 base, fp32 adapters, one unit -------------------------------------------------------
+
+
+def mixed():
+    """A Llama in bf16 with adapters in fp32, as peft makes them."""
+    import transformers  # noqa: F401  # as `llama`
+
+    model = llama()
+    for name, param in model.named_parameters():
+        if "lora_" not in name:
+            param.data = param.data.bfloat16()
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16, torch.float32}
+    return model
+
+
+def sharded_mixed(model):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model.get_base_model(), mp_policy=policy)  # what `merge_and_unload` returns
+    return model
+
+
+def train_mixed(folder):
+    import peft
+    from peft.utils import get_peft_model_state_dict
+
+    model = sharded_mixed(mixed())
+    base = {name: p.full_tensor().detach() for name, p in model.named_parameters() if "lora_" not in name}
+    start = {name: p.full_tensor().detach() for name, p in model.named_parameters() if "lora_" in name}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        loss_of(model, tokens(step)).backward()
+        for name, param in model.named_parameters():
+            assert (param.grad is None) == ("lora_" not in name), name
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all("lora_" in name for name, p in model.named_parameters() if p in optimizer.state)
+    adapters = {name: p.full_tensor().detach() for name, p in model.state_dict().items() if "lora_" in name}
+    assert all(p.dtype == torch.float32 for p in adapters.values())
+    assert all(not adapters[name].equal(start[name]) for name in start)
+    assert all(p.full_tensor().equal(base[n]) for n, p in model.named_parameters() if "lora_" not in n)
+
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=adapters)
+    dist.barrier()
+    plain = mixed()
+    peft.set_peft_model_state_dict(plain, peft.load_peft_weights(folder))
+    for name, value in get_peft_model_state_dict(plain).items():
+        assert value.equal(get_peft_model_state_dict(model)[name].full_tensor())
+    logits = model(input_ids=tokens(5)).logits
+
+    with full_params(model):
+        merged = model.merge_and_unload()
+    wanted = plain.merge_and_unload().state_dict()
+    found = merged.state_dict()
+    assert found.keys() == wanted.keys()
+    assert not any("lora_" in name for name in found)
+    for name, value in found.items():
+        assert value.full_tensor().equal(wanted[name]), name
+    after = merged(input_ids=tokens(5)).logits
+    torch.testing.assert_close(after.float(), logits.float(), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters_train_are_saved_and_merged_on_a_frozen_bf16_base(ranks, tmp_path):
+    run_ranks(ranks, train_mixed, tmp_path)
+
+
+def merge_by_layers():
+    model, plain = sharded(llama()), llama()
+    with pytest.raises(NotImplementedError, match=r"aten\.mm"):
+        model.merge_and_unload()
+    for layer, same in zip(model.model.model.layers, plain.model.model.layers, strict=True):
+        before = {n: p.local.codes.clone() for n, p in layer.named_parameters() if hasattr(p.local, "codes")}
+        for param in same.parameters():
+            if not param.requires_grad and param.ndim == 2:
+                param.data = whole(NF4, param)[2]
+        with full_params(layer):
+            for module, other in zip(layer.modules(), same.modules(), strict=True):
+                if isinstance(module, peft_layer()):
+                    module.merge()
+                    other.merge()
+        for name, param in layer.named_parameters():
+            if name in before:
+                assert param.local.codes.equal(before[name]) == (
+                    "base_layer" not in name or not param.local.numel()
+                )
+
+
+def peft_layer():
+    from peft.tuners.lora import LoraLayer
+
+    return LoraLayer
+
+
+def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes():
+    run_ranks(2, merge_by_layers)

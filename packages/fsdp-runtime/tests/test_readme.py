@@ -1,5 +1,6 @@
 """What the README shows runs as it stands there, on any number of ranks."""
 
+import os
 import re
 from dataclasses import replace
 from importlib import metadata
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runtime_helpers import seeded, shard
 
+from fsdp_runtime import save_safetensors
 from ragged_shard.testing import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
@@ -40,7 +43,7 @@ def run_quantized(code):
 
 
 def test_the_quantized_example_runs():
-    assert all(run_ranks(2, run_quantized, examples()[1]))
+    assert all(run_ranks(2, run_quantized, examples()[2]))
 
 
 def run_experts(code):
@@ -115,4 +118,29 @@ def run_at_rest(code):
 
 def test_the_example_with_a_base_of_four_bits_runs():
     pytest.importorskip("peft", reason="peft is not installed")
-    assert run_ranks(2, run_at_rest, examples()[2]) == [14, 14]
+    assert run_ranks(2, run_at_rest, examples()[3]) == [14, 14]
+
+
+class Engine:
+    """Takes weights by name."""
+
+    def __init__(self):
+        self.tensors = {}
+
+    def load_weights(self, pairs):
+        self.tensors.update(pairs)
+
+
+def run_weights(code, folder):
+    os.chdir(folder)
+    model, engine = shard(seeded()), Engine()
+    save_safetensors(model, "checkpoint")
+    optimizer = torch.optim.AdamW(model.parameters())
+    exec(code, {"model": model, "engine": engine, "optimizer": optimizer, "torch": torch})
+    assert engine.tensors.keys() == seeded().state_dict().keys()
+    return sorted(path.name for path in (folder / "out").iterdir())
+
+
+def test_the_example_of_weights_in_and_out_runs(tmp_path):
+    pytest.importorskip("safetensors")
+    assert run_ranks(2, run_weights, examples()[1], tmp_path) == [["model.safetensors"]] * 2

@@ -125,11 +125,28 @@ def while_asleep(path):
         param.detach().add_(1)
     reload(model)
     assert loss_of(model, tokens()).equal(loss_of(seeded(), tokens()))
+    load_safetensors(model, path)
+    offload(model)
+    reload(model)
 
 
 def test_what_uses_parameters_while_they_are_offloaded_raises_by_name(tmp_path):
     pytest.importorskip("safetensors.torch").save_file(seeded().state_dict(), tmp_path / "m.safetensors")
     run_ranks(2, while_asleep, tmp_path)
+
+
+def held_by_numpy():
+    model = shard(seeded())
+    param = next(p for p in model.parameters() if p.to_local().numel() > 1)
+    kept = param.to_local().detach().numpy()
+    with pytest.raises(RuntimeError, match="cannot be freed, since they are shared with numpy"):
+        offload(model)
+    assert loss_of(model, tokens()).isfinite()
+    assert kept.size
+
+
+def test_memory_that_numpy_holds_is_refused_and_nothing_is_lost():
+    run_ranks(1, held_by_numpy)
 
 
 def codes_asleep():

@@ -30,6 +30,7 @@ from .watchdog import Watchdog
 from .weights.changes import ChangedBlocks, ExportedParams
 from .weights.checksums import checksum_safetensors
 from .weights.export import iter_full_params
+from .weights.full_params import full_params
 from .weights.full_state import (
     get_full_optimizer_state_dict,
     get_full_state_dict,
@@ -73,6 +74,7 @@ __all__ = [
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fake_tensors",
+    "full_params",
     "fully_shard",
     "gathered_memory",
     "get_cls_to_fsdp_cls",

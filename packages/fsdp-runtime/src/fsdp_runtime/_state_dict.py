@@ -35,7 +35,7 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
     """What a module calls before and after it saves, and before it loads."""
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        unit.check_awake()
+        unit.check_open()
         unit.reshard()
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -47,7 +47,7 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
     def before_load(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        unit.check_awake()
+        unit.check_open()
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for param, attribute in _held_by(unit, module):

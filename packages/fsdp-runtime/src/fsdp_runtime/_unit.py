@@ -80,7 +80,7 @@ class Unit:
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
-        asleep: whether its shards are in CPU memory until `reload`; see `weights.sleep`.
+        closed: why its parameters cannot be used now, and what to do; empty where they can. See `weights`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Unit:
         self.around_others = False
         self.on_several_meshes = False
         self.root = True
-        self.asleep = False
+        self.closed = ""
         self.quantized = request.quantize is not None
         self._request = request
         self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
@@ -204,16 +204,14 @@ class Unit:
             if not self.at_rest and group.changed_since_gather():
                 self.reshard()
 
-    def check_awake(self) -> None:
-        """Raise RuntimeError where the shards are in CPU memory."""
-        if self.asleep:
-            raise RuntimeError(
-                f"the parameters of {self.name} are offloaded; call fsdp_runtime.reload(model) before they are used"
-            )
+    def check_open(self) -> None:
+        """Raise RuntimeError where the parameters cannot be used now."""
+        if self.closed:
+            raise RuntimeError(f"the parameters of {self.name} {self.closed}")
 
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
-        self.check_awake()
+        self.check_open()
         for group in self.groups:
             before = group.buffer
             group.adopt()
@@ -267,8 +265,8 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
-        if self.asleep:
-            self.check_awake()
+        if self.closed:
+            self.check_open()
         absent = self.groups
         if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
             absent = [group for group in self.groups if group in self._freed]

@@ -1,7 +1,11 @@
 """Weights in and out: files into shards, full tensors out of them, and where shards rest meanwhile.
 
-boxes      what a rank holds of a tensor, and which bytes of a file that is     knows: nothing
-files      safetensors files and their headers
-rules      names and shapes that differ between a file and a model
-loading    `load_safetensors`
+boxes, files, rules     byte ranges of files, and how names and shapes differ      know: nothing of models
+targets, entries        what a model holds, for loading and for gathering          know: units
+loading, full_state     into shards                                                know: files, targets
+runs, changes, export   out of shards, in bounded memory, or only what changed     know: entries
+full_params             whole parameters in the modules for a while                knows: runs
+sleep, snapshot         shards in CPU memory, copies of shards                     know: units
+offloaded_optimizer     states in CPU memory, updates on the device                knows: nothing of models
+save_planner            metadata of checkpoints from layouts                       knows: nothing of models
 """

@@ -1,5 +1,6 @@
 """`load_safetensors`: each rank reads the bytes of its own blocks from the files, straight into its shard."""
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -348,8 +349,10 @@ def _size_of(stored: Stored) -> int:
     return torch.Size(stored.shape).numel() * stored.dtype.itemsize
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory. Not through numpy, which would forbid to resize the storage ever after."""
+    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+    return memoryview(buffer).cast("B")
 
 
 def _bar(

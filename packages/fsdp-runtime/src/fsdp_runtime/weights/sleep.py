@@ -22,11 +22,18 @@ from .._plan import wrap_local
 from .._unit import Unit
 from .targets import units_of
 
+_OFFLOADED = "are offloaded; call fsdp_runtime.reload(model) before they are used"
+
 
 class _Rest:
     """The bytes of one storage, in CPU memory while the storage is empty; page-locked memory is kept for next time."""
 
     def __init__(self, storage: torch.UntypedStorage, layer: DeviceLayer) -> None:
+        if not storage.resizable():
+            raise RuntimeError(
+                f"offload: {storage.nbytes()} bytes on {storage.device} cannot be freed, since they are shared with "
+                "numpy or a file (tensor.numpy(), torch.load(mmap=True)); keep such memory out of what is offloaded"
+            )
         self.storage, self._layer, self.nbytes = storage, layer, storage.nbytes()
         self._pinned = PinnedMemory(layer, self.nbytes, torch.uint8) if layer.asynchronous else None
         self._copy: torch.Tensor | None = None
@@ -168,23 +175,25 @@ def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def _put_away(unit: Unit) -> int:
-    if unit.asleep:
+    if unit.closed == _OFFLOADED:
         return 0
+    unit.check_open()
     unit.reshard()
     unit.adopt()
     rests: list[_Rest] = []
-    for group in unit.groups:
-        if group.buffer is None or group.plan.offload is not None:
-            continue
+    moving = [group for group in unit.groups if group.buffer is not None and group.plan.offload is None]
+    for group in moving:
+        assert group.buffer is not None
         shard = group.buffer.shard
         rests += _rests_of(
             _storages(shard, group.buffer.device), group.buffer.layer, _parameters.get(unit, [])
         )
+    for group in moving:
         for param in group.params:
             sharded: Any = param.sharded.detach()
             plain: Any = param.plain(sharded)
             param.set_sharded(sharded.with_local(param.extended(_nothing_like(plain.local))))
-    unit.asleep = True
+    unit.closed = _OFFLOADED
     for rest in rests:
         rest.leave()
     _parameters[unit] = rests
@@ -201,11 +210,11 @@ def _nothing_like(local: torch.Tensor) -> torch.Tensor:
 
 
 def _bring_back(unit: Unit) -> None:
-    if not unit.asleep:
+    if unit.closed != _OFFLOADED:
         return
     for rest in _parameters[unit]:
         rest.come_back()
-    unit.asleep = False
+    unit.closed = ""
     for group in unit.groups:
         if group.buffer is not None and group.plan.offload is None:
             for param, plan in zip(group.params, group.plan.params, strict=True):

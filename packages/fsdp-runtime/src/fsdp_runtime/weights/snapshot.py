@@ -77,7 +77,7 @@ def snapshot(
 def _held(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
     """What is copied, under names for errors."""
     for unit in units_of(model):
-        unit.check_awake()
+        unit.check_open()
         for group in unit.groups:
             if group.buffer is None or group.has_moved():
                 names = [param.name for param in group.params]
