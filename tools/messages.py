@@ -74,7 +74,7 @@ class Module:
         if scope not in self._writes:
             inside = ast.walk(scope) if scope is not self.tree else iter(self.tree.body)
             kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Call)
-            found = [node for node in inside if isinstance(node, kinds)]
+            found: list[ast.AST] = [node for node in inside if isinstance(node, kinds)]
             if scope is self.tree:  # tables of words, not of objects with words of their own
                 found = [node for node in found if not any(isinstance(n, ast.Call) for n in ast.walk(node))]
             self._writes[scope] = found
