@@ -17,12 +17,14 @@ PACKAGES = ("layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-ru
 FIELD = "…"
 # What a user never sees: invariants, control flow, and what the tests of the packages raise for their own authors.
 NOT_FOR_USERS = {"AssertionError", "KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"}
-LOGGED = {"warn", "warning", "error", "exception", "critical"}
+LOGGED = {"warn", "warning", "error", "exception", "critical", "_report"}
 # A message of fewer words than these in its fixed text is what another piece of code says, with a name before it.
 WEAK = 2
 # What stands inside other messages and says nothing alone.
 FRAGMENTS = {"starting the process group", "the default stream", "the host", "rank … of replica …"}
-FRAGMENTS |= {"dtype …, full dtype …, …"}
+FRAGMENTS |= {"dtype …, full dtype …, …", "on rank …", "(no stack: the process did not answer)"}
+# Tables whose texts are documentation.
+TABLES = {"_ops/table.py"}
 _PRINTF = re.compile(r"%(?:\.\d+)?[a-z]")
 
 
@@ -72,7 +74,10 @@ class Module:
         if scope not in self._writes:
             inside = ast.walk(scope) if scope is not self.tree else iter(self.tree.body)
             kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Call)
-            self._writes[scope] = [node for node in inside if isinstance(node, kinds)]
+            found: list[ast.AST] = [node for node in inside if isinstance(node, kinds)]
+            if scope is self.tree:  # tables of words, not of objects with words of their own
+                found = [node for node in found if not any(isinstance(n, ast.Call) for n in ast.walk(node))]
+            self._writes[scope] = found
         return self._writes[scope]
 
 
@@ -117,13 +122,12 @@ class Reader:
         self.package = package
         self.module = module
         self._hops = hops
-        self._seen: set[object] = set()
+        self._seen: dict[object, int] = {}
 
     def read(self, expression: ast.expr) -> Iterator[tuple[str, Module, int]]:
         """The texts of a message, and where each stands; those of its fields where it says nothing itself."""
-        if expression in self._seen:
+        if self._been_at(expression) or any(self.module.path.match(table) for table in TABLES):
             return
-        self._seen.add(expression)
         if isinstance(expression, (ast.IfExp, ast.BoolOp)):
             branches = (
                 expression.values
@@ -174,9 +178,8 @@ class Reader:
             yield from self._follow(node)
 
     def _returned(self, module: Module, function: ast.FunctionDef) -> Iterator[tuple[str, Module, int]]:
-        if function in self._seen:
+        if self._been_at(function):
             return
-        self._seen.add(function)
         reader = self._in(module)
         for node in ast.walk(function):
             if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
@@ -188,9 +191,8 @@ class Reader:
             yield from self._assigned_in(scope, name)
 
     def _assigned_in(self, scope: ast.AST, name: ast.Name) -> Iterator[tuple[str, Module, int]]:
-        if (scope, name.id) in self._seen:
+        if self._been_at((scope, name.id)):
             return
-        self._seen.add((scope, name.id))
         for node in self.module.writes(scope):
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
                 targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -217,9 +219,8 @@ class Reader:
 
     def _kept(self, attribute: str) -> Iterator[tuple[str, Module, int]]:
         """What any object of the package keeps under a name."""
-        if attribute in self._seen:
+        if self._been_at(attribute):
             return
-        self._seen.add(attribute)
         for module, node in self.package.keeping:
             if isinstance(node, ast.Assign):
                 targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
@@ -238,6 +239,11 @@ class Reader:
             given = [keyword.value for keyword in call.keywords if keyword.arg == name]
             for value in given or ([] if index is None else call.args[index : index + 1]):
                 yield from self._in(module)._strong(value)
+
+    def _been_at(self, place: object) -> bool:
+        """Whether this was read before with as far to go."""
+        before, self._seen[place] = self._seen.get(place, -1), self._hops
+        return before >= self._hops
 
     def _in(self, module: Module) -> "Reader":
         reader = Reader(self.package, module, self._hops - 1)
