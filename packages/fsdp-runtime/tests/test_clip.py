@@ -31,7 +31,9 @@ def clip_stages(order):
     x = torch.zeros(1, 8)
     mine(x).sum().backward()  # gives the gradients their places
     for param, wanted in zip(mine.parameters(), whole[mesh.get_local_rank("pp")].parameters(), strict=True):
-        param.grad.copy_(distribute_like(wanted.grad, param.grad, src_data_rank=None))
+        like: Any = param.grad
+        full: Any = wanted.grad
+        like.copy_(distribute_like(full, like, src_data_rank=None))
     with record_collectives() as record:
         norm = clip_grad_norm_(mine.parameters(), 0.5, order, pp_mesh=mesh["pp"])
     expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, order)
