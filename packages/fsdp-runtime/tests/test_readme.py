@@ -64,6 +64,9 @@ def test_the_example_with_experts_runs():
 
 def run_tensor_parallel(code):
     class Block(torch.nn.Module):
+        up: torch.nn.Linear
+        down: torch.nn.Linear
+
         def __init__(self):
             super().__init__()
             self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
