@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,15 +65,14 @@ def test_the_example_with_experts_runs():
 
 def run_tensor_parallel(code):
     class Block(torch.nn.Module):
-        up: torch.nn.Linear
-        down: torch.nn.Linear
-
         def __init__(self):
             super().__init__()
             self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
         def forward(self, x):
-            return x + self.down(self.up(x).relu())
+            up: Any = self.up
+            down: Any = self.down
+            return x + down(up(x).relu())
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(Block(), Block())
