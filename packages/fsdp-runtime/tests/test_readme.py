@@ -75,7 +75,7 @@ def run_tensor_parallel(code):
             return x + down(up(x).relu())
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Block(), Block())
+    model: Any = torch.nn.Sequential(Block(), Block())
     model.blocks = model[:]
     namespace: dict = {"model": model, "x": torch.ones(2, 8)}
     exec(code, namespace)
