@@ -66,7 +66,7 @@ class Pair:
         weight = self.random()
         self.plain = torch.nn.Parameter(weight.clone())
         self.param = torch.nn.Parameter(self.put(weight))
-        groups = [[("w", self.plain)], [("w", self.param)]]
+        groups: list[Any] = [[("w", self.plain)], [("w", self.param)]]
         if kind is Mixed:
             groups = [[{"params": named, "algorithm": "muon"}] for named in groups]
         self.theirs, self.ours = (kind(group, lr=0.02, **options) for group in groups)

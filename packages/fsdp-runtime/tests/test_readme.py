@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,10 +73,12 @@ def run_tensor_parallel(code):
             self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
         def forward(self, x):
-            return x + self.down(self.up(x).relu())
+            up: Any = self.up
+            down: Any = self.down
+            return x + down(up(x).relu())
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Block(), Block())
+    model: Any = torch.nn.Sequential(Block(), Block())
     model.blocks = model[:]
     namespace: dict = {"model": model, "x": torch.ones(2, 8)}
     exec(code, namespace)

@@ -1,5 +1,8 @@
 """Tensor parallelism that divides nothing evenly: three ranks, unequal pieces, ranks without any of a parameter."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 from cases_tp import VOCABULARY, WIDTH, Model, run, vocabulary
 from torch import nn
@@ -15,9 +18,7 @@ from ragged_shard.testing import run_ranks
 def three():
     """Also a vocabulary in pieces of 9, 9 and 8 rows."""
     for size in (VOCABULARY, 26):
-        found = run(
-            fsdp_runtime, vocabulary, (1, 3), build=lambda size=size: Model(vocabulary=size, hidden=36)
-        )
+        found = run(fsdp_runtime, vocabulary, (1, 3), build=partial(Model, vocabulary=size, hidden=36))
         assert found.loss < 1e-6
         assert found.gradients < 1e-5
 
@@ -28,7 +29,7 @@ def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
 
 def refusal(shape, rows, block):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    layer = nn.Linear(WIDTH, rows, bias=False)
+    layer: Any = nn.Linear(WIDTH, rows, bias=False)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     policy = None if block is None else lambda name, param: block
     try:
