@@ -1,7 +1,7 @@
 """What a plan says of splits is what their ranks hold and send, and which splits it finds."""
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ def count(configs, out):
         trainer._train_step()
         with record_collectives() as record:
             trainer._train_step()
-        kinds: Counter = Counter()
+        kinds: dict[str, float] = defaultdict(float)
         for event in record.events:
             kinds[event.kind] += event.bytes_sent
         found.append(kinds)

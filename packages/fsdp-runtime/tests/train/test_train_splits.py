@@ -124,7 +124,7 @@ def test_every_optimizer_takes_divided_parameters(folder, tmp_path):
         )
 
 
-OTHERS = {
+OTHERS: dict[str, dict] = {
     "pp 2 x cp 2": {"pp": 2, "cp": 2},
     "zbv": {"pp": 2, "pp_schedule": "zbv"},
     "fsdp 4": {},
@@ -138,8 +138,10 @@ def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(folder,
     run_ranks(4, train_and_stop, config, tmp_path / "saved", 1, 3)
     before = everything(newest(tmp_path / "saved"))
     assert len(before) > 3 * len([name for name in before if name.startswith("model.")])
-    plain = {**dict.fromkeys(AXES, 1), "resume": True}
-    unchanged = {f"{name} saved": {**changes, "steps": 2} for name, changes in OTHERS.items()}
+    plain: dict = {**dict.fromkeys(AXES, 1), "resume": True}
+    unchanged: dict[str, dict] = {
+        f"{name} saved": {**changes, "steps": 2} for name, changes in OTHERS.items()
+    }
     runs = {
         name: with_changes(config, **{**plain, **changes}) for name, changes in (OTHERS | unchanged).items()
     }
