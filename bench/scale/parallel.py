@@ -85,7 +85,8 @@ def _cut(entry: Any, tp: int) -> Any:
 
 def _some_experts(entry: Any, ep: int, by_rows: bool) -> Any:
     """The experts of one rank of ep; with their rows first, where these are what is cut."""
-    experts, rows, *rest = entry.experts // ep, *entry.shape[1:]
+    experts = entry.experts // ep
+    rows, *rest = entry.shape[1:]
     shape = (rows, experts, *rest) if by_rows else (experts, rows, *rest)
     return replace(entry, shape=shape, experts=1 if by_rows else experts)
 
