@@ -185,7 +185,7 @@ def save_by_group(config, out):
         ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it here, not fsdp2"),
         (
             {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
-            "wo has 192 columns, 96 on each rank",
+            "--optimizer adamw8bit with --tp 2: wo is cut by columns",
         ),
         ({"tp": 2, "quantize": "fp8"}, "--quantize fp8: not with --tp 2"),
         ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),

@@ -175,10 +175,7 @@ def check_splits(splits: Splits, model: ModelConfig, seq_len: int, accumulate: i
         _check_pipeline(splits, model, accumulate)
 
 
-_BYTE_BLOCK, _BYTE_LEAST = (
-    256,
-    4096,
-)  # of AdamW8bit: elements of a block, of the smallest tensor with 8-bit states
+_BYTE_LEAST = 4096  # elements of the smallest tensor of which AdamW8bit has 8-bit states
 
 
 def check_optimizer(optimizer: str, tp: int, model: ModelConfig) -> None:
@@ -188,13 +185,12 @@ def check_optimizer(optimizer: str, tp: int, model: ModelConfig) -> None:
         TrainError: naming the matrix.
     """
     widths = {"wo": model.dim} | ({} if model.num_experts else {"w_down": model.ff_dim})
-    for name, width in widths.items():
-        cut = tp > 1 and width * model.dim >= _BYTE_LEAST and (width // tp) % _BYTE_BLOCK
-        if optimizer == "adamw8bit" and cut:
-            raise TrainError(
-                f"--optimizer adamw8bit with --tp {tp}: {name} has {width} columns, {width // tp} on each rank, which "
-                f"blocks of {_BYTE_BLOCK} do not divide; use adamw"
-            )
+    cut = [name for name, width in widths.items() if width * model.dim >= _BYTE_LEAST]
+    if optimizer == "adamw8bit" and tp > 1 and cut:
+        raise TrainError(
+            f"--optimizer adamw8bit with --tp {tp}: {cut[0]} is cut by columns, and its 8-bit states have a scale for "
+            "each run of rows; use adamw"
+        )
 
 
 def _check_pipeline(splits: Splits, model: ModelConfig, accumulate: int) -> None:
