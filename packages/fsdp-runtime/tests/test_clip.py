@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
 from ragged_shard import distribute_like
@@ -72,3 +73,40 @@ def test_plain_parameters_are_clipped_as_by_torch():
     for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(param.grad, wanted.grad)
     assert clip_grad_norm_([torch.ones(1, requires_grad=True)], 1.0) == 0
+
+
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+def clip_next_to_tensor_parallel(order, foreach):
+    """Norms lie on dp alone, matrices on dp and tp; the row-wise bias too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    alone = block()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    mine = x[2 * mesh.get_local_rank("dp") :][:2]
+    model(mine).square().mean().backward()
+    alone(x).square().mean().backward()
+    with pytest.raises(NotImplementedError, match="copies or other parameters"):
+        clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
+    with record_collectives() as record:
+        norm = clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach, copies=True)
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5, order)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+    return record.kinds
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+def test_copies_count_once_next_to_parameters_that_tensor_parallelism_cuts(order, foreach):
+    kinds = run_ranks(4, clip_next_to_tensor_parallel, order, foreach)[0]
+    assert set(kinds) == {"all_reduce"}
+    if (
+        foreach is None
+    ):  # over dp; and over dp and tp, which no process group but that of all ranks has together
+        assert len(kinds) == 2

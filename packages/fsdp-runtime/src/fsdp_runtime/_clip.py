@@ -20,6 +20,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
+    copies: bool = False,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Clip gradients to a norm, and return their norm before: a plain 0-d tensor, the same on every rank.
@@ -32,18 +33,23 @@ def clip_grad_norm_(
     cut over the same ranks; where several axes cut them and no process group has just these ranks, one for each axis.
     With `foreach=False` the same for each tensor by itself. Nothing is gathered.
 
+    Some may lie on fewer ranks than others: norms on `dp`, next to matrices on `dp` and `tp`. Whether the other ranks
+    hold copies or parameters of their own (experts that are plain tensors) torch's function cannot know, and refuses;
+    `copies=True` says it here.
+
     Args:
         parameters: those whose gradients are clipped; others have none.
         max_norm: the largest norm to leave.
         norm_type: of the p-norm; `inf` for the largest value.
         error_if_nonfinite: raise where the norm is not finite.
         foreach: as in torch's function.
+        copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them.
         pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are joined
             by one more all-reduce, of 8 bytes.
 
     Raises:
         RuntimeError: the norm is not finite, if asked.
-        NotImplementedError: gradients that are replicas over different ranks; see `ragged_shard`'s table of ops.
+        NotImplementedError: gradients on different ranks, without `copies`.
         ValueError: `pp_mesh` has several axes.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -52,8 +58,14 @@ def clip_grad_norm_(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
         )
     grads = [param.grad for param in params if param.grad is not None]
-    found = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite and pp_mesh is None, foreach)
-    norm = found.full_tensor() if isinstance(found, (DTensor, RaggedDTensor)) else found
+    if copies:
+        by_ranks: dict[frozenset[int], list[torch.Tensor]] = {}
+        for grad in grads:
+            by_ranks.setdefault(_ranks_of(grad), []).append(grad)
+        grads = [
+            _plain(nn.utils.get_total_norm(some, norm_type, False, foreach)) for some in by_ranks.values()
+        ]
+    norm = _plain(nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite and pp_mesh is None, foreach))
     if pp_mesh is not None:
         norm = _joined(norm, float(norm_type), pp_mesh)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -62,6 +74,18 @@ def clip_grad_norm_(
             )
     nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
     return norm
+
+
+def _plain(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if isinstance(norm, (DTensor, RaggedDTensor)) else norm
+
+
+def _ranks_of(grad: torch.Tensor) -> frozenset[int]:
+    """The ranks that a gradient lies on; none for a plain tensor."""
+    if not isinstance(grad, (DTensor, RaggedDTensor)):
+        return frozenset()
+    ranks: list[int] = grad.device_mesh.mesh.flatten().tolist()
+    return frozenset(ranks)
 
 
 def _joined(norm: torch.Tensor, order: float, mesh: DeviceMesh) -> torch.Tensor:
