@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there, on any number of ranks."""
+"""What the README and the pages next to it show runs as it stands there, on any number of ranks."""
 
 import os
 import re
@@ -15,12 +15,30 @@ from fsdp_runtime import save_safetensors
 from ragged_shard.testing import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
+# Where the examples are, in the order in which the tests below take them.
+SECTIONS = [
+    ("README", "In two minutes"),
+    ("guide", "Weights in and out"),
+    ("quantization", "Quantized on the wire"),
+    ("quantization", "Tensor subclasses"),
+    ("parallelism", "With tensor, expert, pipeline and context parallelism"),
+]
+
+
+def page(name):
+    """A page's text: the README, or one next to it. Outside the tree the README is what the wheel carries, and
+    `./run isolated` copies the pages next to the tests."""
+    if name != "README":
+        return (README.parent / "docs" / f"{name}.md").read_text()
+    return README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
 
 
 def examples():
-    # Outside the tree there is what the wheel carries.
-    text = README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
-    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found = []
+    for name, title in SECTIONS:
+        section = page(name).split(f"\n## {title}\n")[1].split("\n## ")[0]
+        found += re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    return found
 
 
 def run_example(code):
