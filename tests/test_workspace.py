@@ -50,7 +50,8 @@ def test_declared_dependencies_equal_what_is_imported(package):
     }
     imported = {name.replace("_", "-") for name in imports_of(package)}
     third_party = imported & (
-        set(PACKAGES) | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers"}
+        set(PACKAGES)
+        | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers", "accelerate"}
     )
     assert third_party - {package} == needed | optional
 

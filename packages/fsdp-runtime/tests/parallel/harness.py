@@ -4,7 +4,7 @@
     def two_meshes(fsdp):                      # fsdp: fsdp_runtime or torch.distributed.fsdp; runs on every rank
         return train(fsdp, build, wrap, loss)
 
-Tests hold this runtime to the numbers of one process and to the exact counts; `make_table.py` writes the page on which
+Tests hold this runtime to the numbers of one process and to the exact counts; `make_page.py` writes the page on which
 FSDP2 stands next to it.
 """
 

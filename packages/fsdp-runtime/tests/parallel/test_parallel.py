@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RANKS, all_cases, problems, run_cases, worst_of
-from make_table import PAGE
+from make_page import PAGE
 
 from ragged_shard.testing import run_ranks
 
@@ -31,5 +31,5 @@ def test_cases_give_the_numbers_of_one_process(section: str) -> None:
 def test_every_case_is_on_the_page() -> None:
     page = PAGE.read_text()
     assert not [name for name, entry in CASES.items() if f"| {entry.text} |" not in page], (
-        f"stale: run {Path(__file__).parent / 'make_table.py'}"
+        f"stale: run {Path(__file__).parent / 'make_page.py'}"
     )

@@ -4,10 +4,8 @@ A tensor's bytes, padded with zeros, are little-endian words of 64 bits; the sum
 that is mixed from i, modulo 2**64. Any single changed word changes it. It finds damage and mix-ups, not forgery.
 """
 
+import math
 import os
-
-import numpy as np
-import numpy.typing as npt
 
 from .files import Checkpoint
 
@@ -19,14 +17,16 @@ def sum_of(data: memoryview, first: int) -> int:
     """The part of a tensor's sum that bytes from number `first` on have in it."""
     total = 0
     for start in range(0, len(data), _PIECE):
-        total += _sum_of_piece(np.frombuffer(data[start : start + _PIECE], np.uint8), first + start)
+        total += _sum_of_piece(data[start : start + _PIECE], first + start)
     return total & _ALL
 
 
-def _sum_of_piece(data: npt.NDArray[np.uint8], first: int) -> int:
+def _sum_of_piece(data: memoryview, first: int) -> int:
+    import numpy as np  # not a dependency of what else this package does
+
     before = first % 8
-    padded = np.zeros(-(-(before + data.size) // 8) * 8, np.uint8)
-    padded[before : before + data.size] = data
+    padded = np.zeros(-(-(before + len(data)) // 8) * 8, np.uint8)
+    padded[before : before + len(data)] = np.frombuffer(data, np.uint8)
     words = padded.view("<u8")
     mixed = np.arange(first // 8, first // 8 + words.size, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -50,7 +50,7 @@ def checksum_safetensors(path: str | os.PathLike[str]) -> dict[str, int]:
     with Checkpoint(path) as checkpoint:
         for stored in checkpoint.tensors.values():
             size = stored.dtype.itemsize
-            total, numel = 0, int(np.prod(stored.shape, dtype=np.int64))
+            total, numel = 0, math.prod(stored.shape)
             step = _PIECE // size
             for first in range(0, numel, step):
                 piece = bytearray(min(step, numel - first) * size)

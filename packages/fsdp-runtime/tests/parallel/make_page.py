@@ -74,7 +74,7 @@ def main() -> None:
         "goes on without clipping.",
         "Trainers that use FSDP2 on several meshes compute the norm of each mesh by themselves and join them.",
         "",
-        "Made by `python packages/fsdp-runtime/tests/parallel/make_table.py`; "
+        "Made by `python packages/fsdp-runtime/tests/parallel/make_page.py`; "
         f"torch {torch.__version__}, {platform.machine()}.",
     ]
     section = ""
