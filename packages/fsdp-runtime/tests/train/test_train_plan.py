@@ -8,8 +8,9 @@ import pytest
 import torch
 from train_helpers import text_folder, tiny, train
 
+from fsdp_runtime import fake_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.memory import LiveBytes
+from fsdp_runtime.train.memory import LiveBytes, bytes_of_all_tensors
 from fsdp_runtime.train.plan import make_plan, plan_lines
 from fsdp_runtime.train.timeline import Buffers, Moment, Replay
 from ragged_shard.testing import run_ranks
@@ -131,3 +132,11 @@ def test_the_plan_command_prints_the_table(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "| blocks.1 |" in done.stdout
+
+
+def test_fake_tensors_that_are_still_there_have_no_bytes():
+    before = bytes_of_all_tensors()
+    with fake_tensors():
+        kept = torch.empty(1 << 20)
+    assert bytes_of_all_tensors() == before
+    assert kept.numel()

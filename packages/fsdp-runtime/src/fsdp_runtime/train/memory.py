@@ -103,6 +103,13 @@ def bytes_of_all_tensors() -> int:
         kind = type(found)
         if issubclass(kind, torch.Tensor) and not hasattr(kind, "to_local") and found.layout == torch.strided:
             storage = found.untyped_storage()
-            if found.device.type != "meta" and storage.data_ptr():
+            if _has_memory(storage):
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    try:
+        return storage.device.type != "meta" and storage.data_ptr() != 0
+    except RuntimeError:  # of a fake tensor, which torch.compile keeps
+        return False
