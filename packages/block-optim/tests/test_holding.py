@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from runs import placed, world_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -21,6 +19,9 @@ from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import run_ranks
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 
 def agrees(tensor):
