@@ -77,7 +77,9 @@ def test_the_page_on_fsdp1_has_every_argument_method_and_state_dict_type():
 def test_the_api_page_has_every_public_name(package):
     module = importlib.import_module(MODULES[package])
     page = f"api/{package}.md"
-    shown = set(re.findall(rf"^::: {MODULES[package]}\.(\w+)$", (DOCS / page).read_text(), re.MULTILINE))
+    listed = re.findall(rf"^::: {MODULES[package]}\.(\w+)$", (DOCS / page).read_text(), re.MULTILINE)
+    assert [name for name in listed if listed.count(name) > 1] == []
+    shown = set(listed)
     assert set(module.__all__) - shown - named(page) == set()  # torch's own are named without a docstring
     for name in shown:
         assert hasattr(module, name) or importlib.import_module(f"{MODULES[package]}.{name}"), name

@@ -182,12 +182,14 @@ full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(rank + 1))
 moving = transport_of(dist.group.WORLD, "peer_memory")
 moving.all_gather([(full, mine)], "x").wait()
 full.zero_()
+def many():  # which take the thread long to drop
+    return moving.all_gather(list(zip(full.split(4), mine.split(2), strict=True)), "x")
 if rank == 0:
-    work = moving.all_gather([(full, mine)], "x")
+    work = many()
     sys.exit()
 time.sleep(1.0)
 try:
-    moving.all_gather([(full, mine)], "x").wait()
+    many().wait()
     print(full.unique().tolist())
 except RuntimeError as error:
     print(error)

@@ -1,6 +1,7 @@
 """Whole tensors out of a sharded model, in step, in bounded memory; and only what changed."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +270,36 @@ def broken_off():
 
 def test_after_an_export_that_was_broken_off_everything_is_exported_again():
     run_ranks(1, broken_off)
+
+
+class Rows(nn.Module):
+    """Rows of equal numbers, after another tensor that may be there."""
+
+    def __init__(self, numbers, other):
+        super().__init__()
+        if other:
+            self.other = nn.Parameter(torch.zeros(64))
+        self.weight = nn.Parameter(torch.tensor(numbers).view(-1, 1).repeat(1, 64))
+
+
+def other_places():
+    """The second model has on rank 1 what the first had there, but in other rows of the tensor."""
+    exported, engine, held = ExportedParams(), torch.empty(5, 64), []
+    for numbers, other in (([1.0, 2, 3, 4, 5], False), ([1.0, 3, 4, 7, 8], True)):
+        model = Rows(numbers, other)
+        fully_shard(model)
+        for change in iter_full_params(model, changed_since=exported):
+            if change.name == "weight":
+                change.apply_to(engine)
+        weight: Any = model.weight
+        assert engine.equal(weight.full_tensor())
+        held.append(weight.to_local()[:, 0].tolist())
+    return held
+
+
+def test_where_the_layout_is_another_one_since_no_change_is_missed():
+    _, (first, second), _ = run_ranks(3, other_places)
+    assert first == second == [3.0, 4.0]
 
 
 def disagree():

@@ -1,8 +1,10 @@
 """Making, wrapping, copying and pickling ragged tensors; and what is refused."""
 
 import copy
+import inspect
 import io
 import pickle
+import re
 import time
 from typing import Any
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
@@ -383,3 +385,40 @@ def addresses():
 
 def test_data_ptr_is_the_address_of_the_local_tensor():
     run_ranks(3, addresses)
+
+
+def permuted_meshes():
+    """Process groups go by ascending ranks, whatever the mesh says."""
+    ragged, full = RaggedShard((0,), (1, 1)), torch.arange(4.0)
+    for ranks, cut, wrong in (
+        ([[1, 0], [2, 3]], 1, [1, 0]),  # an axis of ranks 0 and 1, and all ranks hear of it
+        ([[2, 3], [0, 1]], 0, [2, 0]),
+    ):
+        mesh = DeviceMesh("cpu", ranks)
+        placements: list[Placement] = [Replicate(), Replicate()]
+        placements[cut] = ragged
+        with pytest.raises(
+            ValueError, match=re.escape(f"ranks {wrong} of mesh(cpu (2, 2)) are not in the order")
+        ):
+            distribute_tensor(full, mesh, placements, src_data_rank=None)
+        placements = [ragged, ragged]
+        placements[cut] = Replicate()
+        assert distribute_tensor(full, mesh, placements, src_data_rank=None).full_tensor().equal(full)
+
+
+def test_a_mesh_that_permutes_ranks_of_a_group_is_refused_on_every_rank():
+    run_ranks(4, permuted_meshes)
+
+
+def unsorted_group():
+    group = dist.new_group([1, 0], sort_ranks=False)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return distribute_tensor(torch.arange(4.0), mesh, [RaggedShard((0,), (1, 3))]).full_tensor().tolist()
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch sorts the ranks of every group",
+)
+def test_a_mesh_of_a_group_in_an_order_of_its_own_keeps_it():
+    assert run_ranks(2, unsorted_group) == [[0.0, 1.0, 2.0, 3.0]] * 2

@@ -125,8 +125,9 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ending.wait(self.every):
-            question = self._late()
+            question = None
             try:
+                question = self._late()
                 self._look(question)
             except Exception as error:  # the store's, of any kind: its process may be gone
                 if question is not None and not self._ending.is_set():

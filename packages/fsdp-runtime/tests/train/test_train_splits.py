@@ -2,6 +2,8 @@
 
 import dataclasses
 import shutil
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from train_helpers import apart, losses, newest, text_folder, tiny, train, train_and_stop, with_changes
 
 from fsdp_runtime.train import PRESETS, TrainError, checkpoint
+from fsdp_runtime.train.meshes import make_meshes
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import run_ranks
 
@@ -213,3 +216,22 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
     splits = Splits(fsdp=4, cp=2, tp=2, pp=3, ep=8)
     assert splits.world_size == 48
     assert splits.shards * splits.tp // splits.ep == 2
+
+
+def one_rank_is_absent():
+    """Rank 1 of a pair never calls; its partner gives up after the run's timeout, not torch's 30 minutes."""
+    meshes = make_meshes(Splits(fsdp=1, tp=2), "cpu", timedelta(seconds=2))
+    group = meshes.dense.get_group("tp")
+    begin, error = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(4), group=group)
+        except RuntimeError as raised:
+            error = str(raised)
+    while dist.get_rank() and time.monotonic() - begin < 6:
+        time.sleep(0.1)
+    return dist.get_rank() or (bool(error) and time.monotonic() - begin < 6)
+
+
+def test_the_groups_of_a_split_have_the_runs_timeout():
+    assert run_ranks(2, one_rank_is_absent) == [True, 1]

@@ -17,7 +17,7 @@ from ragged_shard._device import (
     use_device_layer,
 )
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
-from ragged_shard._geometry import held_boxes
+from ragged_shard._geometry import Box, held_boxes
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
 from ragged_shard._pinned import PinnedMemory
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
@@ -32,6 +32,7 @@ from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
 __version__ = "0.1.0"
 __all__ = [
     "CPU",
+    "Box",
     "DeviceLayer",
     "HuggingFaceStorageWriter",
     "PinnedMemory",

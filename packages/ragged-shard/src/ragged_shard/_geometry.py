@@ -29,7 +29,7 @@ TORCHS = (Shard, Replicate, Partial)  # of torch's placements, those known here;
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An N-d box: its offset and size along each dimension."""
+    """An N-d box of elements of a tensor: its offset and size along each dimension. Arithmetic only."""
 
     offsets: Ints
     sizes: Ints
@@ -39,9 +39,12 @@ class Box:
         """Number of elements."""
         return math.prod(self.sizes)
 
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the tensor that its offsets refer to."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+    def slices(self, origin: Ints | None = None) -> tuple[slice, ...]:
+        """The box as an index into the tensor that its offsets refer to, or a part of it from `origin` on."""
+        starts = (
+            self.offsets if origin is None else [a - b for a, b in zip(self.offsets, origin, strict=True)]
+        )
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def moved(self, by: Ints) -> "Box":
         """The same box, ``by`` further along each dimension."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -46,6 +47,8 @@ class Sharding:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this rank is not in {mesh}: only the ranks of a mesh can hold tensors on it")
+        if self.axis is not None:
+            _require_order(mesh, self.axis)
         self.mesh = mesh
         self.placements = placements
         self.shape = shape
@@ -114,6 +117,29 @@ class Sharding:
 
     def __repr__(self) -> str:
         return f"shape {tuple(self.shape)} as {self.placements} on {describe_mesh(self.mesh)}"
+
+
+def _require_order(mesh: DeviceMesh, axis: int) -> None:
+    """Refuse, on every rank, a mesh axis whose ranks are not in the order of their process group.
+
+    `new_group` sorts ranks, collectives go by the group's order, and places in a tensor by the mesh's.
+    """
+    group = dist.get_process_group_ranks(mesh.get_group(axis))
+    ranks = mesh.mesh.tolist()  # and no op of torch's: a compiler may be tracing
+    for _ in range(mesh.ndim - 1):
+        ranks = [rank for line in ranks for rank in line]
+    stride, span = math.prod(mesh.shape[axis + 1 :]), math.prod(mesh.shape[axis:])
+    starts = [start for start in range(len(ranks)) if start % span < stride]
+    lines = [ranks[start : start + span : stride] for start in starts]
+    if group == sorted(group):
+        wrong = next((line for line in lines if line != sorted(line)), None)
+    else:  # made with sort_ranks=False, and the mesh from it
+        wrong = next((line for line in lines if set(line) == set(group) and line != group), None)
+    if wrong is not None:
+        raise ValueError(
+            f"ranks {wrong} of {describe_mesh(mesh)} are not in the order of their process group, {sorted(wrong)}; "
+            "expected a mesh with ascending ranks along each axis that tensors are sharded on"
+        )
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

@@ -14,6 +14,7 @@ and only then lets `wait` raise, after which its memory may change. A reader loo
 if it is still there, what it read was what was given.
 """
 
+import atexit
 import contextlib
 import os
 import select
@@ -135,7 +136,7 @@ class PeerMemory:
         self._timeout = timeout
         self._answering = _Answering(peers)
         _open.add(self._answering)
-        threading.Thread(target=self._answering.run, name="dbuffer peers", daemon=True).start()
+        self._answering.thread.start()
         weakref.finalize(self, _shut, self._answering.bell)  # the thread ends with the group
 
     def exchange(
@@ -163,6 +164,7 @@ class _Answering:
 
     Attributes:
         bell: rings the thread; when it is shut, the thread ends.
+        thread: it.
     """
 
     def __init__(self, peers: Mapping[int, Peer]) -> None:
@@ -171,6 +173,7 @@ class _Answering:
         self._started: deque[PeerExchange] = deque()
         self.bell, self._heard = socket.socketpair()
         self.bell.setblocking(False)
+        self.thread = threading.Thread(target=self.run, name="dbuffer peers", daemon=True)
         self._under_way: dict[int, PeerExchange] = {}
         self._given: dict[tuple[int, int], tuple[bytes, str, Places]] = {}  # by (exchange, peer)
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
@@ -402,3 +405,17 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _end_threads() -> None:
+    """A thread that drops tensors while the interpreter is finalized ends the process by abort()."""
+    ending = list(_open)
+    for answering in ending:
+        _shut(answering.bell)
+    until = time.monotonic() + GRACE
+    for answering in ending:
+        if answering.thread.ident is not None:  # else an interrupt came before it was started
+            answering.thread.join(max(until - time.monotonic(), 0.0))
+
+
+atexit.register(_end_threads)

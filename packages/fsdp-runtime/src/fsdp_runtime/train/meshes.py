@@ -7,6 +7,7 @@ slices    all readers    slices                  the ranks that together have wh
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,8 +50,14 @@ class Meshes:
         return 0 if self.batches is None else self.batches.get_local_rank(axis)
 
 
-def make_meshes(splits: Splits, device_type: str) -> Meshes:
-    """The meshes of a run. Collective: makes process groups. Without torch.distributed there are none."""
+def make_meshes(splits: Splits, device_type: str, timeout: timedelta | None = None) -> Meshes:
+    """The meshes of a run. Collective: makes process groups. Without torch.distributed there are none.
+
+    Args:
+        splits: how the ranks are divided.
+        device_type: of the meshes.
+        timeout: of the groups' collectives, which else have torch's default, not that of the group of all ranks.
+    """
     if not dist.is_initialized():
         return Meshes(splits)
     if splits.plain:
@@ -74,4 +81,8 @@ def make_meshes(splits: Splits, device_type: str) -> Meshes:
         slices = init_device_mesh(
             device_type, (pp * splits.readers, splits.slices), mesh_dim_names=("sets", "slices")
         )
+    if timeout is not None:
+        for mesh in filter(None, (dense, experts, batches, slices)):
+            for group in mesh.get_all_groups():
+                group.set_timeout(timeout)
     return Meshes(splits, dense, experts, batches, slices)

@@ -83,7 +83,8 @@ class Trainer:
         self.splits = config.splits(self.world_size)
         optimizer_spec(config.optimizer)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-        self.meshes = make_meshes(self.splits, self.device.type)
+        allowed = timedelta(seconds=config.timeout)
+        self.meshes = make_meshes(self.splits, self.device.type, allowed)
         with agreed("reading the data"):
             self.data = read_data(
                 config.data,
@@ -102,7 +103,6 @@ class Trainer:
         self.model, self.optimizer = self._build()
         if self.splits.pp == 1:  # else ranks have other layers
             check_model(self.model)
-        allowed = timedelta(seconds=config.timeout)
         self.group = (
             dist.new_group(backend="gloo", timeout=allowed) if distributed and config.save_every else None
         )

@@ -1,41 +1,12 @@
-"""N-d boxes of row-major tensors: what a rank holds of one, and which bytes of a file that is. Arithmetic only."""
+"""Boxes of row-major tensors: in pieces that fit into memory, and as runs of a file. Arithmetic only."""
 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from ragged_shard import Box
 
 Ints = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """Elements `offsets[d] ... offsets[d] + sizes[d]` along each dimension d."""
-
-    offsets: Ints
-    sizes: Ints
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-    def slices(self, origin: Ints) -> tuple[slice, ...]:
-        """The box as an index into a tensor whose first element is at `origin`."""
-        return tuple(
-            slice(o - at, o - at + size) for o, at, size in zip(self.offsets, origin, self.sizes, strict=True)
-        )
-
-    def intersection(self, other: "Box") -> "Box | None":
-        """The elements that both have, or None."""
-        offsets, sizes = [], []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start, stop = max(a, b), min(a + n, b + m)
-            if start >= stop:
-                return None
-            offsets.append(start)
-            sizes.append(stop - start)
-        return Box(tuple(offsets), tuple(sizes))
 
 
 def whole(shape: Ints) -> Box:

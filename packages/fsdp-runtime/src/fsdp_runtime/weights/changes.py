@@ -109,8 +109,9 @@ def changed_ranges(
         first, last = max(low, entry.offset), min(low + values.numel(), entry.offset + spec.numel)
         if first >= last:
             continue
-        differs = exported.swap((entry.name, run.segment), values[first - low : last - low])
         inside = first - entry.offset
+        # By its place: where the layout is another one since, the copy is of other elements.
+        differs = exported.swap((entry.name, inside), values[first - low : last - low])
         every = [(inside, inside + last - first)]
         ranges = every if differs is None else _blocks(spec, inside, differs)
         found += [(start + entry.offset, stop + entry.offset) for start, stop in ranges]

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import device_layer, is_cpu
+from ragged_shard import Box, device_layer, is_cpu
 
 from ..safetensors_fp8 import SCALES, tile_in
 from .agreement import agree
-from .boxes import Box, Ints, pieces_of, runs_of
+from .boxes import Ints, pieces_of, runs_of
 from .checksums import sum_of
 from .files import Checkpoint, Stored
 from .rules import Piece, Rule, pieces_for

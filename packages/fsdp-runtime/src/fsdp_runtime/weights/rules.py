@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .boxes import Box, Ints
+from ragged_shard import Box
+
+from .boxes import Ints
 from .files import Stored
 
 Shapes = Mapping[str, Ints]

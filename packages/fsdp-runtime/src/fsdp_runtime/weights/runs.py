@@ -68,6 +68,7 @@ def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], mos
         dtype, end = dtypes[index], entry.offset + math.prod(_shape(entry))
         if members:
             same = entry.group is members[0].group and entry.segment == members[0].segment
+            same = same and dtype is dtypes[index - 1]
             if not same or (end - members[0].offset) * dtype.itemsize > most:
                 runs.append(_run(members, dtypes[index - 1]))
                 members = []

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_shard import RaggedDTensor
+from ragged_shard import Box, RaggedDTensor
 
 from .. import _torch_compat as compat
 from .._at_rest import is_at_rest
 from .._model import member_of
 from .._unit import Unit
-from .boxes import Box, whole
+from .boxes import whole
 
 
 @dataclass(frozen=True)
