@@ -190,7 +190,10 @@ def save_by_group(config, out):
             {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
             "--optimizer adamw8bit with --tp 2: wo is cut by columns",
         ),
-        ({"tp": 2, "quantize": "fp8"}, "--quantize fp8: not with --tp 2"),
+        (
+            {"tp": 2, "quantize": "fp8", "compute": "scaled"},
+            "--compute scaled: not with --tp 2, which cuts the matrices; use dequantize",
+        ),
         ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),
     ],
 )
@@ -216,6 +219,24 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
     splits = Splits(fsdp=4, cp=2, tp=2, pp=3, ep=8)
     assert splits.world_size == 48
     assert splits.shards * splits.tp // splits.ep == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "rel"), [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)]
+)
+def test_quantized_runs_are_split_too(folder, changes, rel):
+    """FP8 makes the same codes; INT8 scales runs of other elements where tp cuts rows."""
+    splits = {
+        "none": {},
+        "tp 2": {"tp": 2},
+        "ep 2": {"ep": 2},
+        "tp 2 x pp 2": {"tp": 2, "pp": 2, "accumulate": 2},
+    }
+    runs = {name: made(folder, "moe", **changes, **split) for name, split in splits.items()}
+    out = folder / f"quantized-{changes['quantize']}"
+    run_ranks(4, train_each, runs, str(out), timeout=300)
+    for name in splits:
+        assert apart(losses(out / name), losses(out / "none")) < rel, name
 
 
 def one_rank_is_absent():

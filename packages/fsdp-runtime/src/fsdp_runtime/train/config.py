@@ -142,11 +142,10 @@ class RunConfig:
         inside = [f"--{axis} {getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
         if self.hf_config and inside:
             raise TrainError(f"{inside[0]} knows the modules of the built-in model, not of --hf-config")
-        for flag, value in (("--quantize", self.quantize), ("--reduce", self.reduce)):
-            if value != "none" and not splits.one_mesh:
-                raise TrainError(
-                    f"{flag} {value}: not with {inside[0]}, whose parameters are DTensors already"
-                )
+        if self.compute == "scaled" and splits.tp > 1:
+            raise TrainError(
+                f"--compute scaled: not with --tp {splits.tp}, which cuts the matrices; use dequantize"
+            )
         if not self.hf_config:
             check_splits(splits, self.model, self.seq_len, self.accumulate)
             check_optimizer(self.optimizer, splits.tp, self.model)
