@@ -127,30 +127,36 @@ def test_every_optimizer_takes_divided_parameters(folder, tmp_path):
         )
 
 
-OTHERS: dict[str, dict] = {
-    "pp 2 x cp 2": {"pp": 2, "cp": 2},
-    "zbv": {"pp": 2, "pp_schedule": "zbv"},
-    "fsdp 4": {},
-    "tp 2": {"tp": 2},
+OTHERS: dict[str, dict[str, dict]] = {
+    "deep": {
+        "pp 2 x cp 2": {"pp": 2, "cp": 2},
+        "zbv": {"pp": 2, "pp_schedule": "zbv"},
+        "fsdp 4": {},
+        "tp 2": {"tp": 2},
+    },
+    "moe": {"fsdp 4": {}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2": {"pp": 2}},
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(folder, tmp_path, curves):
-    config = made(folder, "deep", save_every=1, eval_every=0, hsdp=2, tp=2, accumulate=2)
+@pytest.mark.parametrize(("model", "saved"), [("deep", {"hsdp": 2, "tp": 2}), ("moe", {"hsdp": 2, "ep": 2})])
+def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(
+    folder, tmp_path, curves, model, saved
+):
+    config, others = made(folder, model, save_every=1, eval_every=0, accumulate=2, **saved), OTHERS[model]
     run_ranks(4, train_and_stop, config, tmp_path / "saved", 1, 3)
     before = everything(newest(tmp_path / "saved"))
     assert len(before) > 3 * len([name for name in before if name.startswith("model.")])
     plain: dict = {**dict.fromkeys(AXES, 1), "resume": True}
     unchanged: dict[str, dict] = {
-        f"{name} saved": {**changes, "steps": 2} for name, changes in OTHERS.items()
+        f"{name} saved": {**changes, "steps": 2} for name, changes in others.items()
     }
     runs = {
-        name: with_changes(config, **{**plain, **changes}) for name, changes in (OTHERS | unchanged).items()
+        name: with_changes(config, **{**plain, **changes}) for name, changes in (others | unchanged).items()
     }
     run_ranks(4, resume_each, str(tmp_path / "saved"), runs, str(tmp_path), timeout=300)
-    for name in OTHERS:
-        assert apart(losses(tmp_path / name), curves["deep"][0]) < 1e-5, name
+    for name in others:
+        assert apart(losses(tmp_path / name), curves[model][0]) < 1e-5, name
         after = everything(newest(tmp_path / f"{name} saved"))
         assert before.keys() == after.keys()
         assert not [key for key in before if not torch.equal(before[key], after[key])], name
