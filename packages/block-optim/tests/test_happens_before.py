@@ -25,6 +25,15 @@ def test_muons_transfers_and_newton_schulz_have_an_order(layout, normuon):
     assert run(Muon, layout, shapes=MATRICES, lr=0.01, bucket_bytes=1 << 10, normuon=normuon, steps=3) > 200
 
 
+@pytest.mark.parametrize("kind", [Muon, Shampoo])
+def test_asking_which_ranks_have_a_gradient_has_an_order(kind):
+    with SimulatedDevice() as device, simulated_ranks(4, rank=1):
+        run = Run(kind, "elements", (4,), shapes=LARGE, lr=0.01)
+        for step in range(3):
+            run.step(step, without=(0,))
+        assert device.accesses > 100
+
+
 @pytest.mark.parametrize("kind", [Shampoo, SOAP])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("layout", ["planned", "elements"])

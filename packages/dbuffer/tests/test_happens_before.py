@@ -94,6 +94,17 @@ def test_memory_goes_back_after_its_last_use_where_storages_cannot_exchange_thei
         buffer.release()
 
 
+def test_dropped_memory_goes_back_to_its_pool_after_its_last_use():
+    with device() as found:
+        recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+        recycler.home = found.new_stream()
+        recycler.lend(storage, NBYTES)
+        bytes_in(storage).zero_()
+        recycler.drop(storage)
+        with pytest.raises(KeyError):  # it is not lent any more
+            recycler.drop(storage)
+
+
 def test_watched_memory_is_checked_after_it_was_filled_on_another_stream(monkeypatch):
     monkeypatch.setattr(recycler_module, "_QUARANTINED_BYTES", NBYTES)
     with device() as found:

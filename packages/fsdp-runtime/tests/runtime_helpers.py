@@ -1,5 +1,7 @@
 """A small model and a training step that several test modules use. Everything here also runs on ranks."""
 
+import random
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_runtime import fully_shard
+from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
 
 class Body(nn.Module):
@@ -62,3 +65,15 @@ class Watch(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.act()
         return grad, None
+
+
+COMPLETES = {"at once": lambda: True, "late": lambda: False, "at random": None}
+
+
+@contextmanager
+def device(completes="at once", device="cpu", ranks=4, rank=1):
+    chance = random.Random(0)
+    answers = COMPLETES[completes] or (lambda: chance.random() < 0.5)
+    with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
+        yield found
+    assert found.accesses > 0, "nothing was checked"

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard
-from test_happens_before import BF16, Net, device, mesh_of
+from runtime_helpers import device, loss_of, seeded, shard
+from test_happens_before import BF16, Net, mesh_of
 
 from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy
 

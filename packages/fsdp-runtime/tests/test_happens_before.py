@@ -1,13 +1,11 @@
 """The whole runtime on a simulated device, where an access to memory without an order between streams raises."""
 
-import random
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
+from runtime_helpers import COMPLETES, Body, Watch, device, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,13 +21,14 @@ from fsdp_runtime import (
     _plan,
     _torch_compat,
     gathered_memory,
+    offload,
+    reload,
 )
 from ragged_shard import RaggedDTensor
-from ragged_shard.testing import RaceError, SimulatedDevice, simulated_ranks
+from ragged_shard.testing import RaceError, SimulatedDevice
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
-COMPLETES = {"at once": lambda: True, "late": lambda: False, "at random": None}
 
 
 class Net(Body):
@@ -58,15 +57,6 @@ class OwnGather:
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         return collectives.compat.all_gather([(output_tensor, input_tensor)], group)
-
-
-@contextmanager
-def device(completes="at once", device="cpu", ranks=4, rank=1):
-    chance = random.Random(0)
-    answers = COMPLETES[completes] or (lambda: chance.random() < 0.5)
-    with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
-        yield found
-    assert found.accesses > 0, "nothing was checked"
 
 
 def mesh_of(*shape):
@@ -99,6 +89,24 @@ class TestNoRace:
             model.set_prefetch_depth(depth)
             train(model)
             train(model, order=[3, 0, 4, 1, 2], steps=1)
+
+    @pytest.mark.parametrize("completes", COMPLETES)
+    def test_when_memory_is_offloaded_and_reloaded_between_steps(self, completes):
+        with device(completes):
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for _ in range(2):
+                train(model, 1, optimizer)
+                assert offload(model, optimizer) > 0
+                reload(model, optimizer)
+            train(model, 1, optimizer)
+
+    def test_offloading_returns_when_the_copies_are_there(self, monkeypatch):
+        with device() as found:
+            model, calls = shard(seeded(Net), mesh=mesh_of(4)), []
+            monkeypatch.setattr(found, "synchronize", lambda: calls.append(1))
+            offload(model)
+            assert calls == [1]
 
     @pytest.mark.parametrize("completes", ["late", "at random"])
     def test_in_a_unit_around_large_children_that_are_freed_early(self, completes, monkeypatch):

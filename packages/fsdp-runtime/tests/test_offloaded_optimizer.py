@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, tokens
-from test_happens_before import device
+from runtime_helpers import device, loss_of, seeded, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import block_optim
@@ -131,6 +130,15 @@ def test_state_dicts_go_on_elsewhere_and_come_back():
             loss_of(one, tokens(9)).backward()
             with_it.step()
         assert all(a.equal(b) for a, b in zip(locals_of(plain), locals_of(again), strict=True))
+
+
+def test_the_host_waits_for_the_copies_and_the_updates_before_it_reads_states(monkeypatch):
+    with device() as simulated:
+        _, optimizer = train("adamw", True)
+        waited = []
+        monkeypatch.setattr(simulated, "wait_on_host", lambda event: waited.append(event is not None))
+        optimizer.state_dict()
+        assert waited == [True, True]
 
 
 def test_what_it_cannot_do_is_refused():

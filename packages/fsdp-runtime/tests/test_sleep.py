@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard, tokens
-from test_happens_before import device
+from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import block_optim

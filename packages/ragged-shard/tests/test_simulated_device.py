@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ragged_shard import device_layer
 from ragged_shard.testing import CaptureError, RaceError, SimulatedDevice, simulated_ranks
@@ -139,3 +140,18 @@ def test_a_simulated_group_works_on_a_stream_of_its_own():
             out.sum()
         work.wait()
         assert out.sum() == 16
+
+
+@pytest.mark.parametrize("kind", ["largest", "average", "broadcast"])
+def test_results_that_equal_what_was_there_are_written_all_the_same(kind):
+    with SimulatedDevice(), simulated_ranks(2, rank=1):
+        x = torch.ones(4)
+        if kind == "broadcast":
+            work = dist.broadcast(x, 0, async_op=True)
+        else:
+            op = dist.ReduceOp.MAX if kind == "largest" else dist.ReduceOp.AVG
+            work = dist.all_reduce(x, op, async_op=True)
+        with pytest.raises(RaceError):
+            x.sum()
+        work.wait()
+        assert x.sum() == 4

@@ -155,6 +155,7 @@ class Presence:
                 work.wait()
             if all(here):
                 return [True] * len(here)
-            return [bool(flag) for flag in self._flags.tolist()]
+            found: list[bool] = (self._flags != 0).tolist()
+            return found
 
         return answer

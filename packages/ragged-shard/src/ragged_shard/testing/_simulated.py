@@ -191,8 +191,11 @@ class SimulatedGroup(_ProcessGroup):
         factor = self._factor(opts)
 
         def move() -> None:
-            for tensor in tensors if factor != 1 else ():
-                tensor.mul_(factor)
+            for tensor in tensors:
+                if factor == 1:
+                    _write(tensor)
+                else:
+                    tensor.mul_(factor)
 
         return self._run(tensors, 2 * sum(t.nbytes for t in tensors) * (self._size - 1) / self._size, move)
 
@@ -224,8 +227,13 @@ class SimulatedGroup(_ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> SimulatedWork:
         """Leave the tensors as they are: the source has the same."""
-        root = getattr(opts, "rootRank", 0)
-        return self._run(tensors, 0 if root == self._rank else sum(t.nbytes for t in tensors), lambda: None)
+        received = [] if getattr(opts, "rootRank", 0) == self._rank else tensors
+
+        def move() -> None:
+            for tensor in received:
+                _write(tensor)
+
+        return self._run(tensors, sum(t.nbytes for t in received), move)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         """Return at once."""
@@ -257,6 +265,11 @@ class SimulatedGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _write(tensor: torch.Tensor) -> None:
+    """What a simulated device takes for a write. Costs nothing: torch copies no tensor to itself."""
+    tensor.copy_(tensor)
 
 
 _active: Simulation | None = None
