@@ -53,6 +53,7 @@ class _Question:
     number: int
     ranks: tuple[int, ...]
     seconds: float
+    doing: str = ""
 
 
 class Watchdog:
@@ -143,7 +144,9 @@ class Watchdog:
             if wait.seconds >= self.after:
                 return _Question(self._rank, wait.collective, wait.number, wait.ranks, wait.seconds)
         if self._beat is not None and now - self._beat[1] >= self.after:
-            return _Question(self._rank, "", 0, tuple(range(self._world_size)), now - self._beat[1])
+            return _Question(
+                self._rank, "", 0, tuple(range(self._world_size)), now - self._beat[1], self._beat[0]
+            )
         return None
 
     def _look(self, question: _Question | None) -> None:
@@ -199,8 +202,7 @@ class Watchdog:
         if question.collective:
             number = _nth(question.number)
             return f"{who} has waited {question.seconds:.0f} s for {question.collective}, its {number}"
-        doing = self._beat[0] if self._beat else ""
-        return f"{who} has made no progress for {question.seconds:.0f} s in {doing}"
+        return f"{who} has made no progress for {question.seconds:.0f} s in {question.doing}"
 
 
 def _described(question: _Question, answers: dict[int, _Place], subject: str) -> str:
