@@ -64,6 +64,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("_HostCopy.__init__", "self._layer.record()"): (
         "no: not reached; nothing that lies on a CPU is copied to the host, and such copies need pinned memory"
     ),
+    ("_HostCopy.read", "self._layer.wait_on_host(self._event)"): (
+        "no: not reached; nothing that lies on a CPU is copied to the host, and such copies need pinned memory"
+    ),
     ("Stateful._complete", "self.synchronize()"): (
         "no: a state dict without it holds values from before the refresh, in order; other tests compare the values"
     ),
