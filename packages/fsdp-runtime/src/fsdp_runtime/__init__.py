@@ -21,6 +21,7 @@ from ._module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from ._optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
@@ -62,6 +63,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OffloadedOptimizer",
+    "OptimizerInBackward",
     "QuantizationPolicy",
     "Rename",
     "Snapshot",
@@ -84,6 +86,7 @@ __all__ = [
     "load_safetensors",
     "matrices_only",
     "offload",
+    "optimizer_in_backward",
     "read_safetensors",
     "register_fsdp_forward_method",
     "reload",

@@ -29,10 +29,21 @@ class Backward:
         self._queue: list[Reduction] = []  # in the order of their launches
         self._flying: list[Reduction] = []  # those that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
+        self._updated: set[Unit] = set()  # in this backward
 
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
         self._run = compat.backward_id()
+        self._updated.clear()
+
+    def check_not_updated(self, unit: Unit) -> None:
+        """Raise where a unit's parameters were updated in this backward, which needs them as they were in forward."""
+        if unit in self._updated:
+            raise RuntimeError(
+                f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
+                "that forward runs several times, or whose outputs get gradients at different times, needs an "
+                "optimizer after backward"
+            )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -62,7 +73,8 @@ class Backward:
         gradients.write(param.index, grad)
         del grad
         # Ranks that use different parameters must not reduce at different times.
-        options, differ = unit.options, unit.options.reduce_unused or unit.on_several_meshes
+        options = unit.options
+        differ = options.reduce_unused or unit.on_several_meshes or options.update is not None
         if last and group.plan.large and options.requires_gradient_sync and not differ:
             self.reduce(unit, [one for one in unit.groups if _is_complete(one)])
 
@@ -95,6 +107,8 @@ class Backward:
             earlier = self._of_group.get(group)
             if earlier is not None:
                 self._publish_up_to(earlier)
+        while self.is_last and len(self._queue) >= self.max_reductions and self._queue[0].updates:
+            self._publish_up_to(self._queue[0])
         while len(self._flying) >= self.max_reductions:
             self._flying.pop(0).replicate()
         reduction = Reduction(unit, groups, self._streams)
@@ -123,6 +137,9 @@ class Backward:
                 self._flying.remove(reduction)
             for group in reduction.groups:
                 del self._of_group[group]
+            if self.is_last and reduction.updates:
+                self._updated.add(reduction.unit)
+                reduction.unit.update()
 
     def abandon(self) -> None:
         """Forget all reductions, whatever becomes of them."""

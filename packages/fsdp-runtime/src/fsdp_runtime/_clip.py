@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
 
+from ._optimizer_in_backward import is_updated_in_backward
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -48,7 +50,7 @@ def clip_grad_norm_(
             by one more all-reduce, of 8 bytes.
 
     Raises:
-        RuntimeError: the norm is not finite, if asked.
+        RuntimeError: the norm is not finite, if asked; or `optimizer_in_backward` has updated the parameters.
         NotImplementedError: gradients on different ranks, without `copies`.
         ValueError: `pp_mesh` has several axes.
     """
@@ -56,6 +58,11 @@ def clip_grad_norm_(
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
+        )
+    if any(is_updated_in_backward(param) for param in params):
+        raise RuntimeError(
+            "clip_grad_norm_: optimizer_in_backward updates some of these parameters before the norm of all gradients "
+            "is known; clip with an optimizer after backward"
         )
     grads = [param.grad for param in params if param.grad is not None]
     if copies:

@@ -37,14 +37,15 @@ class Reduction:
     """The gradients of some groups of one unit, on their way from the moment this is made.
 
     Attributes:
-        groups: those that are reduced.
+        unit, groups: those that are reduced.
+        updates: whether parameters are updated as soon as their gradients are there.
         state: see `ReductionState`.
     """
 
     def __init__(self, unit: Unit, groups: list[Group], streams: Streams) -> None:
-        self.groups = groups
+        self.unit, self.groups = unit, groups
+        self.updates = unit.options.update is not None
         self.state = ReductionState.LAUNCHED
-        self._unit_name = unit.name
         self._options = unit.options.reduction
         self._unused = unit.options.reduce_unused
         self._streams = streams
@@ -98,7 +99,7 @@ class Reduction:
         if not self._replicated or not self._options.all_reduce:
             return
         layer = self._streams.layer
-        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self._unit_name):
+        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
             for memory, how in self._replicated:
                 handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
                 self._handles.append(handle)

@@ -1,7 +1,7 @@
 """One `fully_shard` call: its parameters, gathered and freed together."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class UnitOptions:
     separate_reductions: bool = False  # whether reductions have process groups of their own
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
+    update: Callable[[], None] | None = None  # called in backward, when the gradients are there
 
 
 class Unit:
@@ -124,6 +125,11 @@ class Unit:
             for group in self.groups:
                 group.rename(name)
             self._forget_calls()
+
+    def update(self) -> None:
+        """Let the optimizer in backward, if there is one, update the parameters. Their gradients are there."""
+        if self.options.update is not None:
+            self.options.update()
 
     def configure(self, **changes: Any) -> None:
         """Change options; a reduction under way keeps those that it was launched with."""

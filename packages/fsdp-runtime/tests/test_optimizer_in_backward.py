@@ -1,0 +1,214 @@
+"""Updates inside backward: the values of the same optimizers after it, in less memory."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
+from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import block_optim
+from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
+from ragged_shard.testing import RankError, record_memory, run_ranks
+
+MAKES = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "block adamw": lambda params: block_optim.AdamW(params, lr=0.01),
+    "muon": lambda params: block_optim.Mixed(
+        [
+            {"params": [p for p in params if p[1].ndim == 2], "algorithm": "muon"},
+            {"params": [p for p in params if p[1].ndim != 2], "algorithm": "adamw"},
+        ],
+        lr=0.01,
+    ),
+}
+
+
+def sharded(replicas=1, **options):
+    mesh = None
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return shard(seeded(**options), mesh=mesh)
+
+
+class After:
+    """The same optimizers, one for each unit, after backward."""
+
+    def __init__(self, model, make):
+        named, self.optimizers = dict(model.named_parameters()), []
+        for prefix in ("", *(f"blocks.{i}." for i in range(len(model.blocks)))):
+            inside = [n for n in named if n.startswith("blocks.") == bool(prefix) and n.startswith(prefix)]
+            self.optimizers.append(make([(name, named[name]) for name in inside]))
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def compare(kind, replicas, microbatches):
+    ours, plain = sharded(replicas), sharded(replicas)
+    inside, after = optimizer_in_backward(ours, MAKES[kind]), After(plain, MAKES[kind])
+    for step in range(3):
+        for model, optimizer in ((ours, inside), (plain, after)):
+            for number in range(microbatches):
+                model.set_requires_gradient_sync(number == microbatches - 1)
+                loss_of(model, tokens(10 * step + number)).backward()
+            if model is ours:
+                assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert one.to_local().equal(two.to_local())
+
+
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize(("ranks", "replicas", "microbatches"), [(1, 1, 1), (3, 1, 2), (4, 2, 1)])
+def test_updates_are_those_of_the_same_optimizers_after_backward(kind, ranks, replicas, microbatches):
+    run_ranks(ranks, compare, kind, replicas, microbatches)
+
+
+def peak(in_backward):
+    model = seeded(width=64, blocks=10)
+    for block in model.blocks:
+        fully_shard(block)
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    fully_shard(model)
+    make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    optimizer = optimizer_in_backward(model, make) if in_backward else make(model.parameters())
+    for step in range(2):
+        loss = loss_of(model, tokens(step))
+        with record_memory() as live:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return live.peak
+
+
+def test_at_most_two_units_gradients_are_alive():
+    block = 4 * (64 * 64 + 64) // 2
+    (inside, *_), (after, *_) = run_ranks(2, peak, True), run_ranks(2, peak, False)
+    assert after - inside >= 7 * block
+
+
+def saved_and_loaded():
+    model, make = sharded(), MAKES["adamw"]
+    optimizer = optimizer_in_backward(model, make)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(2):
+        loss_of(model, tokens(step)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert {group["lr"] for one in optimizer.optimizers for group in one.param_groups} == {0.0025}
+    other = sharded()
+    other.load_state_dict(model.state_dict())
+    again = optimizer_in_backward(other, make)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    third = sharded()
+    third.load_state_dict(model.state_dict())
+    through_dcp = optimizer_in_backward(third, make)
+    state = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
+    dcp.set_optimizer_state_dict(third, through_dcp, state)
+    for one, optim in ((model, optimizer), (other, again), (third, through_dcp)):
+        loss_of(one, tokens(7)).backward()
+        assert len(optim.state) == len(list(one.parameters()))
+    for params in zip(model.parameters(), other.parameters(), third.parameters(), strict=True):
+        first, *others = [param.to_local() for param in params]
+        assert all(first.equal(one) for one in others)
+
+
+def test_schedulers_and_state_dicts_see_one_optimizer():
+    run_ranks(2, saved_and_loaded)
+
+
+def test_parameters_outside_of_units_are_updated_in_step():
+    run_ranks(2, outside)
+
+
+def outside():
+    model = seeded()
+    fully_shard(model.blocks[0])
+    optimizer = optimizer_in_backward(model, MAKES["foreach"])
+    before = [param.detach().clone() for param in model.head.parameters()]
+    loss_of(model, tokens(0)).backward()
+    assert model.blocks[0].weight.grad is None
+    assert all(param.equal(old) for param, old in zip(model.head.parameters(), before, strict=True))
+    optimizer.step()
+    assert not any(param.equal(old) for param, old in zip(model.head.parameters(), before, strict=True))
+
+
+class Sometimes(nn.Linear):
+    """Takes its bias in every other call."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return nn.functional.linear(x, self.weight, self.bias if self.calls % 2 == 0 else None)
+
+
+class Twice(Body):
+    def forward(self, tokens, order=None):
+        return super().forward(tokens, order=[0, 1, 0])
+
+
+def twice(sometimes):
+    models = []
+    for _ in range(2):
+        model = seeded(Twice)
+        if sometimes:
+            model.blocks[0].__class__ = Sometimes
+        for block in model.blocks:
+            fully_shard(block)
+        models.append(fully_shard(model))
+    ours, plain = models
+    optimizer_in_backward(ours, MAKES["foreach"])
+    loss_of(ours, tokens(0)).backward()
+    after = After(plain, MAKES["foreach"])
+    loss_of(plain, tokens(0)).backward()
+    after.step()
+    assert all(
+        a.to_local().equal(b.to_local()) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
+
+
+def test_a_unit_that_forward_runs_twice_is_updated_once():
+    run_ranks(2, twice, False)
+
+
+def test_backward_through_a_unit_that_was_updated_is_refused():
+    with pytest.raises(
+        RankError, match=r"backward reaches blocks\.0 again after its parameters were updated"
+    ):
+        run_ranks(2, twice, True)
+
+
+def refusals():
+    make = MAKES["adamw"]
+    with pytest.raises(ValueError, match="no module of the model is sharded"):
+        optimizer_in_backward(nn.Linear(2, 2), make)
+    wrong: Any = list
+    with pytest.raises(TypeError, match="make returned a list"):
+        optimizer_in_backward(sharded(), wrong)
+    model = sharded()
+    optimizer = optimizer_in_backward(model, make)
+    with pytest.raises(ValueError, match="updated in backward already"):
+        optimizer_in_backward(model, make)
+    with pytest.raises(RuntimeError, match="before the norm of all gradients is known"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="its units are fixed"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="the state dict has 1 parameter groups, expected 4"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": []}]})
+
+
+def test_what_it_cannot_do_is_refused():
+    run_ranks(1, refusals)
