@@ -174,6 +174,15 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session
+def verl(session: nox.Session) -> None:
+    """Run the tests of the adapter to verl, apart from the others: verl pins an older transformers."""
+    _prepare(session)
+    served = ("uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec")  # which verl imports for its delta sync
+    session.install(*_workspace(*_test_requirements(*PACKAGES), "verl>=0.9.1", *served))
+    session.run(*_pytest(session, "packages/fsdp-runtime/tests/test_verl.py"))
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Run every test that needs no GPU with coverage on any Python, however long it takes."""
     _prepare(session)
