@@ -154,15 +154,32 @@ def memory(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests that need packages of other projects: transformers, peft, torchao. They are skipped elsewhere."""
+    """Run the tests that need packages of other projects, trainers among them. They are skipped elsewhere."""
     _prepare(session)
-    others = ("transformers>=5", "peft>=0.17", "accelerate>=1.15", "torchao>=0.18")
+    others = (
+        "transformers>=5",
+        "peft>=0.17",
+        "accelerate>=1.15",
+        "torchao>=0.18",
+        "torchtitan>=0.3",
+        "triton",
+    )
     session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
     tests = (
         "test_accelerate.py", "test_lora.py", "test_load_transformers.py", "test_extensions_torchao.py",
+        "test_torchtitan.py",
         "train/test_train_float8.py", "parity/test_hf.py", "parallel/test_parallel.py",
     )  # fmt: skip
     session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
+
+
+@nox.session
+def verl(session: nox.Session) -> None:
+    """Run the tests of the adapter to verl, apart from the others: verl pins an older transformers."""
+    _prepare(session)
+    served = ("uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec")  # which verl imports for its delta sync
+    session.install(*_workspace(*_test_requirements(*PACKAGES), "verl>=0.9.1", *served))
+    session.run(*_pytest(session, "packages/fsdp-runtime/tests/test_verl.py"))
 
 
 @nox.session

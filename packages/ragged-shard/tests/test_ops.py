@@ -421,6 +421,26 @@ def drawn(ranks):
         assert torch.equal(*copies)
 
 
+def drawn_in_parts(ranks):
+    """As initializers of fused weights do."""
+    rx = spread(plain(shape=(4, 3)), (Replicate(), RAGGED), (2, 3))
+    torch.manual_seed(dist.get_rank())
+    parts = [rx.new_empty(2, 3) for _ in range(2)]
+    for part in parts:
+        assert part.placements == (Replicate(), Replicate())
+        part.normal_()
+    rx.copy_(torch.cat(parts))
+    torch.manual_seed(0)  # rank 0's values, on all ranks
+    assert torch.equal(rx.full_tensor(), torch.randn(4, 3))
+    pending = spread(plain(shape=(4, 3)), (Partial(), RAGGED), (2, 3))
+    with pytest.raises(NotImplementedError, match="placements of another shape"):
+        pending.new_empty(2, 3)
+
+
+def test_a_tensor_is_filled_from_parts_that_are_drawn_on_all_ranks():
+    run_ranks(6, drawn_in_parts, 6)
+
+
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree(ranks):
     run_ranks(ranks, drawn, ranks)

@@ -185,7 +185,10 @@ def full_state_dicts() -> Iterator[None]:
     def set_model(model: nn.Module, state: Any, *, options: Any = None) -> Any:
         if not _full(model, options):
             return of_model(model, state, options=options)
-        load_full_state_dict(model, state, rank0_only=options.broadcast_from_rank0, strict=options.strict)
+        unread = options.broadcast_from_rank0 and dist.get_rank() != 0  # such as tensors on meta
+        load_full_state_dict(
+            model, {} if unread else state, rank0_only=options.broadcast_from_rank0, strict=options.strict
+        )
         return nn.modules.module._IncompatibleKeys([], [])
 
     def set_optimizer(model: nn.Module, optimizers: Any, state: Any, *, options: Any = None) -> None:

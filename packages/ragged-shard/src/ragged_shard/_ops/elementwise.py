@@ -207,7 +207,11 @@ def like(op: Op) -> Handler:
 
 
 def new(op: Op) -> Handler:
-    """``x.new_zeros(size)`` and the like: with the sharding of x for its own shape, Replicate for 0-d; else refused."""
+    """``x.new_zeros(size)`` and the like: with the sharding of x for its own shape, Replicate for 0-d; else refused.
+
+    ``new_empty`` of another shape is Replicate, as torch's DTensor makes it: it has no values yet to differ in.
+    """
+    empty = op._schema.name == "aten::new_empty"
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, size = args[0], torch.Size(args[1])
@@ -215,9 +219,10 @@ def new(op: Op) -> Handler:
         if sharding.axis is None:
             return fallback(func, args, kwargs)
         target = sharding
-        if not size and sharding.shape:
+        other = size != sharding.shape
+        if other and (not size or (empty and not sharding.partial)):
             target = sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, size)
-        elif size != sharding.shape:
+        elif other:
             raise NotImplementedError(
                 f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
                 "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc. "

@@ -68,20 +68,25 @@ def random(op: Op) -> Handler:
     """``uniform_`` and the like: draw the full tensor from this rank's generator and keep this rank's range.
 
     So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree whatever their
-    seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws.
+    seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws. A tensor that is
+    Replicate everywhere is drawn in place.
     """
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         sharding = tensor._sharding
-        if sharding.partial or sharding.axis is None or any(isinstance(a, torch.Tensor) for a in args[1:]):
+        refused = sharding.partial or (sharding.axis is None and not sharding.replicate)
+        if refused or any(isinstance(a, torch.Tensor) for a in args[1:]):
             raise refusal(func, sharding)
         local = tensor._local_tensor
         if local.is_meta:
             return tensor
-        full = torch.empty(sharding.shape, dtype=local.dtype, device=local.device)
-        func(full, *args[1:], **kwargs)
-        local.copy_(operands.local_from_full(full, sharding, func))
+        if sharding.replicate:
+            func(local, *args[1:], **kwargs)
+        else:
+            full = torch.empty(sharding.shape, dtype=local.dtype, device=local.device)
+            func(full, *args[1:], **kwargs)
+            local.copy_(operands.local_from_full(full, sharding, func))
         for axis in range(sharding.mesh.ndim):
             if axis not in sharding.cut_axes and sharding.axis_size(axis) > 1:
                 flat = local.detach().reshape(-1)

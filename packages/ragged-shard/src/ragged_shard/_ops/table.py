@@ -71,7 +71,8 @@ RULES: dict[str, Rule] = {
         "alias detach",
     ),
     "new": Rule(
-        "a tensor of the same shape with the same sharding, or a Replicate 0-d one",
+        "a tensor of the same shape with the same sharding, or a Replicate 0-d one; `new_empty` of another shape is "
+        "Replicate",
         "nothing",
         elementwise.new,
         "new_empty new_full new_ones new_zeros",

@@ -1,0 +1,101 @@
+"""torchtitan: the `parallelize_fn` of a `ModelSpec`, with units of fsdp_runtime on torchtitan's meshes.
+
+    spec = model_registry("8B")                                   any model of torchtitan
+    spec.parallelize_fn = parallelize_fn(spec.parallelize_fn, block_policy=rows(8))
+    Trainer.Config(model_spec=spec, ...)                          everything else stays as it is
+
+torchtitan's own function still decides which modules are units, their meshes (`fsdp`, `efsdp`, `dp_replicate`), mixed
+precision, resharding, offload, prefetching, and that gradients are summed, not divided. Tensor, expert and context
+parallelism, activation checkpointing and compilation are applied before, by the same function.
+
+Tried with torchtitan 0.3.0: `parallelism.spmd_backend` "partial_dtensor", and "spmd_types" without tensor and expert
+parallelism.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fsdp_runtime import FSDPModule, fully_shard
+
+# What torchtitan passes to fully_shard, from its own configuration.
+_OF_TORCHTITAN = (
+    "mesh", "mp_policy", "reshard_after_forward", "offload_policy", "shard_placement_fn", "dp_mesh_dims",
+)  # fmt: skip
+
+
+def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable[..., nn.Module]:
+    """A replacement for a `ModelSpec.parallelize_fn`: the same function, with `fully_shard` of fsdp_runtime in it.
+
+    torchtitan has no option for this, so during a call, and only then, the name `fully_shard` in torchtitan's modules
+    is replaced (`replaced_fully_shard`). The call communicates what `fully_shard` does.
+
+    Args:
+        theirs: the spec's own, such as `torchtitan.models.llama3.parallelize_llama`.
+        options: of `fully_shard` that torchtitan does not pass, such as `block_policy` and `quantize`; for every unit.
+
+    Returns:
+        A function with the arguments of `theirs`, which returns the sharded model.
+
+    Raises:
+        ValueError: an option that torchtitan passes itself. When called: an `spmd_backend` that is not supported,
+            before anything is changed; or `theirs` did not shard the model with `fully_shard`.
+    """
+    if taken := [name for name in _OF_TORCHTITAN if name in options]:
+        raise ValueError(
+            f"parallelize_fn got {taken[0]}, which torchtitan passes to fully_shard itself; set it in torchtitan's "
+            "configuration (parallelism, training)"
+        )
+
+    @functools.wraps(theirs)
+    def parallelized(model: nn.Module, **named: Any) -> nn.Module:
+        _check_backend(named["parallel_dims"])
+        with replaced_fully_shard(theirs, **options):
+            sharded = theirs(model, **named)
+        if not isinstance(sharded, FSDPModule):
+            raise ValueError(
+                f"parallelize_fn: {theirs.__qualname__} returned a {type(sharded).__name__} without sharding it; "
+                "expected a function of torchtitan that calls fully_shard on the whole model"
+            )
+        return sharded
+
+    return parallelized
+
+
+def _check_backend(parallel_dims: Any) -> None:
+    """Refuse the backends in which parameters and activations are cut in a way that fully_shard does not know."""
+    backend = parallel_dims.spmd_backend
+    if backend == "full_dtensor":
+        raise ValueError(
+            'parallelize_fn: parallelism.spmd_backend is "full_dtensor", whose activations are DTensors on the whole '
+            'mesh, but gathered parameters are not; use "partial_dtensor"'
+        )
+    if backend == "spmd_types" and (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
+        raise ValueError(
+            'parallelize_fn: parallelism.spmd_backend is "spmd_types" with tensor or expert parallelism, whose '
+            'parameters are plain tensors that do not say how they are cut; use "partial_dtensor"'
+        )
+
+
+@contextmanager
+def replaced_fully_shard(theirs: Callable[..., nn.Module], **options: Any) -> Iterator[None]:
+    """Inside, `fully_shard` of `torchtitan.distributed.fsdp` and of the module of `theirs` is ours with `options`."""
+    import torchtitan.distributed.fsdp as shared
+
+    modules = [
+        module
+        for module in {shared.__name__: shared, theirs.__module__: sys.modules[theirs.__module__]}.values()
+        if hasattr(module, "fully_shard")
+    ]
+    before = [module.fully_shard for module in modules]
+    for module in modules:
+        module.fully_shard = functools.partial(fully_shard, **options)
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.fully_shard = function

@@ -1,0 +1,232 @@
+"""verl's FSDP engine on models that we have sharded, next to the same engine with FSDP2.
+
+The tests give verl a platform of their own for the CPU, which verl lets anyone do.
+"""
+
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_runtime import FSDPModule, block_policies
+from fsdp_runtime.integrations import verl as ours
+from ragged_shard.testing import record_collectives, run_ranks
+
+pytest.importorskip("verl", reason="verl is not installed (the extra `verl`)")
+
+
+def on_cpu():
+    """Tell verl that the CPU is its device."""
+    from verl.plugin.platform import platform_manager
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+    class Cpu(PlatformCUDA):
+        device_name, vendor_name = "cpu", "none"
+        device_module = SimpleNamespace(
+            **vars(torch.cpu),
+            empty_cache=lambda: None,
+            memory_allocated=lambda: 0,
+            memory_reserved=lambda: 0,
+            mem_get_info=lambda: (0, 0),
+            get_rng_state=torch.get_rng_state,
+            set_rng_state=torch.set_rng_state,
+        )
+
+        def current_device(self):
+            return "cpu"
+
+        def empty_cache(self):
+            pass
+
+        def communication_backend_name(self):
+            return "gloo"
+
+    if platform_manager.get_platform().device_name != "cpu":
+        platform_manager.set_platform(Cpu())
+
+
+def saved_model(folder, tied):
+    """A tiny Llama on disk, as verl loads it."""
+    import transformers
+
+    path = folder / f"llama-{tied}"
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(path)
+    dist.barrier()
+    return str(path)
+
+
+def engine_of(folder, system, *, tied=False, lora=0, options=None, **config):
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    on_cpu()
+    model = HFModelConfig(
+        path=saved_model(folder, tied), load_tokenizer=False, use_remove_padding=False, lora_rank=lora,
+        enable_gradient_checkpointing=False, override_config={"attn_implementation": "eager"},
+    )  # fmt: skip
+    exact = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    settings = FSDPEngineConfig(
+        **{"strategy": "fsdp2", "mixed_precision": exact, "use_torch_compile": False, "use_dynamic_bsz": False,
+           "micro_batch_size_per_gpu": 2, **config}
+    )  # fmt: skip
+    kind = FSDPEngineWithLMHead
+    kind = ours.engine_class(kind, **(options or {})) if system == "ours" else kind
+    engine = kind(model, settings, FSDPOptimizerConfig(lr=1e-2, clip_grad=0.5), CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
+def batch(step, rows=4):
+    """This rank's rows, as verl gives them: nested tensors of several lengths."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    ids = [torch.randint(32, (5 + row % 2,), generator=generator) for row in range(rows)]
+    nested = {
+        "input_ids": ids,
+        "position_ids": [torch.arange(len(row)) for row in ids],
+        "loss_mask": [torch.ones(len(row), dtype=torch.int64) for row in ids],
+    }
+    data = TensorDict(
+        {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in nested.items()},
+        batch_size=[rows],
+    )
+    tensordict_utils.assign_non_tensor(
+        data, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_remove_padding=False, temperature=1.0
+    )
+    return data
+
+
+def likelihood(model_output, data, dp_group):
+    return -model_output["log_probs"].values().sum() / 20, {}
+
+
+def train(engine, steps=range(3)):
+    """Losses and norms."""
+    found = []
+    with engine.train_mode():
+        for step in steps:
+            outputs = engine.train_batch(batch(step), likelihood)
+            engine.lr_scheduler_step()
+            found += [*outputs["loss"], float(outputs["metrics"]["grad_norm"])]
+    return found
+
+
+def same_training(folder):
+    for case in (
+        {},
+        {"tied": True, "reshard_after_forward": False},
+        {"param_offload": True, "optimizer_offload": True},
+    ):
+        theirs = train(engine_of(folder, "fsdp2", **case))
+        engine = engine_of(folder, "ours", options={"block_policy": block_policies.rows(4)}, **case)
+        assert FSDPModule in type(engine.module).__mro__
+        assert train(engine) == pytest.approx(theirs, rel=1e-5), case
+
+
+def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
+    run_ranks(3, same_training, tmp_path)
+
+
+def reductions(folder):
+    engine = engine_of(folder, "ours")
+    with record_collectives() as record:
+        train(engine, range(1))  # two microbatches
+    units = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
+    assert sum("reduce_scatter" in kind for kind in record.kinds) == units
+
+
+def test_two_microbatches_reduce_once(tmp_path):
+    run_ranks(2, reductions, tmp_path)
+
+
+def checkpoints(folder):
+    engine = engine_of(folder, "ours")
+    train(engine, range(2))
+    engine.save_checkpoint(str(folder / "saved"))
+    expected = train(engine, range(2, 4))
+    again = engine_of(folder, "ours")
+    again.load_checkpoint(str(folder / "saved"))
+    assert train(again, range(2, 4)) == expected
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    run_ranks(2, checkpoints, tmp_path)
+
+
+def exports(folder):
+    import transformers
+    from verl.workers.engine.utils import prime_delta_snapshots
+
+    engine = engine_of(folder, "ours", fsdp_size=2)
+    whole = transformers.LlamaForCausalLM.from_pretrained(saved_model(folder, False)).state_dict()
+    sent, _ = engine.get_per_tensor_param()
+    for name, value in sent:
+        assert value.equal(whole[name]), name
+    engine._delta_shard_snap = {}
+    prime_delta_snapshots(engine.get_per_tensor_param_shard()[0], engine._delta_shard_snap, pin=False)
+    before = {name: value.bfloat16() for name, value in whole.items()}
+    train(engine, range(1))
+    changed, _ = engine.get_per_tensor_param_delta_shard()
+    after = {name: value.bfloat16() for name, value in engine.get_per_tensor_param()[0]}
+    names = 0
+    for slots, _, _, indices, values, group in changed:
+        ((name, _),) = [slot[:2] for slot in slots]
+        parts: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (indices, values), group=group)
+        for where, what in parts:
+            before[name].view(-1)[where] = what
+        names += 1
+    assert names == len(whole)
+    if engine.device_mesh.get_coordinate()[0] == 0:  # replicas send nothing
+        assert all(before[name].equal(after[name]) for name in after)
+
+
+def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
+    run_ranks(4, exports, tmp_path)
+
+
+def refused(folder):
+    import verl.utils.fsdp_utils as theirs
+    from torch.distributed.fsdp import fully_shard
+    from verl.workers.engine.base import EngineRegistry
+
+    engine = engine_of(folder, "ours")
+    assert theirs.fully_shard is fully_shard
+    with pytest.raises(ValueError, match='strategy="fsdp"; expected "fsdp2"'):
+        engine_of(folder, "ours", strategy="fsdp")
+    with pytest.raises(ValueError, match="got mesh, which verl passes"):
+        ours.engine_class(type(engine), mesh=None)
+    before = copy.deepcopy(EngineRegistry._engines)
+    try:
+        ours.register(block_policy=block_policies.whole())
+        found = EngineRegistry.get_engine_cls("language_model", "fsdp2")
+        assert found.__name__ == "RaggedFSDPEngineWithLMHead"
+        assert (
+            EngineRegistry.get_engine_cls("value_model", "fsdp2").__name__ == "RaggedFSDPEngineWithValueHead"
+        )
+        with pytest.raises(ValueError, match=r"language_model .* already; call register once"):
+            ours.register()
+    finally:
+        EngineRegistry._engines = before
+
+
+def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
+    run_ranks(2, refused, tmp_path)
+
+
+def test_importing_the_adapter_imports_no_trainer():
+    code = "import sys, fsdp_runtime.integrations.verl; assert 'verl' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
