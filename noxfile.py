@@ -161,7 +161,7 @@ def integrations(session: nox.Session) -> None:
     tests = (
         "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
         "test_transformers_trainer.py", "test_extensions_torchao.py", "train/test_train_float8.py", "parity/test_hf.py",
-        "parallel/test_parallel.py",
+        "parallel/test_parallel.py", "integrations",
     )  # fmt: skip
     session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
 

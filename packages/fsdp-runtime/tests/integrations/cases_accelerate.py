@@ -6,7 +6,7 @@ from test_accelerate import llama, prepared, train
 
 from fsdp_runtime.integrations import accelerate as ours
 
-PACKAGE, EXTRA, TITLE, RANKS = "accelerate", "accelerate", "Accelerate", 2
+PACKAGE, TITLE, RANKS = "accelerate", "Accelerate", 2
 
 
 def run(system, folder):
@@ -18,16 +18,17 @@ def run(system, folder):
         ("resume, sharded", StateDictType.SHARDED_STATE_DICT),
         ("resume, full", StateDictType.FULL_STATE_DICT),
     ):
-        made = prepared(system, state_dict_type=kind)
-        numbers, _ = train(*made, steps=range(2))
-        made[0].save_state(str(folder / kind.name))
-        again = prepared(system, model=llama(seed=5), state_dict_type=kind)
-        load = ours.load_state if system == "ours" else type(again[0]).load_state
-        load(again[0], str(folder / kind.name))
-        found[case] = train(*again, steps=range(2, 4))[0][::2]
-    rest, _ = train(*made, steps=range(2, 4))
+        path = str(folder / kind.name)
+        accelerator, model, optimizer = prepared(system, state_dict_type=kind)
+        numbers, _ = train(accelerator, model, optimizer, range(2))
+        accelerator.save_state(path)
+        rest, _ = train(accelerator, model, optimizer, range(2, 4))
+        accelerator, other, optimizer = prepared(system, model=llama(seed=5), state_dict_type=kind)
+        load = ours.load_state if system == "ours" else type(accelerator).load_state
+        load(accelerator, path)
+        found[case] = train(accelerator, other, optimizer, range(2, 4))[0][::2]
     found["loss"], found["clip"] = (numbers + rest)[::2], (numbers + rest)[1::2]
-    state = made[0].get_state_dict(made[1])
+    state = accelerator.get_state_dict(model)
     found["save"] = [float(torch.linalg.vector_norm(value)) for value in state.values()]
     found["save"].append(float(dist.get_rank()))  # others than rank 0 have nothing else
     losses, reductions = train(*prepared(system, accumulate=2))

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from test_fabric import prepared, train
 
-PACKAGE, EXTRA, TITLE, RANKS = "lightning_fabric", "fabric", "Lightning Fabric", 2
+PACKAGE, TITLE, RANKS = "lightning_fabric", "Lightning Fabric", 2
 
 
 def run(system, folder):

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from test_transformers_trainer import llama, trainer_for
 
-PACKAGE, EXTRA, TITLE, RANKS = "transformers", "hf", "transformers.Trainer", 2
+PACKAGE, TITLE, RANKS = "transformers", "transformers.Trainer", 2
 
 
 def logged(trainer, key):

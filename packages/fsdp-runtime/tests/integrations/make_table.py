@@ -4,7 +4,8 @@ import sys
 from importlib import import_module, metadata
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from table import CASES, TRAINERS, distances
 

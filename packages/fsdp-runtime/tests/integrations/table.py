@@ -1,7 +1,7 @@
 """What the table of trainers asks of each trainer: `cases_*.py` answer, the same cases with this runtime and FSDP2.
 
-A module `cases_X` has PACKAGE (what it needs), EXTRA (of fsdp-runtime), TITLE, RANKS and `run(system, folder)`, which
-trains on a rank with "ours" or "fsdp2" and returns the case's numbers by its name. Another trainer is another file.
+A module `cases_X` has PACKAGE (without which importing it skips the test), TITLE, RANKS and `run(system, folder)`,
+which trains on a rank with "ours" or "fsdp2" and returns numbers for each of CASES. Another trainer is another file.
 """
 
 import functools
