@@ -154,21 +154,22 @@ def memory(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests that need packages of other projects, trainers among them. They are skipped elsewhere."""
+    """Run the tests that need packages of other projects: trainers, transformers, peft, torchao. Skipped elsewhere."""
     _prepare(session)
     others = (
         "transformers>=5",
         "peft>=0.17",
         "accelerate>=1.15",
         "torchao>=0.18",
+        "lightning-fabric>=2.6",
         "torchtitan>=0.3",
         "triton",
     )
     session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
     tests = (
-        "test_accelerate.py", "test_lora.py", "test_load_transformers.py", "test_extensions_torchao.py",
-        "test_torchtitan.py",
-        "train/test_train_float8.py", "parity/test_hf.py", "parallel/test_parallel.py",
+        "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
+        "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py",
+        "train/test_train_float8.py", "parity/test_hf.py", "parallel/test_parallel.py", "integrations",
     )  # fmt: skip
     session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
 

@@ -52,7 +52,7 @@ def test_declared_dependencies_equal_what_is_imported(package):
     third_party = imported & (
         set(PACKAGES)
         | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers", "accelerate"}
-        | {"torchtitan", "verl"}
+        | {"lightning-fabric", "torchtitan", "verl"}
     )
     assert third_party - {package} == needed | optional
 

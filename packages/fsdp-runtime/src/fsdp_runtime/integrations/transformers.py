@@ -1,0 +1,258 @@
+"""transformers: a mixin for its `Trainer`, and `from_pretrained(distributed_config=...)` onto ragged parameters.
+
+    class MyTrainer(RaggedTrainer, Trainer): ...
+
+    args = TrainingArguments(..., fsdp=True, fsdp_config={...})       as for FSDP2
+    trainer = MyTrainer(model, args, ..., shard_options={"block_policy": block_policies.rows(32)})
+    trainer.train(resume_from_checkpoint=...)                         sharded and full checkpoints
+
+    with sharded_loading(block_policy=...):                           or sharded while it is loaded
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=8))
+
+Tried with transformers 5.23 and accelerate 1.15.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_runtime import FSDPModule, fully_shard
+from fsdp_runtime.integrations import accelerate
+from ragged_shard import RaggedDTensor, held_boxes
+
+
+class RaggedTrainer:
+    """Mix it in before transformers' `Trainer`: with `fsdp=True` the model is sharded by fsdp_runtime.
+
+    The model is sharded by `integrations.accelerate.shard`, with the trainer's `fsdp_config`, before the optimizer is
+    made or the first evaluation, which needs no training before it. Clipping, accumulation and saving are the
+    trainer's own. Without `fsdp` nothing is changed.
+    """
+
+    def __init__(self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """`Trainer`'s arguments, and `shard_options`: of `fully_shard` that `fsdp_config` does not know."""
+        self.shard_options = dict(shard_options or {})
+        self._own_params: list[list[nn.Parameter]] = []
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Shard the model, then as the trainer does."""
+        self._shard()
+        if self._sharded:
+            for module in self._trainer.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation leaves some gathered
+        parent: Any = super()
+        optimizer = parent.create_optimizer(model)
+        self._own_params = [list(group["params"]) for group in optimizer.param_groups]
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the trainer does, after the optimizer that Accelerate has prepared got its own parameters back.
+
+        Accelerate tells parameters by their memory's address, which those have in common that a rank holds nothing of.
+        """
+        if self._sharded:
+            for group, params in zip(self._trainer.optimizer.param_groups, self._own_params, strict=True):
+                group["params"] = params
+        parent: Any = super()
+        return parent.create_scheduler(num_training_steps, optimizer)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer does; before training too, where Accelerate's FSDP2 asks for an optimizer."""
+        self._shard()
+        trainer = self._trainer
+        parent: Any = super()
+        enabled = trainer.is_fsdp_enabled
+        if self._sharded:
+            trainer.is_fsdp_enabled = False  # so that the model alone is prepared
+        try:
+            return parent.evaluation_loop(*args, **kwargs)
+        finally:
+            trainer.is_fsdp_enabled = enabled
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with accelerate.full_state_dicts():
+            return super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        with accelerate.full_state_dicts():
+            return super()._load_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
+        with accelerate.full_state_dicts():
+            return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _trainer(self) -> Any:
+        return self
+
+    @property
+    def _sharded(self) -> bool:
+        return self._trainer.is_fsdp_enabled and isinstance(self._trainer.model, FSDPModule)
+
+    def _shard(self) -> None:
+        trainer = self._trainer
+        if not trainer.is_fsdp_enabled or isinstance(trainer.model, FSDPModule):
+            return
+        accelerator = trainer.accelerator
+        mesh = getattr(accelerator, "torch_device_mesh", None)
+        if mesh is not None:
+            mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+        accelerate.shard(trainer.model, accelerator.state.fsdp_plugin, mesh, **self.shard_options)
+
+
+@contextmanager
+def sharded_loading(**options: Any) -> Iterator[None]:
+    """Inside, `from_pretrained(distributed_config=...)` of transformers makes models that fsdp_runtime has sharded.
+
+    Units, mesh and precision are those of the configuration. Each rank reads its own ranges of the files; of parameters
+    that transformers converts (experts that files keep one by one) it reads all, one parameter at a time, and keeps its
+    ranges. Nothing is sent. Replaces names in four of transformers' modules and puts them back. Not for folders that
+    `save_pretrained(distributed_checkpoint=True)` wrote.
+
+    Args:
+        options: of `fully_shard` that the configuration does not know, such as `block_policy`.
+
+    Raises:
+        ImportError: a version of transformers that has other names.
+        ValueError: (on leaving) parameters that the model ties and that differ in the files.
+    """
+    made: list[tuple[nn.Module, dict[str, str]]] = []
+    with _replaced(
+        (
+            "distributed.mixin",
+            "apply_fully_sharded_data_parallelism",
+            lambda old: _tied_first(old, options, made),
+        ),
+        ("core_model_loading", "DtensorShardOperation", _read_own_or),
+        ("core_model_loading", "set_param_for_module", _cut_before),
+        ("core_model_loading", "_dtensor_from_local_like", _wrap_or),
+        ("modeling_utils", "_dtensor_from_local_like", _wrap_or),
+    ):
+        yield
+    for model, ties in made:
+        for target, source in ties.items():
+            if model.get_parameter(target) is not model.get_parameter(source):
+                raise ValueError(
+                    f"sharded_loading: {target} and {source} are one parameter by the model's configuration and differ "
+                    "in the files; load it with tie_word_embeddings=False"
+                )
+
+
+@contextmanager
+def _replaced(*names: tuple[str, str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Inside, names in modules of transformers are what is made of them."""
+    before: list[tuple[Any, str, Any]] = []
+    for path, name, _ in names:
+        module = import_module(f"transformers.{path}")
+        if not hasattr(module, name):
+            raise ImportError(
+                f"sharded_loading: this version of transformers has no {path}.{name}; 5.23 is known to work"
+            )
+        before.append((module, name, getattr(module, name)))
+    try:
+        for (module, name, theirs), (_, _, make) in zip(before, names, strict=True):
+            setattr(module, name, make(theirs))
+        yield
+    finally:
+        for module, name, theirs in before:
+            setattr(module, name, theirs)
+
+
+def _tied_first(
+    theirs: Callable[..., Any], options: Mapping[str, Any], made: list[tuple[nn.Module, dict[str, str]]]
+) -> Callable[..., Any]:
+    """Parameters are tied before sharding, and modules that share one are in one unit."""
+
+    def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
+        ties = dict(model.all_tied_weights_keys)
+        made.append((model, ties))
+        model.tie_weights(recompute_mapping=False)
+        modules = dict(model.named_modules())
+        sharing = [
+            (modules[source.rpartition(".")[0]], modules[target.rpartition(".")[0]])
+            for target, source in ties.items()
+        ]
+
+        def shard(module: Any, **given: Any) -> Any:
+            unit = list(module) if isinstance(module, list) else [module]
+            more = [target for source, target in sharing if source in unit and target not in unit]
+            inside = [one for one in more if not any(one in own.modules() for own in unit)]
+            return fully_shard(unit + inside if inside else module, **{**given, **options})
+
+        with _replaced(("distributed.fsdp", "fully_shard", lambda _: shard)):
+            return theirs(model, *args, **kwargs)
+
+    return apply
+
+
+def _read_own_or(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda param: (_ReadOwn if isinstance(_plain(param), RaggedDTensor) else theirs)(param)
+
+
+def _wrap_or(theirs: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
+    def wrap(local: torch.Tensor, like: Any) -> Any:
+        like = _plain(like)
+        if not isinstance(like, RaggedDTensor):
+            return theirs(local, like)
+        return RaggedDTensor.from_local(
+            local.contiguous(), like.device_mesh, like.placements, shape=like.shape
+        )
+
+    return wrap
+
+
+def _cut_before(theirs: Callable[..., None]) -> Callable[..., None]:
+    """What conversions made is whole: keep this rank's ranges of it."""
+
+    def set_param(
+        model: nn.Module, target_name: str, param_value: torch.Tensor, *others: Any, **more: Any
+    ) -> None:
+        path, _, name = target_name.rpartition(".")
+        like = _plain(getattr(model.get_submodule(path), name, None))
+        if isinstance(like, RaggedDTensor) and param_value.shape == like.shape:
+            param_value = _own_ranges(param_value, like, param_value.device, param_value.dtype)
+        theirs(model, target_name, param_value, *others, **more)
+
+    return set_param
+
+
+class _ReadOwn:
+    """How transformers reads a parameter: this rank's ranges, or whole tensors that are still to be converted."""
+
+    def __init__(self, param: Any) -> None:
+        self._like = _plain(param)
+
+    def shard_tensor(
+        self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None
+    ) -> torch.Tensor:
+        if tensor_idx is not None:
+            whole: torch.Tensor = source[...]
+            return whole.to(device=device, dtype=dtype)
+        return _own_ranges(source, self._like, device, dtype)
+
+
+def _own_ranges(source: Any, like: RaggedDTensor, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """This rank's local tensor, from a tensor or a slice of a safetensors file."""
+    local = like.to_local()
+    out = torch.empty(local.shape, dtype=dtype or like.dtype, device=device)
+    flat, first = out.view(-1), 0
+    mesh = like.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for offsets, sizes in held_boxes(like.shape, mesh.shape, like.placements, coordinate):
+        index = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+        values = source[index] if index else source[...]
+        flat[first : first + values.numel()].copy_(values.reshape(-1))
+        first += values.numel()
+    return out
+
+
+def _plain(param: Any) -> Any:
+    """What a parameter holds: `nn.Parameter` of a distributed tensor is one itself."""
+    return param.data if isinstance(param, nn.Parameter) else param

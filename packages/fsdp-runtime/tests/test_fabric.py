@@ -1,0 +1,257 @@
+"""Lightning Fabric on models that we have sharded, next to FSDP2 in the same trainer, on CPU ranks."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import Body, loss_of, seeded, tokens
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+from fsdp_runtime import FSDPModule, block_policies
+from fsdp_runtime.integrations import fabric as ours
+from ragged_shard import full_state_dict
+from ragged_shard.testing import record_collectives, run_ranks
+
+pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed (the extra `fabric`)")
+
+
+def shard_by_torch(model, mesh):
+    for block in model.blocks:
+        fully_shard_of_torch(block, mesh=mesh["data_parallel"])
+    return fully_shard_of_torch(model, mesh=mesh["data_parallel"])
+
+
+def fabric_for(system, parallelize_fn=None, **options):
+    """A launched Fabric; the ranks are there already, as under torchrun."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    options = {"data_parallel_size": size, "tensor_parallel_size": 1, **options}
+    if system == "ours":
+        chosen = ours.strategy(parallelize_fn or ours.parallelize(nn.Linear), **options)
+    else:
+        chosen = ModelParallelStrategy(parallelize_fn or shard_by_torch, **options)
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=chosen, plugins=[LightningEnvironment()])
+    fabric.launch()
+    return fabric
+
+
+def prepared(system, seed=0, width=8, **options):
+    fabric = fabric_for(system, **options)
+    model = fabric.setup_module(seeded(Body, seed, width=width))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return fabric, model, optimizer
+
+
+def train(made, steps=range(4), accumulate=1):
+    """Losses and norms, and how many reduce-scatters each microbatch took."""
+    fabric, model, optimizer = made
+    found, reductions = [], []
+    for step in steps:
+        last = (step + 1) % accumulate == 0
+        with record_collectives() as record, fabric.no_backward_sync(model, enabled=not last):
+            loss = loss_of(model, tokens(step))
+            fabric.backward(loss)
+        reductions.append(sum("reduce_scatter" in kind for kind in record.kinds))
+        norm: Any = 0.0
+        if last:
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            norm = norm if type(norm) is torch.Tensor else norm.full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [float(loss.detach()), float(norm)]
+    return found, reductions
+
+
+def same_training():
+    for accumulate in (1, 2):
+        theirs, _ = train(prepared("fsdp2"), range(4), accumulate)
+        made = prepared("ours")
+        assert isinstance(made[1]._forward_module, FSDPModule)
+        mine, reductions = train(made, range(4), accumulate)
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        assert [bool(count) for count in reductions] == [(i + 1) % accumulate == 0 for i in range(4)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_and_norms_are_fsdp2s_and_no_backward_sync_reduces_once(ranks):
+    run_ranks(ranks, same_training)
+
+
+def clipped_by_value():
+    found = []
+    for system in ("fsdp2", "ours"):
+        fabric, model, optimizer = prepared(system)
+        fabric.backward(loss_of(model, tokens()))
+        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+        optimizer.step()
+        found.append([param.full_tensor().detach() for param in model.parameters()])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_clipping_by_value_is_fsdp2s():
+    run_ranks(2, clipped_by_value)
+
+
+def checkpoints(folder):
+    for sharded in (True, False):
+        options = {"save_distributed_checkpoint": sharded}
+        path = folder / f"{sharded}"
+        fabric, model, optimizer = prepared("ours", **options)
+        train((fabric, model, optimizer), range(2))
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2, "other": "kept"})
+        expected, _ = train((fabric, model, optimizer), range(2, 4))
+        fabric, model, optimizer = prepared("ours", seed=5, **options)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(path, state) == {"other": "kept"}
+        assert state["step"] == 2
+        assert train((fabric, model, optimizer), range(2, 4))[0] == expected
+        theirs, model, optimizer = prepared("fsdp2", seed=5, **options)  # and training goes on in FSDP2
+        theirs.load(path, {"model": model, "optimizer": optimizer})
+        assert train((theirs, model, optimizer), range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_and_full_checkpoints_load_and_training_goes_on_here_and_in_fsdp2(ranks, tmp_path):
+    run_ranks(ranks, checkpoints, tmp_path)
+
+
+def written_by_one_process(folder):
+    plain = seeded(seed=3, width=64)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    loss_of(plain, tokens(rank=0)).backward()
+    optimizer.step()
+    path = folder / "plain.pt"
+    if dist.get_rank() == 0:
+        torch.save(plain.state_dict(), folder / "raw.pt")
+        torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    dist.barrier()
+    fabric, model, _ = prepared("ours", width=64)
+    with record_collectives() as record:
+        fabric.load_raw(folder / "raw.pt", model)
+    assert record.bytes_sent < sum(param.nbytes for param in plain.parameters()) / 20
+    full = full_state_dict(model._forward_module)
+    assert all(full[name].equal(value) for name, value in plain.state_dict().items())
+    fabric, model, mine = prepared("ours", width=64)
+    fabric.load(path, {"model": model, "optimizer": mine})
+    for step in range(1, 3):  # every rank has the same batch, so that one process computes the same
+        for module, steps in ((plain, optimizer), (model, mine)):
+            steps.zero_grad()
+            loss_of(module, tokens(step, rank=0)).backward()
+            steps.step()
+    for name, value in full_state_dict(model._forward_module).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
+    run_ranks(3, written_by_one_process, tmp_path)
+
+
+def on_meta(folder):
+    expected = seeded(seed=3).state_dict()
+    if dist.get_rank() == 0:
+        torch.save(expected, folder / "raw.pt")
+    dist.barrier()
+    fabric = fabric_for("ours", ours.parallelize(nn.Linear, block_policy=block_policies.rows(4)))
+    with fabric.init_module(empty_init=True):
+        model = Body()
+    assert model.embed.weight.is_meta
+    model = fabric.setup_module(model)
+    fabric.load_raw(folder / "raw.pt", model)
+    full = full_state_dict(model._forward_module)
+    assert all(full[name].equal(value) for name, value in expected.items())
+
+
+def test_a_model_made_on_meta_gets_memory_and_then_its_file(tmp_path):
+    run_ranks(2, on_meta, tmp_path)
+
+
+def refused(folder):
+    fabric, model, optimizer = prepared("ours")
+    state = {**seeded(seed=3).state_dict(), "extra": torch.zeros(1)}
+    path = folder / "other.pt"
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+        torch.save({"model": seeded(seed=3).state_dict()}, folder / "model.pt")
+    dist.barrier()
+    with pytest.raises(ValueError, match="extra of the state dict is not in the model"):
+        fabric.load_raw(path, model)
+    fabric.load_raw(path, model, strict=False)
+    with pytest.raises(KeyError, match="the file has no 'optimizer', which the state asks for"):
+        fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer})
+    fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer}, strict=False)
+    fabric = fabric_for("ours", data_parallel_size=1, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="2 ranks on its axis tensor_parallel"):
+        fabric.setup_module(seeded())
+
+
+def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
+    run_ranks(2, refused, tmp_path)
+
+
+def two_axes():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def by_columns_and_rows(model, mesh):
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    x = torch.randn(3, 8)
+    plain = nn.Sequential(*(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    plain.load_state_dict(model.state_dict())
+    plain(x).square().mean().backward()
+    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    shard = ours.parallelize(tensor_parallel=by_columns_and_rows)
+    fabric = fabric_for("ours", shard, data_parallel_size=1, tensor_parallel_size=2)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(x).square().mean())
+    norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert type(norm) is torch.Tensor
+    torch.testing.assert_close(norm, expected)
+
+
+def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
+    run_ranks(2, two_axes)
+
+
+def example(folder):
+    path = Path(__file__).parent.parent / "examples" / "train_fabric.py"
+    spec = importlib.util.spec_from_file_location("train_fabric", path)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    from lightning_fabric import Fabric
+
+    fabric_for("ours")  # sets what Fabric reads of the environment
+    size = dist.get_world_size()
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=script.make_strategy(size))
+    fabric.launch()
+    losses = script.train(fabric, str(folder))
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.skipif(
+    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
+)
+def test_the_example_trains(tmp_path):
+    run_ranks(2, example, tmp_path)
+
+
+def test_importing_the_adapter_imports_no_trainer():
+    code = "import sys, fsdp_runtime.integrations.fabric; assert 'lightning_fabric' not in sys.modules, 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,330 @@
+"""transformers' Trainer and from_pretrained with models that we have sharded, next to FSDP2 in the same trainer.
+
+On CPU Accelerate takes DistributedDataParallel. The tests tell its state that the ranks are FSDP's, as on GPUs.
+Models that from_pretrained has sharded need no such thing.
+"""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_accelerate import llama
+
+from fsdp_runtime import FSDPModule, block_policies
+from fsdp_runtime.integrations import transformers as ours
+from ragged_shard import RaggedDTensor, full_state_dict
+from ragged_shard.testing import record_collectives, run_ranks
+
+pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
+pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
+
+
+def environment():
+    """What torchrun says."""
+    size, rank = str(dist.get_world_size()), str(dist.get_rank())
+    os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def fresh_state():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    environment()
+
+
+def trainer_class(system):
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer
+
+    class OnCPU(Trainer):
+        """The trainer, whose ranks on CPU are FSDP2's."""
+
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            if self.args.fsdp:
+                for state in (AcceleratorState, PartialState):
+                    state._shared_state["distributed_type"] = DistributedType.FSDP
+                plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+                self.accelerator.state.fsdp_plugin = plugin
+                self.is_fsdp_enabled = True
+
+        def training_step(self, *args, **kwargs):
+            with record_collectives() as record:
+                loss = super().training_step(*args, **kwargs)
+            reductions = sum("reduce_scatter" in kind for kind in record.kinds)
+            self.reductions: list[int] = [*getattr(self, "reductions", []), reductions]
+            return loss
+
+    return type("OursOnCPU", (ours.RaggedTrainer, OnCPU), {}) if system == "ours" else OnCPU
+
+
+def examples(count=32):
+    rows = torch.randint(12, (count, 5), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer_for(system, folder, model, kind="FULL_STATE_DICT", shard_options=None, **options):
+    from transformers import TrainingArguments
+
+    fresh_state()
+    settings: dict[str, Any] = {
+        "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "max_grad_norm": 0.5, "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no",
+    }  # fmt: skip
+    if kind is not None:
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
+        settings.update(fsdp=True, fsdp_config=layers)
+    args = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    data = {"train_dataset": examples(), "eval_dataset": examples(8)}
+    more = {"shard_options": shard_options} if system == "ours" else {}
+    return trainer_class(system)(model=model, args=args, **data, **more)
+
+
+def history(trainer):
+    """Losses and norms of the steps, and losses of evaluations."""
+    entries = trainer.state.log_history
+    return [e[key] for e in entries for key in ("loss", "grad_norm", "eval_loss") if key in e]
+
+
+def same_training(folder):
+    for accumulate in (1, 2):
+        found = {}
+        for system in ("fsdp2", "ours"):
+            options = {"gradient_accumulation_steps": accumulate, "eval_strategy": "steps", "eval_steps": 2}
+            trainer = trainer_for(system, folder / system, llama(), **options)
+            trainer.train()
+            found[system] = history(trainer)
+            reduced = [bool(count) for count in trainer.reductions]
+            assert reduced == [(i + 1) % accumulate == 0 for i in range(4 * accumulate)]
+        assert len(found["ours"]) == 10
+        assert found["ours"] == pytest.approx(found["fsdp2"], rel=1e-5)
+    assert FSDPModule in type(trainer.model).__mro__
+    trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
+    own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
+
+
+def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
+    run_ranks(3, same_training, tmp_path)
+
+
+def resumed(folder):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        path = folder / kind
+        trainer = trainer_for("ours", path, llama(), kind, **saving)
+        trainer.train()
+        expected = history(trainer)
+        trainer = trainer_for("ours", path, llama(seed=5), kind, **saving)
+        trainer.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+        assert history(trainer) == expected
+        theirs = trainer_for("fsdp2", path, llama(seed=5), kind)
+        theirs.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+        assert history(theirs) == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
+    run_ranks(2, resumed, tmp_path)
+
+
+def best_and_saved(folder):
+    from safetensors.torch import load_file
+
+    each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options = {"load_best_model_at_end": True, "learning_rate": 0.5, "max_grad_norm": 0.0, **each}
+    trainer = trainer_for("ours", folder / "run", llama(), **options)
+    trainer.train()
+    best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert trainer.state.best_metric == best < history(trainer)[-1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
+    trainer.save_model(str(folder / "saved"))
+    full = full_state_dict(trainer.model)
+    dist.barrier()
+    saved = load_file(folder / "saved" / "model.safetensors")
+    assert saved.keys() == full.keys()
+    assert all(full[name].equal(saved[name]) for name in saved)
+
+
+def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
+    run_ranks(2, best_and_saved, tmp_path)
+
+
+def evaluated_first(folder):
+    plain = trainer_for("fsdp2", folder, llama(), kind=None).evaluate()["eval_loss"]
+    options = {"shard_options": {"block_policy": block_policies.rows(4)}}
+    trainer = trainer_for("ours", folder, llama(), **options)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, rel=1e-5)
+    trainer.train()
+    own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert all(isinstance(param.data, RaggedDTensor) for param in own)
+    assert all(param.to_local().shape[0] % 4 == 0 for param in own if len(param) == 12)
+    found = history(trainer)
+    theirs = trainer_for("fsdp2", folder, llama())
+    theirs.train()
+    assert found[-8:] == pytest.approx(history(theirs), rel=1e-5)
+    with pytest.raises(ValueError, match="a model and optimizer must be passed together"):
+        trainer_for("fsdp2", folder, llama()).evaluate()
+
+
+def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tmp_path):
+    run_ranks(2, evaluated_first, tmp_path)
+
+
+def without_fsdp(folder):
+    trainer = trainer_for("ours", folder, llama(), kind=None)
+    trainer.train()
+    assert not isinstance(trainer.model, FSDPModule)
+    theirs = trainer_for("fsdp2", folder, llama(), kind=None)
+    theirs.train()
+    assert history(trainer) == history(theirs)
+
+
+def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
+    run_ranks(2, without_fsdp, tmp_path)
+
+
+def pretrained(path, system="ours", model="Llama", config=None, **options):
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    fresh_state()
+    sizes = config or {"fsdp_size": dist.get_world_size()}
+    inside = ours.sharded_loading(**options) if system == "ours" else contextlib.nullcontext()
+    with inside:
+        made = getattr(transformers, f"{model}ForCausalLM")
+        return made.from_pretrained(str(path), distributed_config=DistributedConfig(**sizes))
+
+
+def written(path, model):
+    if dist.get_rank() == 0:
+        model.save_pretrained(path)
+    dist.barrier()
+    return model.state_dict()
+
+
+def loaded_and_trained(folder):
+    from transformers import core_model_loading, modeling_utils
+    from transformers.distributed import fsdp, mixin
+
+    modules = (core_model_loading, modeling_utils, fsdp, mixin)
+    before = [dict(vars(module)) for module in modules]
+    for tied in (False, True):
+        path = folder / f"tied-{tied}"
+        expected = written(path, llama(tied=tied))
+        model = pretrained(path, block_policy=block_policies.rows(4))
+        assert all(isinstance(param.data, RaggedDTensor) for param in model.parameters())
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        full = full_state_dict(model)
+        assert all(full[name].equal(value) for name, value in expected.items())
+        assert model.model.rotary_emb.inv_freq.equal(llama().model.rotary_emb.inv_freq)
+        found = []
+        for each in (pretrained(path, "fsdp2"), model):
+            trainer = trainer_for("fsdp2", path, each, kind=None, gradient_accumulation_steps=2)
+            trainer.train()
+            trainer.evaluate()
+            assert [bool(count) for count in trainer.reductions] == [False, True] * 4
+            found.append(history(trainer))
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+        trainer.save_model(str(path / "saved"))
+        again = full_state_dict(pretrained(path / "saved"))
+        assert all(again[name].equal(value) for name, value in full_state_dict(model).items())
+    assert [dict(vars(module)) for module in modules] == before
+
+
+def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
+    run_ranks(3, loaded_and_trained, tmp_path)
+
+
+def experts(folder):
+    from test_load_transformers import make
+
+    expected = written(folder / "mixtral", make("mixtral"))
+    full = full_state_dict(pretrained(folder / "mixtral", model="Mixtral"))
+    assert all(full[name].equal(value) for name, value in expected.items())
+
+
+def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_path):
+    run_ranks(2, experts, tmp_path)
+
+
+def two_axes(folder):
+    expected = written(folder, llama())
+    model = pretrained(folder, config={"fsdp_size": 2, "tp_size": 2})
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight.data, RaggedDTensor)
+    assert weight.device_mesh.ndim == 2
+    full = full_state_dict(model)
+    assert all(full[name].equal(value) for name, value in expected.items())
+
+
+def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_path):
+    run_ranks(4, two_axes, tmp_path)
+
+
+def refused(folder):
+    from safetensors.torch import load_file, save_file
+
+    state = written(folder, llama(tied=True))
+    if dist.get_rank() == 0:
+        file = folder / "model.safetensors"
+        save_file({**load_file(file), "lm_head.weight": state["lm_head.weight"] + 1}, file, {"format": "pt"})
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are one parameter"):
+        pretrained(folder)
+    from transformers import core_model_loading
+
+    theirs = core_model_loading.set_param_for_module
+    vars(core_model_loading).pop("set_param_for_module")
+    try:
+        with pytest.raises(ImportError, match=r"no core_model_loading.set_param_for_module"):
+            pretrained(folder)
+    finally:
+        core_model_loading.set_param_for_module = theirs
+
+
+def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
+    run_ranks(2, refused, tmp_path)
+
+
+def example(folder):
+    path = Path(__file__).parent.parent / "examples" / "train_transformers.py"
+    spec = importlib.util.spec_from_file_location("train_transformers", path)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = []
+    for system in ("fsdp2", "ours"):
+        fresh_state()
+        options = {"shard_options": {"block_policy": block_policies.rows(8)}} if system == "ours" else {}
+        args = script.arguments(str(folder / system), use_cpu=True, disable_tqdm=True)
+        found.append(script.train(trainer_class(system), args, **options))
+    assert len(found[1]) == 8
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1][-1] < found[1][0]
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.skipif(
+    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
+)
+def test_the_example_trains(tmp_path):
+    run_ranks(2, example, tmp_path)
+
+
+def test_importing_the_adapter_imports_no_trainer():
+    code = (
+        "import sys, fsdp_runtime.integrations.transformers; "
+        "assert not {'transformers', 'accelerate'} & sys.modules.keys(), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
