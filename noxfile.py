@@ -153,6 +153,21 @@ def memory(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Give damaged input to all that reads from outside, 100,000 times, and write the table into RELIABILITY.md."""
+    _reliability(session, "fuzz.py")
+
+
+def _reliability(session: nox.Session, script: str) -> None:
+    """Run one of the long commands that write sections of RELIABILITY.md."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    session.env["OMP_NUM_THREADS"] = "1"
+    folder = _folder("fsdp-runtime") / "tests" / "reliability"
+    session.run("python", str(folder / script), *(session.posargs or ["--write"]))
+
+
+@nox.session
 def integrations(session: nox.Session) -> None:
     """Run the tests that need packages of other projects: transformers, peft, torchao. They are skipped elsewhere."""
     _prepare(session)
