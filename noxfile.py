@@ -158,6 +158,18 @@ def fuzz(session: nox.Session) -> None:
     _reliability(session, "fuzz.py")
 
 
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill and freeze ranks and launchers 300 times, and write the table into RELIABILITY.md. Takes an hour."""
+    _reliability(session, "chaos.py")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Train 20,000 steps with every optimizer, and write what grew into RELIABILITY.md. Takes hours."""
+    _reliability(session, "soak.py")
+
+
 def _reliability(session: nox.Session, script: str) -> None:
     """Run one of the long commands that write sections of RELIABILITY.md."""
     _prepare(session)

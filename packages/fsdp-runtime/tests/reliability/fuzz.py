@@ -20,7 +20,8 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "train")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 MEMORY = 1 << 30  # bytes that reading one small file may take
 CPU_SECONDS = 10.0  # that it may take
@@ -92,8 +93,8 @@ def judge(target: Target, given: object, result: Result, again: str) -> None:
         else:
             result.refused += 1
     except (Hung, Exception) as error:
-        where = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in where if "/src/" in frame.filename] or list(where)
+        frames = list(traceback.extract_tb(error.__traceback__))
+        own = [frame for frame in frames if "/src/" in frame.filename] or frames
         kind = f"{type(error).__name__} at {Path(own[-1].filename).name}:{own[-1].lineno}"
         result.faults.setdefault(kind, f"{str(error)[:300]} ({again})")
     result.slowest = max(result.slowest, time.process_time() - begun)

@@ -18,7 +18,7 @@ import torch
 from fuzz import Target, WrongError, captured, unclear
 from mutations import NASTY, damaged, damaged_json, damaged_text
 from safetensors.torch import save_file
-from train_helpers import newest, text_folder, tiny, train
+from train.train_helpers import newest, text_folder, tiny, train
 
 from fsdp_runtime import checksum_safetensors, read_safetensors
 from fsdp_runtime.train import TrainError

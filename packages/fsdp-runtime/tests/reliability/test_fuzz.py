@@ -1,5 +1,6 @@
 """Damaged input of every kind: a short form of `fuzz.py`, and what it has found."""
 
+import functools
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from fuzz import Target, fuzz, limited_memory
 from fuzz_targets import all_targets
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_helpers import TINY, newest, text_folder, tiny, train, with_changes
+from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime import read_safetensors
 from fsdp_runtime.train import TrainError
@@ -50,7 +51,7 @@ def test_the_harness_sees_tracebacks_hangs_and_memory(monkeypatch):
     monkeypatch.setattr("fuzz.CPU_SECONDS", 0.2)
     results = fuzz(
         [
-            Target("traceback", lambda draw: None, lambda given: {}["x"], (ValueError,)),
+            Target("traceback", lambda draw: None, lambda given: json.loads("{}")["x"], (ValueError,)),
             Target("hang", lambda draw: None, lambda given: [None for _ in iter(int, 1)], (ValueError,)),
             Target("memory", lambda draw: None, lambda given: torch.ones(1 << 29), (RuntimeError,)),
         ],
@@ -267,10 +268,10 @@ def test_one_wrong_token_does_not_make_a_vocabulary_of_billions(tmp_path):
     tokens = np.arange(500, dtype=np.uint32)
     tokens[77] = 4_000_000_000
     tokens.tofile(tmp_path / "tokens.bin")
-    arguments = {"dtype": "uint32", "held_out": (), "seq_len": 8}
+    read = functools.partial(read_data, [str(tmp_path)], dtype="uint32", held_out=(), seq_len=8)
     with pytest.raises(TrainError, match="the largest token of the data is 4000000000: say --vocab-size"):
-        read_data([str(tmp_path)], vocab_size=None, **arguments)
-    assert read_data([str(tmp_path)], vocab_size=4_000_000_001, **arguments).vocab_size == 4_000_000_001
+        read(vocab_size=None)
+    assert read(vocab_size=4_000_000_001).vocab_size == 4_000_000_001
 
 
 def header_of(path, entries):

@@ -61,7 +61,7 @@ class Reader(FileSystemReader):
         """
         folder = Path(self.path)
         try:
-            metadata = _unpickle((folder / METADATA).read_bytes())
+            metadata: Metadata = _unpickle((folder / METADATA).read_bytes())
             _check(folder, metadata)
         except OSError:
             raise
