@@ -267,7 +267,7 @@ def _checkpoints(folder: Path) -> list[Target]:
         name, data = given
         run.replace(name, data, summed=False)
         status, said = command(train_cli.main, ["verify", str(run.checkpoint)])
-        if status != (data != run.files[name]) or "Traceback" in said:
+        if status != _differs(name, data, run.files[name]) or "Traceback" in said:
             raise WrongError(f"status {status} for {name}: {said[:200]}")
 
     def metadata(draw: Random) -> tuple[str, bytes]:
@@ -299,6 +299,16 @@ def _checkpoints(folder: Path) -> list[Target]:
         Target("checkpoint weights, with fitting sums", weights, read_weights, (TrainError,), one_line),
         *_run_files(run),
     ]
+
+
+def _differs(name: str, data: bytes, before: bytes) -> bool:
+    """Whether a file has changed; `sums.json` where it says something else: nothing has a sum of its bytes."""
+    if name != "sums.json" or data == before:
+        return data != before
+    try:
+        return bool(json.loads(data) != json.loads(before))
+    except (ValueError, RecursionError):
+        return True
 
 
 def _damaged_metadata(draw: Random, data: bytes) -> bytes:

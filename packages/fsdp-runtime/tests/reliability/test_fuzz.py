@@ -22,7 +22,7 @@ from train.train_helpers import TINY, newest, text_folder, tiny, train, with_cha
 
 from fsdp_runtime import read_safetensors
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.checkpoint import latest
+from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
 from fsdp_runtime.train.checksums import find_damage
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.config import RunConfig
@@ -217,6 +217,17 @@ def test_run_json_of_another_shape_is_no_traceback(run, text):
     replace(checkpoint, "run.json", (original.rstrip()[:-1] + f", {text}" + "}").encode())
     with pytest.raises(TrainError, match="is not a checkpoint of fsdp-train"):
         saved_config(run)
+
+
+def test_a_run_json_without_an_optimizer_is_of_another_run(run):
+    about = read_about(newest(run))
+    config = dict(about["config"])
+    del about["config"]["optimizer"], about["config"]["data"]
+    with pytest.raises(TrainError, match="has the state of None, --optimizer is torch-adamw"):
+        check_same_run(newest(run), about, config, about["identity"])
+    about["config"]["optimizer"] = config["optimizer"]
+    with pytest.raises(TrainError, match="was made with --data the standard library"):
+        check_same_run(newest(run), about, config, {"data": "other"})
 
 
 def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):

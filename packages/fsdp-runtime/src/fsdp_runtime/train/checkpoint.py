@@ -273,14 +273,14 @@ def check_same_run(
 ) -> None:
     """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
     theirs = about["config"]
-    if theirs["optimizer"] != config["optimizer"]:
+    if theirs.get("optimizer") != config["optimizer"]:
         raise TrainError(
-            f"{checkpoint} has the state of {theirs['optimizer']}, --optimizer is {config['optimizer']}"
+            f"{checkpoint} has the state of {theirs.get('optimizer')}, --optimizer is {config['optimizer']}"
         )
     for name, mine in identity.items():
         before = about["identity"].get(name)
         if before != mine and name == "data":
-            was, now = (" ".join(c["data"]) or "the standard library" for c in (theirs, config))
+            was, now = (" ".join(c.get("data") or ()) or "the standard library" for c in (theirs, config))
             raise TrainError(
                 f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
             )
