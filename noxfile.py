@@ -153,6 +153,33 @@ def memory(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Give damaged input to all that reads from outside, 100,000 times, and write the table into RELIABILITY.md."""
+    _reliability(session, "fuzz.py")
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill and freeze ranks and launchers 300 times, and write the table into RELIABILITY.md. Takes an hour."""
+    _reliability(session, "chaos.py")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Train 20,000 steps with every optimizer, and write what grew into RELIABILITY.md. Takes hours."""
+    _reliability(session, "soak.py")
+
+
+def _reliability(session: nox.Session, script: str) -> None:
+    """Run one of the long commands that write sections of RELIABILITY.md."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    session.env["OMP_NUM_THREADS"] = "1"
+    folder = _folder("fsdp-runtime") / "tests" / "reliability"
+    session.run("python", str(folder / script), *(session.posargs or ["--write"]))
+
+
+@nox.session
 def integrations(session: nox.Session) -> None:
     """Run the tests that need packages of other projects: trainers, transformers, peft, torchao. Skipped elsewhere."""
     _prepare(session)

@@ -90,15 +90,13 @@ def read_safetensors(
             `weight_block_size` says; by name.
         FileNotFoundError: no file.
     """
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no *.safetensors")
     found: dict[str, torch.Tensor] = {}
     for file in files:
-        found.update(load_file(file))
+        found.update(_read_file(file))
     scales = {key.removesuffix(SCALES): found.pop(key) for key in list(found) if key.endswith(SCALES)}
     for key in scales:
         if key not in found or found[key].dtype != torch.float8_e4m3fn:
@@ -117,19 +115,35 @@ def read_safetensors(
     return found
 
 
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a safetensors file, or damaged: {str(error)[:200]}") from error
+
+
 def tile_in(folder: Path) -> tuple[int, int]:
     """Rows and columns of a tile, as the `config.json` of a folder says. Raises ValueError where it does not."""
     path = folder / CONFIG
-    config = json.loads(path.read_text()) if path.exists() else {}
-    size = config.get("quantization_config", {}).get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2:
+    try:
+        config: Any = json.loads(path.read_text()) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({str(error)[:200]})") from None
+    for key in ("quantization_config", "weight_block_size"):
+        config = config.get(key) if isinstance(config, dict) else None
+    if not isinstance(config, list) or [type(size) for size in config] != [int, int] or min(config) < 1:
         raise ValueError(
-            f"{path}: quantization_config.weight_block_size is {size}; expected [rows, columns] of a tile"
+            f"{path}: quantization_config.weight_block_size is {str(config)[:200]}; expected [rows, columns] of a tile"
         )
-    return int(size[0]), int(size[1])
+    return config[0], config[1]
 
 
 def _read_back(key: str, codes: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    if codes.ndim < 2:
+        raise ValueError(f"{key} is e4m3 of shape {tuple(codes.shape)}; expected a matrix")
     rows, columns = codes.shape[-2:]
     expected = (*codes.shape[:-2], -(-rows // tile[0]), -(-columns // tile[1]))
     if tuple(scales.shape) != expected:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from layout_planner._blocks import Block, Rows, Tile, parse_block
-from layout_planner._checks import MOST_RANKS
+from layout_planner._checks import MOST_RANKS, shortened
 from layout_planner._sweep import Options
 from layout_planner.checkpoints import read_checkpoint
 from layout_planner.models import ModelShape, load_model, model_names, separate_experts
@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(message: object) -> str:
-    """The message without line breaks."""
-    return " ".join(str(message).split())
+    """The message without line breaks, cut in the middle if it quotes something huge."""
+    return shortened(" ".join(str(message).split()))
 
 
 def number(text: str) -> int:

@@ -5,6 +5,12 @@ from collections.abc import Iterable
 MOST_RANKS = 1 << 20  # anything above is a typing error, and would take memory in proportion
 
 
+def shortened(text: object) -> str:
+    """A message that quotes what was read, cut to a few hundred characters."""
+    said = str(text)
+    return said if len(said) <= 600 else f"{said[:300]} ... {said[-300:]}"
+
+
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """Return `value` if it is an integer of at least `least` and at most `most`.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
-from layout_planner._checks import check_integer, check_world_size
+from layout_planner._checks import check_integer, check_world_size, shortened
 from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner._svg import draw
@@ -226,7 +226,7 @@ class Layout:
             )
             return cls(tensors, content["world_size"], content["align"], segments)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"this is not a layout: {type(error).__name__}: {error}") from error
+            raise ValueError(f"this is not a layout: {type(error).__name__}: {shortened(error)}") from error
 
     def fingerprint(self) -> str:
         """SHA-256 of `to_json`, in hex: two layouts are equal if and only if their fingerprints are."""

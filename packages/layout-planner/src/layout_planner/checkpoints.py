@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from layout_planner._checks import shortened
 from layout_planner.models import GroupShape, ModelShape, ShapeEntry
 
 Shape = tuple[int, ...]
@@ -70,7 +71,7 @@ def _read_index(index: Path) -> dict[str, Shape]:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{index}: not JSON ({error}); a safetensors index is JSON with a weight_map"
+            f"{index}: not JSON ({shortened(error)}); a safetensors index is JSON with a weight_map"
         ) from None
     entries = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
@@ -79,18 +80,20 @@ def _read_index(index: Path) -> dict[str, Shape]:
         )
     shapes: dict[str, Shape] = {}
     for name in sorted(set(entries.values())):
+        if len(name) > 255 or not name.isprintable():
+            raise ValueError(f"{index}: weight_map names {name[:100]!r}, which is not a file name")
         file = index.parent / name
         listed = sorted(tensor for tensor, place in entries.items() if place == name)
         if not file.is_file():
             raise ValueError(
-                f"{file}: missing, but {index.name} says it holds {listed[0]} and "
+                f"{file}: missing, but {index.name} says it holds {listed[0][:200]} and "
                 f"{len(listed) - 1} more; download it again or fix the index"
             )
         found = _read_file(file)
         lost = [tensor for tensor in listed if tensor not in found]
         if lost:
             raise ValueError(
-                f"{file}: {lost[0]} is not in it, but {index.name} lists it there "
+                f"{file}: {lost[0][:200]} is not in it, but {index.name} lists it there "
                 f"({len(lost)} of {len(listed)} are missing); index and files belong to different checkpoints"
             )
         shapes.update((tensor, found[tensor]) for tensor in listed)
@@ -111,8 +114,8 @@ def _read_file(file: Path) -> dict[str, Shape]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{file}: not a complete safetensors file ({file.stat().st_size} bytes; {error}); expected a header "
-            "length, a JSON header and all data that it lists: download it again"
+            f"{file}: not a complete safetensors file ({file.stat().st_size} bytes; {shortened(error)}); expected a "
+            "header length, a JSON header and all data that it lists: download it again"
         ) from None
 
 
@@ -124,7 +127,7 @@ def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[GroupShape]:
         shape = shapes[name]
         if 0 in shape:
             raise ValueError(
-                f"{source}: tensor {name} of shape {shape} has no elements; expected sizes of at least 1"
+                f"{source}: tensor {name[:200]} of shape {shape} has no elements; expected sizes of at least 1"
             )
         parts = name.split(".")
         at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)

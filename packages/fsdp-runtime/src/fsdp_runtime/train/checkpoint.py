@@ -9,6 +9,7 @@ A save that is killed leaves only a ``.part`` folder, which nothing loads and th
 
 import json
 import os
+import re
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .checksums import METADATA, RUN_FILE, SummingWriter, find_damage, has_sums, write_synced
+from .checksums import MALFORMED, METADATA, RUN_FILE, SummingWriter, find_damage, has_sums, write_synced
+from .dcp_files import Planner, Reader
 from .errors import TrainError, agreed, causes, from_all, one_line
 
 _PART = ".part"
+_NAME = re.compile(r"step-\d{8,19}")
 CHECKPOINTS = "checkpoints"
 # Values are copied in start(), by storage: the other way of torch 2.11 does not know ragged tensors.
 _COPY = StagingOptions(
@@ -147,9 +149,9 @@ def latest(run: Path) -> Path | None:
     folder = run / CHECKPOINTS
     pointer = folder / "latest"
     if pointer.is_file():
-        named = folder / pointer.read_text(errors="replace").strip()
-        if _is_complete(named):
-            return named
+        name = pointer.read_text(errors="replace").strip()
+        if _NAME.fullmatch(name) and _is_complete(folder / name):
+            return folder / name
     complete = sorted(_complete(folder), key=lambda path: path.name)
     return complete[-1] if complete else None
 
@@ -191,9 +193,9 @@ def _damage_here(checkpoint: Path) -> list[str]:
     if has_sums(checkpoint):
         return find_damage(checkpoint, *ranks)
     try:  # of version 0.1.0, without sums
-        FileSystemReader(checkpoint).read_metadata()
+        Reader(checkpoint).read_metadata()
         read_about(checkpoint)
-    except Exception as error:  # a pickle that is not one raises anything
+    except (TrainError, OSError, ValueError) as error:
         return [f"{METADATA} or {RUN_FILE}: {one_line(error)}"] if ranks[0] == 0 else []
     return []
 
@@ -206,7 +208,7 @@ def shortened(lines: list[str], most: int = 200) -> str:
     )
 
 
-_ABOUT = {"config": dict, "identity": dict, "parameters": dict, "step": int}
+_ABOUT = {"config": dict, "identity": dict, "parameters": dict, "step": int, "world_size": int}
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
@@ -218,9 +220,12 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((checkpoint / RUN_FILE).read_text())
         for name, kind in _ABOUT.items():
-            if not isinstance(about.get(name), kind):
+            if type(about.get(name)) is not kind:
                 raise ValueError(f"{RUN_FILE} has no {name}")
-    except (OSError, ValueError, AttributeError) as error:
+        for name, (shape, dtype) in about["parameters"].items():
+            if not isinstance(dtype, str) or any(type(size) is not int for size in shape):
+                raise ValueError(f"{RUN_FILE} has no shape and dtype of {name}")
+    except (OSError, *MALFORMED) as error:
         raise TrainError(f"{checkpoint} is not a checkpoint of fsdp-train: {one_line(error)}") from error
     return about
 
@@ -233,12 +238,13 @@ def load(
     Raises:
         TrainError: files are missing or damaged.
     """
-    reader = FileSystemReader(checkpoint)
+    reader = Reader(checkpoint)
     try:
         by_group = "optimizer.param_groups.0.params" in reader.read_metadata().state_dict_metadata  # of 0.1.0
         options = _BY_GROUP if by_group else _BY_NAME
         weights, state = get_state_dict(model, optimizer, options=options)
-        dcp_load({"model": weights, "optimizer": state}, storage_reader=reader, process_group=group)
+        wanted = {"model": weights, "optimizer": state}
+        dcp_load(wanted, storage_reader=reader, planner=Planner(), process_group=group)
     except _FAILURES as error:
         raise TrainError(f"cannot load {checkpoint}: {_root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
@@ -267,14 +273,14 @@ def check_same_run(
 ) -> None:
     """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
     theirs = about["config"]
-    if theirs["optimizer"] != config["optimizer"]:
+    if theirs.get("optimizer") != config["optimizer"]:
         raise TrainError(
-            f"{checkpoint} has the state of {theirs['optimizer']}, --optimizer is {config['optimizer']}"
+            f"{checkpoint} has the state of {theirs.get('optimizer')}, --optimizer is {config['optimizer']}"
         )
     for name, mine in identity.items():
         before = about["identity"].get(name)
         if before != mine and name == "data":
-            was, now = (" ".join(c["data"]) or "the standard library" for c in (theirs, config))
+            was, now = (" ".join(c.get("data") or ()) or "the standard library" for c in (theirs, config))
             raise TrainError(
                 f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
             )

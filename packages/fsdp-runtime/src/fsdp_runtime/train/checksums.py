@@ -24,6 +24,8 @@ SUMS = "sums.json"
 METADATA = ".metadata"  # DCP's
 RUN_FILE = "run.json"
 _PIECE = 1 << 22  # bytes read at a time
+# What reading JSON of another shape raises.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class SummingWriter(FileSystemWriter):
@@ -74,15 +76,26 @@ def find_damage(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     try:
         sums = json.loads((folder / SUMS).read_text())
         files = {str(name): (int(size), int(total)) for name, (size, total) in sums["files"].items()}
-        if sums["sum"] != _sum_of_json(sums["files"]):
+        if sums["sum"] != _sum_of_json(sums["files"]) or not {METADATA, RUN_FILE} <= files.keys():
             return [f"{SUMS}: damaged"]
     except FileNotFoundError:
         return [f"{SUMS}: missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         return [f"{SUMS}: {_reason(error)}"]
     of_ranks = [name for name in files if name not in (METADATA, RUN_FILE)]
     mine = of_ranks[share::shares] + ([METADATA, RUN_FILE] if share == 0 else [])
     return [line for name in mine for line in _damage_of(folder, name, *files[name], data=name in of_ranks)]
+
+
+def is_as_written(folder: Path, name: str) -> bool:
+    """Whether a small file of a checkpoint has the sum that was written with it; True for one without sums."""
+    try:
+        files = json.loads((folder / SUMS).read_text())["files"]
+        return bool(files[name] == _whole(folder / name))
+    except FileNotFoundError:
+        return not has_sums(folder)
+    except (OSError, *MALFORMED):
+        return False
 
 
 def _damage_of(folder: Path, name: str, size: int, total: int, *, data: bool) -> Iterator[str]:
@@ -92,14 +105,14 @@ def _damage_of(folder: Path, name: str, size: int, total: int, *, data: bool) ->
             yield f"{name}: damaged"
             return
         entries = json.loads((folder / name).read_text()) if data else {}
-    except OSError as error:
+        for file, entry in entries.items():
+            yield from _damage_of_tensors(folder / file, entry["bytes"], entry["parts"])
+    except (OSError, *MALFORMED) as error:  # what the sums name has a line of its own
         yield f"{name}: {_reason(error)}"
-        return
-    for file, entry in entries.items():
-        yield from _damage_of_tensors(folder / file, entry["bytes"], entry["parts"])
 
 
 def _damage_of_tensors(path: Path, size: int, parts: Iterable[Any]) -> Iterator[str]:
+    parts = [(str(name), int(start), int(length), total) for name, start, length, total in parts]
     try:
         with path.open("rb") as file:
             bad = [name for name, start, length, total in parts if _sum_of(file, start, length) != total]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from .config import RunConfig, add_run_options, resumed_config, run_config
-from .errors import TrainError, say, silence
+from .errors import TrainError, one_line, say, silence
 from .model import PRESETS
 from .report import closing_lines
 
@@ -60,14 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise TrainError(f"{first} starts its own ranks: run it without torchrun")
             return commands[first](arguments[1:])
         return _train(arguments)
-    except TrainError as error:
-        say(f"fsdp-train: {error}")
-        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # who reads our table has left
         silence(sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except (TrainError, OSError) as error:
+        say(f"fsdp-train: {one_line(error)}")
+        return 2
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:

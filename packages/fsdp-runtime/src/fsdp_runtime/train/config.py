@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,9 +167,35 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
-        """The inverse of `to_json`."""
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(**{**values, "model": ModelConfig(**data["model"])})
+        """The inverse of `to_json`.
+
+        Raises:
+            TypeError, ValueError: a value of another type, an unknown option, or sizes that make no model.
+        """
+        return cls(**{**_typed(cls, data), "model": ModelConfig(**_typed(ModelConfig, data["model"]))})
+
+
+def _typed(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Values for the fields of a dataclass, from JSON; lists become tuples.
+
+    Raises:
+        TypeError: a value is not of its field's type, or there is no such field.
+    """
+    hints = {field_.name: field_.type for field_ in dataclasses.fields(kind)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    for name, value in values.items():
+        if name not in hints or not _is_of(hints[name], value):
+            raise TypeError(f"{name}={str(value)[:100]!r} is not an option of this version")
+    return values
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    if hint == tuple[str, ...]:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if hint is ModelConfig:
+        return isinstance(value, dict)
+    kinds = typing.get_args(hint) or (hint,)
+    return type(value) in kinds or (float in kinds and type(value) is int)
 
 
 def _absolute(path: str) -> str:

@@ -19,6 +19,7 @@ from .errors import TrainError
 ARRAYS = (".npy", ".bin")
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
 _BYTES = 256
+_MOST_TOKENS = 1 << 20  # of a vocabulary that nobody asked for: a table of more rows is a mistake in reading
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _open_all(files: dict[str, Path], dtype: str) -> dict[str, Any]:
 def _open(path: Path, dtype: str) -> Any:
     try:
         if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = _map_npy(path)
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
                 raise TrainError(
@@ -178,12 +179,26 @@ def _open(path: Path, dtype: str) -> Any:
                     f"{path} is not text (it has zero bytes): leave it out, by a glob for instance"
                 )
             array = np.frombuffer(raw, dtype=np.uint8)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TrainError(f"{path} holds {array.dtype} of shape {array.shape}, expected integer tokens (n,)")
     return array
+
+
+def _map_npy(path: Path) -> Any:
+    """The array of a .npy file, mapped; never an archive of arrays, never a pickle.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or it is no such file.
+    """
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # a header is Python source: numpy raises what its tokenizer and parser do
+        raise ValueError(type(error).__name__) from error
 
 
 def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
@@ -218,4 +233,8 @@ def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
             largest, least = max(largest, int(piece.max())), min(least, int(piece.min()))
     if least < 0:
         raise TrainError(f"the data has negative tokens ({least})")
+    if largest >= _MOST_TOKENS:
+        raise TrainError(
+            f"the largest token of the data is {largest}: say --vocab-size, or --dtype if the files are of another type"
+        )
     return largest + 1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+_LONGEST = 1600  # characters of a message
 # What gloo and NCCL, torch's stores and peer memory say on ranks that outlive another one.
 _GONE = re.compile(
     r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|has ended or given up|timed out", re.IGNORECASE
@@ -21,9 +22,14 @@ class TrainError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: a `TrainError`'s message, else its type and message without line breaks."""
+    """An exception as one line: a `TrainError`'s message, else its type and message, without line breaks.
+
+    A message that quotes something huge is cut in the middle.
+    """
     text = " ".join(str(error).split())
-    return text if isinstance(error, TrainError) else f"{type(error).__name__}: {text[:400]}"
+    if not isinstance(error, TrainError):
+        return f"{type(error).__name__}: {text[:400]}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from .checkpoint import latest, read_about, shortened
 from .checksums import METADATA, find_damage, has_sums
+from .dcp_files import Planner, Reader
 from .errors import TrainError, one_line
 
 
@@ -41,6 +41,8 @@ def export(run: str, output: str | None, dtype: str) -> int:
     path = Path(output) if output else folder / "model.safetensors"
     if output is None and found == folder:
         path = Path("model.safetensors")
+    if path.is_dir():
+        raise TrainError(f"cannot write {path}: it is a folder")
     partial = path.with_name(path.name + ".part")
     try:
         save_file(tensors, partial, metadata={"format": "pt", "step": str(about["step"])})
@@ -63,7 +65,7 @@ def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
         TrainError: files are missing or damaged.
     """
     try:
-        reader = FileSystemReader(checkpoint)
+        reader = Reader(checkpoint)
         entries = reader.read_metadata().state_dict_metadata
         wanted: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -72,7 +74,7 @@ def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
         }
         with warnings.catch_warnings():  # that one process loads is what is meant
             warnings.simplefilter("ignore", UserWarning)
-            dcp_load(wanted, storage_reader=reader, no_dist=True)
+            dcp_load(wanted, storage_reader=reader, planner=Planner(), no_dist=True)
     except (Exception, CheckpointException) as error:
         raise TrainError(f"cannot read {checkpoint}: {one_line(error)}") from error
     return {name.removeprefix("model."): tensor.contiguous() for name, tensor in wanted.items()}

@@ -111,14 +111,21 @@ def _bar(steps: int, start: int) -> tuple[Any, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics file; a last line that a killed run left half written is dropped."""
+    """The entries of a metrics file. Lines that are none are dropped: a killed run leaves its last one half written."""
     entries = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            break
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if _is_entry(entry):
+                entries.append(entry)
     return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a line has what every entry has: its kind, a step and a loss."""
+    if not isinstance(entry, dict) or entry.get("kind") not in ("train", "held_out"):
+        return False
+    return type(entry.get("step")) is int and isinstance(entry.get("loss"), float)
 
 
 def losses(entries: list[dict[str, Any]], kind: str) -> tuple[list[int], list[float]]:

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from .checkpoint import CHECKPOINTS, complete_ones, latest, read_about
+from .checksums import RUN_FILE, is_as_written
 from .config import RunConfig
 from .errors import TrainError, from_all, one_line, say
 from .report import METRICS
@@ -128,13 +129,16 @@ def run_to_resume(out: str | None) -> Path:
 
 
 def saved_config(run: Path) -> RunConfig:
-    """The options of a run, from its newest checkpoint that can be read.
+    """The options of a run, from its newest checkpoint whose options can be read and are as they were written.
 
     Raises:
         TrainError: none can.
     """
     problems: list[str] = []
     for checkpoint in complete_ones(run):
+        if not is_as_written(checkpoint, RUN_FILE):
+            problems.append(f"{checkpoint} is damaged: {RUN_FILE}")
+            continue
         try:
             return RunConfig.from_json(read_about(checkpoint)["config"])
         except TrainError as error:

@@ -102,9 +102,9 @@ def _explain(error: Exception, out: Path | None, rank: int, control: Path | None
     """Say what went wrong, to the launcher if there is one, else to the terminal. Returns the exit status."""
     at = time.monotonic()
     kind = "lost" if lost_contact(error) else "user" if isinstance(error, TrainError) else "crash"
-    text = str(error)
+    text = one_line(error)
     if kind != "user":
-        text = f"rank {rank}: {one_line(error)}{_keep_traceback(out, rank)}"
+        text = f"rank {rank}: {text}{_keep_traceback(out, rank)}"
     if control is not None:
         failure = json.dumps(asdict(Failure(at, rank, text, kind)))
         (control / f"failing-{rank}").write_text(failure)

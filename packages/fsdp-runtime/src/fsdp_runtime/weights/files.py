@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
+_LONGEST_NAME = 255  # of a file
+_MOST_DIMS = 64  # of a tensor of torch
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -82,12 +85,14 @@ class Checkpoint:
         for name in found if listed is None else listed:
             if name not in found:
                 raise ValueError(
-                    f"{path}: {name} is not in it, but the index lists it there; index and files belong to different "
-                    "checkpoints"
+                    f"{path}: {name[:200]} is not in it, but the index lists it there; index and files belong to "
+                    "different checkpoints"
                 )
             if name in self.tensors:
                 other = self._files[self.tensors[name].file][0].name
-                raise ValueError(f"{self.path}: {name} is in {other} and in {path.name}; expected it once")
+                raise ValueError(
+                    f"{self.path}: {name[:200]} is in {other} and in {path.name}; expected it once"
+                )
             self.tensors[name] = found[name]
 
     def __enter__(self) -> "Checkpoint":
@@ -161,6 +166,8 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     for tensor, name in listed.items():
         by_file.setdefault(name, []).append(tensor)
     for name in by_file:
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"{path}: weight_map names {name[:100]!r}, which is not a file name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: weight_map names {name!r}, which is outside of the index's folder")
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
@@ -193,7 +200,7 @@ def _entries(path: Path, text: bytes, size: int, number: int) -> dict[str, Store
         dtype, shape, start, stop = _checked(path, name, entry)
         if base + stop > size:
             raise ValueError(
-                f"{path}: {name} ends at byte {base + stop}, and the file has {size}; it was cut off"
+                f"{path}: {name[:200]} ends at byte {base + stop}, and the file has {size}; it was cut off"
             )
         found[name] = Stored(name, dtype, shape, number, base + start)
         if stop > start:
@@ -201,25 +208,27 @@ def _entries(path: Path, text: bytes, size: int, number: int) -> dict[str, Store
     ranges.sort()
     for (_, stop, one), (start, _, other) in itertools.pairwise(ranges):
         if start < stop:
-            raise ValueError(f"{path}: damaged header: {one} and {other} share bytes")
+            raise ValueError(f"{path}: damaged header: {one[:200]} and {other[:200]} share bytes")
     return found
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{twice[:100]!r} is there twice")
     return found
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     entry = entry if isinstance(entry, Mapping) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    name = name[:200]
     if not isinstance(code, str) or code not in _DTYPES:
-        raise ValueError(f"{path}: {name} is of dtype {code!r}; expected one of {sorted(_DTYPES)}")
+        raise ValueError(f"{path}: {name} is of dtype {repr(code)[:100]}; expected one of {sorted(_DTYPES)}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{path}: damaged header: {name} has shape {shape!r} and data_offsets {offsets!r}")
+        shape, offsets = str(shape)[:100], str(offsets)[:100]
+        raise ValueError(f"{path}: damaged header: {name} has shape {shape} and data_offsets {offsets}")
     nbytes, (start, stop) = math.prod(shape) * _DTYPES[code].itemsize, offsets
     if stop - start != nbytes:
         raise ValueError(
@@ -229,4 +238,6 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int,
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    """Whether it is a list of sizes or offsets that a file can have: few, and below 2^63."""
+    short = isinstance(value, list) and len(value) <= _MOST_DIMS
+    return short and all(type(item) is int and 0 <= item < 1 << 63 for item in value)

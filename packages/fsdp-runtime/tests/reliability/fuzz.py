@@ -1,0 +1,247 @@
+"""Damaged input for everything that is read from outside: one line of error or a right result, at bounded cost.
+
+`python fuzz.py --inputs 100000` prints the table; with `--write` it goes into docs/RELIABILITY.md. One process, no
+process for an input. `--only NAME --seed S --first N --inputs 1` makes one input again.
+"""
+
+import argparse
+import contextlib
+import io
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+MEMORY = 1 << 30  # bytes that reading one small file may take
+CPU_SECONDS = 10.0  # that it may take
+LONGEST = 2000  # characters of a message
+
+
+class Hung(BaseException):
+    """An input took longer than allowed. No Exception: what is tested may catch those."""
+
+
+class WrongError(Exception):
+    """A result that is not right, or an error that is not one clear line."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One input format.
+
+    Attributes:
+        name: what the table calls it.
+        make: one input, from a generator.
+        read: reads it, as users' programs do; raises one of `refusals`, or returns after a right result.
+        refusals: the documented errors.
+        shown: what users see of an error.
+    """
+
+    name: str
+    make: Callable[[Random], object]
+    read: Callable[[object], object]
+    refusals: tuple[type[Exception], ...]
+    shown: Callable[[Exception], str] = str
+
+
+@dataclass
+class Result:
+    """What came of the inputs of one target."""
+
+    name: str
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    faults: dict[str, str] = field(default_factory=dict)  # by kind: how to make it again
+    slowest: float = 0.0
+
+
+def run(target: Target, seed: int, first: int, count: int) -> Result:
+    """Read inputs number `first` to `first + count - 1` of a target."""
+    result = Result(target.name)
+    for number in range(first, first + count):
+        draw = Random(f"{target.name}/{seed}/{number}")
+        judge(target, target.make(draw), result, f"--only {target.name!r} --seed {seed} --first {number}")
+    return result
+
+
+def judge(target: Target, given: object, result: Result, again: str) -> None:
+    """Read one input and count what happened."""
+    result.inputs += 1
+    begun = time.process_time()
+    try:
+        with alarm(CPU_SECONDS):
+            target.read(given)
+        result.accepted += 1
+    except target.refusals as error:
+        if problem := unclear(target.shown(error)):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            result.faults.setdefault(
+                f"{problem}, {Path(where.filename).name}:{where.lineno}", f"{str(error)[:200]} ({again})"
+            )
+        else:
+            result.refused += 1
+    except (Hung, Exception) as error:
+        frames = list(traceback.extract_tb(error.__traceback__))
+        own = [frame for frame in frames if "/src/" in frame.filename] or frames
+        kind = f"{type(error).__name__} at {Path(own[-1].filename).name}:{own[-1].lineno}"
+        result.faults.setdefault(kind, f"{str(error)[:300]} ({again})")
+    result.slowest = max(result.slowest, time.process_time() - begun)
+
+
+def unclear(text: str) -> str | None:
+    """What is wrong with a message, or None."""
+    if "memory" in text and ("allocate" in text or "MemoryError" in text):
+        return "asks for more memory than allowed"
+    if len(text) > LONGEST:
+        return "a message that nobody can read"
+    if not text.strip():
+        return "no message"
+    return None
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `Hung` inside after that many seconds of CPU, or sixty times as many of waiting."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hung(f"more than {seconds:g} s")
+
+    numbers = (
+        (signal.ITIMER_PROF, signal.SIGPROF, seconds),
+        (signal.ITIMER_REAL, signal.SIGALRM, 60 * seconds),
+    )
+    before = [signal.signal(number, ring) for _, number, _ in numbers]
+    try:
+        for timer, _, after in numbers:
+            signal.setitimer(timer, after)
+        yield
+    finally:
+        for timer, _, _ in numbers:
+            signal.setitimer(timer, 0)
+        for (_, number, _), handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Inside, this process cannot allocate more than `MEMORY` on top of what it has: a larger request fails."""
+    with open("/proc/self/status") as file:
+        held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    """What is printed inside."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said
+
+
+def with_hypothesis(target: Target, count: int, seed: int) -> Result:
+    """As `run`, but hypothesis makes the choices: it prefers small ones, and goes back to those that were rare."""
+    import hypothesis
+    from hypothesis import strategies as st
+
+    result = Result(target.name)
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.randoms(use_true_random=False))
+    def read_one(draw: Random) -> None:
+        judge(target, target.make(draw), result, f"hypothesis, --only {target.name!r} --seed {seed}")
+
+    read_one()
+    return result
+
+
+def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[Result]:
+    """`count` inputs for all targets together, one in ten of them from hypothesis."""
+    results = []
+    each = max(1, count // len(targets))
+    with limited_memory(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numpy and torch, about damaged data
+        for target in targets:
+            steered = each // 10 if first == 0 else 0
+            result = run(target, seed, first, each - steered)
+            if steered:
+                more = with_hypothesis(target, steered, seed)
+                result.inputs += more.inputs
+                result.accepted += more.accepted
+                result.refused += more.refused
+                result.faults |= more.faults
+                result.slowest = max(result.slowest, more.slowest)
+            results.append(result)
+    return results
+
+
+def table(results: Sequence[Result], seed: int) -> str:
+    """Markdown of what came out."""
+    total = sum(result.inputs for result in results)
+    lines = [
+        f"{total:,} inputs, seed {seed}, in one process with {MEMORY >> 20} MiB on top of what it starts with and "
+        f"{CPU_SECONDS:g} s of CPU for each.",
+        "",
+        "| input | inputs | right result | one line of error | tracebacks, hangs, too much memory | slowest, CPU s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {result.name} | {result.inputs:,} | {result.accepted:,} | {result.refused:,} | "
+        f"{len(result.faults)} | {result.slowest:.2f} |"
+        for result in results
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table, and faults one a line; 1 if there are any."""
+    from fuzz_targets import all_targets
+    from page import write_section
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--inputs", type=int, default=100_000, help="in total (default: 100000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input of a target")
+    parser.add_argument("--only", help="one target")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/RELIABILITY.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, all_targets(Path(folder)) as found:
+        targets = [target for target in found if options.only in (None, target.name)]
+        if not targets:
+            parser.error(f"--only: there are {', '.join(target.name for target in found)}")
+        results = fuzz(targets, options.seed, options.first, options.inputs)
+    text = table(results, options.seed)
+    print(text)
+    for result in results:
+        for kind, again in result.faults.items():
+            print(f"FAULT {result.name}: {kind} ({again})")
+    if options.write:
+        write_section("fuzz", text)
+    return int(any(result.faults for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

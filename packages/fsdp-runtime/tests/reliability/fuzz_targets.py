@@ -1,0 +1,599 @@
+"""What is fuzzed: for each format a real file, how it is damaged, and who reads it."""
+
+import contextlib
+import io
+import json
+import pickle
+import shlex
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from fuzz import Target, WrongError, captured, unclear
+from mutations import NASTY, damaged, damaged_json, damaged_text
+from safetensors.torch import save_file
+from train.train_helpers import newest, text_folder, tiny, train
+
+from fsdp_runtime import checksum_safetensors, read_safetensors
+from fsdp_runtime.train import TrainError
+from fsdp_runtime.train import cli as train_cli
+from fsdp_runtime.train.batches import Batches
+from fsdp_runtime.train.checkpoint import check_same_model, check_same_run, latest, read_about
+from fsdp_runtime.train.config import RunConfig, resumed_config
+from fsdp_runtime.train.corpus import read_data
+from fsdp_runtime.train.errors import one_line
+from fsdp_runtime.train.export import read_model
+from fsdp_runtime.train.model import ModelConfig
+from fsdp_runtime.train.report import METRICS, Report, losses, read_metrics
+from fsdp_runtime.train.runs import saved_config
+from fsdp_runtime.weights.files import Checkpoint
+from layout_planner import Layout, Rows, TensorSpec, Tile, plan
+from layout_planner._cli import main as plan_main
+from layout_planner.checkpoints import read_checkpoint
+from ragged_shard.testing import run_ranks
+
+REFUSED = (ValueError, OSError)
+
+
+@contextlib.contextmanager
+def all_targets(folder: Path) -> Iterator[list[Target]]:
+    """Every target, with its real files below `folder`. Nothing is started by a command line inside."""
+    run = _real_run(folder)
+    (folder / "here").mkdir()
+    with _no_ranks(), contextlib.chdir(folder / "here"):  # command lines write files
+        yield [
+            *_layouts(),
+            *_safetensors(folder),
+            *_checkpoints(run),
+            *_tokens(folder),
+            *_commands(folder, run),
+        ]
+
+
+def _real_run(folder: Path) -> Path:
+    """A finished run of two ranks, two checkpoints."""
+    text_folder(folder)
+    sizes = ModelConfig(dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ff_dim=8)
+    config = tiny(folder, model=sizes, steps=4, save_every=2, optimizer="torch-sgd")
+    run_ranks(2, train, config, folder / "run")
+    return folder / "run"
+
+
+# ---- layouts
+
+
+def _layouts() -> list[Target]:
+    specs = [
+        TensorSpec("a", (4, 8), Rows(2)),
+        TensorSpec("b", (16,)),
+        TensorSpec("c", (3, 5, 8), Rows(2), period=40),
+        TensorSpec("d", (64, 64), Tile(8, 16)),
+    ]
+    texts = [plan(specs, ranks).to_json().encode() for ranks in (1, 2, 7)]
+
+    def make(draw: Random) -> bytes:
+        return damaged_text(draw, draw.choice(texts), texts)
+
+    def read(given: Any) -> None:
+        layout = Layout.from_json(given.decode(errors="replace"))
+        if Layout.from_json(layout.to_json()) != layout:
+            raise WrongError("another layout when read back")
+        for spec in layout.tensors:
+            ranges = [layout.local_range(spec.name, rank) for rank in range(min(8, layout.world_size))]
+            if any(not 0 <= start <= stop <= spec.numel for start, stop in ranges):
+                raise WrongError(f"ranges {ranges}")
+        if layout.tensors and layout.padded_numel < layout.lower_bound:
+            raise WrongError("below the lower bound")
+
+    return [Target("layout JSON", make, read, (ValueError,))]
+
+
+# ---- safetensors
+
+
+def _safetensors(folder: Path) -> list[Target]:
+    real = folder / "safetensors"
+    real.mkdir()
+    weights = {
+        "layers.0.w": torch.arange(96.0).reshape(12, 8),
+        "layers.1.w": torch.arange(96.0).reshape(12, 8).bfloat16(),
+        "embed": torch.ones(16, 8, dtype=torch.int32),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+    }
+    save_file(weights, real / "model.safetensors", metadata={"format": "pt"})
+    one = (real / "model.safetensors").read_bytes()
+    place = folder / "st"
+    place.mkdir()
+
+    def make(draw: Random) -> bytes:
+        return _damaged_safetensors(draw, one)
+
+    def read(given: Any) -> None:
+        path = place / "one.safetensors"
+        path.write_bytes(given)
+        with Checkpoint(path) as opened:
+            for stored in opened.tensors.values():
+                count = stored.dtype.itemsize
+                for size in stored.shape:
+                    count *= size
+                if count > len(given):
+                    raise WrongError(f"{stored.name} has {count} bytes of a file of {len(given)}")
+                opened.read(stored, 0, memoryview(bytearray(count)))
+
+    del weights["empty"]
+    save_file(weights, real / "model.safetensors")
+    planned = (real / "model.safetensors").read_bytes()
+
+    def make_planned(draw: Random) -> bytes:
+        return _damaged_safetensors(draw, planned)
+
+    def read_shapes(given: Any) -> None:
+        path = place / "shapes.safetensors"
+        path.write_bytes(given)
+        read_checkpoint(path)
+
+    def read_sums(given: Any) -> None:
+        path = place / "sums.safetensors"
+        path.write_bytes(given)
+        checksum_safetensors(path)
+
+    return [
+        Target("safetensors header", make, read, REFUSED),
+        Target("safetensors header, for a plan", make_planned, read_shapes, REFUSED),
+        Target("safetensors header, for checksums", make, read_sums, REFUSED),
+        *_indexes(folder, weights),
+        _fp8(folder),
+    ]
+
+
+def _damaged_safetensors(draw: Random, data: bytes) -> bytes:
+    if draw.random() < 0.3:
+        return damaged(draw, data, [data])
+    (length,) = struct.unpack("<Q", data[:8])
+    header = data[8 : 8 + length]
+    changed = damaged_text(draw, header, [header])
+    return struct.pack("<Q", len(changed)) + changed + data[8 + length :]
+
+
+def _indexes(folder: Path, weights: dict[str, torch.Tensor]) -> list[Target]:
+    place = folder / "indexed"
+    place.mkdir()
+    names = sorted(weights)
+    files = {name: f"model-{1 + (number > 2)}.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in names if files[name] == file}, place / file)
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": files}).encode()
+    path = place / "model.safetensors.index.json"
+
+    def make(draw: Random) -> bytes:
+        return damaged_text(draw, index, [index])
+
+    def read(given: Any) -> None:
+        path.write_bytes(given)
+        with Checkpoint(place) as opened:
+            if set(opened.tensors) != set(json.loads(given)["weight_map"]):
+                raise WrongError("not the tensors that the index lists")
+
+    def read_shapes(given: Any) -> None:
+        path.write_bytes(given)
+        read_checkpoint(place)
+
+    return [
+        Target("safetensors index", make, read, REFUSED),
+        Target("safetensors index, for a plan", make, read_shapes, REFUSED),
+    ]
+
+
+def _fp8(folder: Path) -> Target:
+    """A folder with codes, scales and the config.json that says how large tiles are."""
+    place = folder / "fp8"
+    place.mkdir()
+    tensors = {
+        "w": torch.zeros(8, 16, dtype=torch.float8_e4m3fn),
+        "w_scale_inv": torch.ones(2, 2),
+        "b": torch.ones(3),
+    }
+    save_file(tensors, place / "model.safetensors")
+    data = (place / "model.safetensors").read_bytes()
+    config = json.dumps(
+        {"quantization_config": {"weight_block_size": [4, 8], "quant_method": "fp8"}}
+    ).encode()
+
+    def make(draw: Random) -> tuple[bytes, bytes]:
+        if draw.random() < 0.5:
+            return _damaged_safetensors(draw, data), config
+        return data, damaged_text(draw, config, [config])
+
+    def read(given: Any) -> None:
+        (place / "model.safetensors").write_bytes(given[0])
+        (place / "config.json").write_bytes(given[1])
+        read_safetensors(place)
+
+    return Target("FP8 folder and its config.json", make, read, REFUSED)
+
+
+# ---- checkpoints
+
+
+class _Run:
+    """A run whose newest checkpoint has one file replaced, with sums that fit it or with the old ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.checkpoint = folder, newest(folder)
+        self.files = {path.name: path.read_bytes() for path in self.checkpoint.iterdir()}
+
+    def replace(self, name: str, data: bytes, *, summed: bool) -> None:
+        self.restore()
+        (self.checkpoint / name).write_bytes(data)
+        if not summed:
+            return
+        sums = json.loads(self.files["sums.json"])
+        if name.endswith(".distcp"):  # its sums, and the sum of these
+            of = f"sums-{name[2]}.json"
+            entries = json.loads(self.files[of])
+            entries[name]["bytes"] = len(data)
+            for part in entries[name]["parts"]:
+                piece = data[part[1] : part[1] + part[2]]
+                part[3] = zlib.crc32(piece) if len(piece) == part[2] else -1
+            data, name = json.dumps(entries).encode(), of
+            (self.checkpoint / name).write_bytes(data)
+        sums["files"][name] = [len(data), zlib.crc32(data)]
+        sums["sum"] = zlib.crc32(json.dumps(sums["files"], sort_keys=True).encode())
+        (self.checkpoint / "sums.json").write_text(json.dumps(sums))
+
+    def restore(self) -> None:
+        for name, data in self.files.items():
+            (self.checkpoint / name).write_bytes(data)
+
+
+def _checkpoints(folder: Path) -> list[Target]:
+    run = _Run(folder)
+    data_files = sorted(name for name in run.files if name.endswith(".distcp"))
+    everything = sorted(run.files)
+
+    def any_file(draw: Random) -> tuple[str, bytes]:
+        name = draw.choice(everything)
+        return name, damaged(draw, run.files[name], list(run.files.values()))
+
+    def verify(given: Any) -> None:
+        """Whatever changed is found."""
+        name, data = given
+        run.replace(name, data, summed=False)
+        status, said = command(train_cli.main, ["verify", str(run.checkpoint)])
+        if status != _differs(name, data, run.files[name]) or "Traceback" in said:
+            raise WrongError(f"status {status} for {name}: {said[:200]}")
+
+    def metadata(draw: Random) -> tuple[str, bytes]:
+        data = run.files[".metadata"]
+        changed = damaged(draw, data, [data]) if draw.random() < 0.6 else _damaged_metadata(draw, data)
+        return ".metadata", changed
+
+    def sums(draw: Random) -> tuple[str, bytes]:
+        name = draw.choice(("sums.json", "sums-0.json", "sums-1.json"))
+        return name, damaged_text(draw, run.files[name], [run.files[name]])
+
+    def read_sums(given: Any) -> None:
+        name, data = given
+        run.replace(name, data, summed=name != "sums.json")
+        command(train_cli.main, ["verify", str(run.folder)], check=True)
+
+    def weights(draw: Random) -> tuple[str, bytes]:
+        name = draw.choice(data_files)
+        return name, damaged(draw, run.files[name], [run.files[name]])
+
+    def read_weights(given: Any) -> None:
+        run.replace(*given, summed=True)
+        read_model(run.checkpoint)
+
+    return [
+        Target("checkpoint, any file", any_file, verify, ()),
+        Target("checkpoint metadata, with fitting sums", metadata, read_weights, (TrainError,), one_line),
+        Target("checkpoint sums", sums, read_sums, ()),
+        Target("checkpoint weights, with fitting sums", weights, read_weights, (TrainError,), one_line),
+        *_run_files(run),
+    ]
+
+
+def _differs(name: str, data: bytes, before: bytes) -> bool:
+    """Whether a file has changed; `sums.json` where it says something else: nothing has a sum of its bytes."""
+    if name != "sums.json" or data == before:
+        return data != before
+    try:
+        return bool(json.loads(data) != json.loads(before))
+    except (ValueError, RecursionError):
+        return True
+
+
+def _damaged_metadata(draw: Random, data: bytes) -> bytes:
+    """A pickle of the same classes with other sizes, offsets, names and files in it."""
+    metadata = pickle.loads(data)  # our own
+    for _ in range(draw.choice((1, 2, 4))):
+        with contextlib.suppress(Exception):  # what was there is not what it was any more
+            _change_metadata(draw, metadata)
+    return pickle.dumps(metadata)
+
+
+def _change_metadata(draw: Random, metadata: Any) -> None:
+    value = draw.choice(NASTY)
+    name, index = draw.choice(list(metadata.state_dict_metadata)), draw.choice(list(metadata.storage_data))
+    entry, info = metadata.state_dict_metadata[name], metadata.storage_data[index]
+    how = draw.randrange(8)
+    if how == 0:
+        metadata.state_dict_metadata[name] = value
+    elif how == 1:
+        entry.size = torch.Size([draw.choice((0, 1, 2**20, 2**40, 2**62)), 7])
+    elif how == 2:
+        setattr(entry, draw.choice(("size", "chunks", "properties")), value)
+    elif how == 3:
+        entry.properties.dtype = draw.choice((torch.complex128, torch.bool, value))
+    elif how == 4:
+        object.__setattr__(info, draw.choice(("relative_path", "offset", "length")), value)
+    elif how == 5:
+        metadata.storage_data[index] = value
+    elif how == 6:
+        chunk = draw.choice(entry.chunks)
+        setattr(chunk, draw.choice(("sizes", "offsets")), draw.choice((torch.Size([2**40]), value)))
+    else:
+        fields = ("storage_data", "state_dict_metadata", "planner_data", "storage_meta")
+        setattr(metadata, draw.choice(fields), value)
+
+
+def _run_files(run: _Run) -> list[Target]:
+    original, metrics = run.files["run.json"], (run.folder / METRICS).read_bytes()
+    about = read_about(run.checkpoint)
+    real = (json.dumps(about["config"], sort_keys=True), about["identity"], about["parameters"])
+    lines = metrics.splitlines(keepends=True)
+    pointer = (run.folder / "checkpoints" / "latest").read_bytes()
+    options = train_cli._parser("", "")
+    train_cli.add_run_options(options)
+    asked = options.parse_args(["--resume", "--steps", "9"])
+
+    def run_json(draw: Random) -> bytes:
+        return damaged_text(draw, original, [original])
+
+    def resume(given: Any) -> None:
+        run.replace("run.json", given, summed=True)
+        saved = saved_config(run.folder)
+        config = resumed_config(asked, run.folder, saved)
+        config.check(2)
+        RunConfig.from_json(json.loads(json.dumps(config.to_json())))
+        found = read_about(run.checkpoint)
+        check_same_model(run.checkpoint, found["parameters"], real[2])
+        check_same_run(run.checkpoint, found, json.loads(real[0]), real[1])
+
+    def metrics_file(draw: Random) -> bytes:
+        if draw.random() < 0.5:
+            return damaged(draw, metrics, [metrics])
+        changed = list(lines)
+        at = draw.randrange(len(lines))
+        changed[at] = json.dumps(damaged_json(draw, json.loads(lines[at]))).encode() + b"\n"
+        return b"".join(changed)
+
+    def read_figures(given: Any) -> None:
+        path = run.folder / METRICS
+        path.write_bytes(given)
+        with Report(run.folder, 3, 4, quiet=True) as report:
+            report.step({"step": 3, "loss": 1.0})
+        entries = read_metrics(path)
+        steps, values = losses(entries, "train")
+        if len(steps) != len(values) or steps[-1] != 3:
+            raise WrongError(f"steps {steps[-3:]}")
+
+    def damaged_pointer(draw: Random) -> bytes:
+        return damaged(draw, pointer, [pointer, b"../" * 9, b"/etc\0"])
+
+    def follow(given: Any) -> None:
+        path = run.folder / "checkpoints" / "latest"
+        path.write_bytes(given)
+        try:
+            found = latest(run.folder)
+        finally:
+            path.write_bytes(pointer)
+        if found is None or found.parent != run.folder / "checkpoints":
+            raise WrongError(f"latest is {found}")
+
+    return [
+        Target("run.json, with fitting sums", run_json, resume, (TrainError,), one_line),
+        Target("metrics", metrics_file, read_figures, ()),
+        Target("name of the latest checkpoint", damaged_pointer, follow, ()),
+    ]
+
+
+# ---- tokens
+
+
+def _tokens(folder: Path) -> list[Target]:
+    place = folder / "tokens"
+    place.mkdir()
+    tokens = (np.arange(400) % 251).astype(np.uint16)
+    files = {"a.bin": tokens.tobytes(), "a.npy": _npy(tokens), "b.npy": _npy(tokens.astype(">i4"))}
+    files["a.txt"] = b"some text, not much of it\n" * 40
+    archive = io.BytesIO()
+    np.savez(archive, tokens)
+    donors = [*files.values(), archive.getvalue()]
+
+    def make(draw: Random) -> tuple[str, bytes, str, int | None]:
+        name = draw.choice(list(files))
+        data = damaged(draw, files[name], donors) if draw.random() < 0.95 else draw.choice(donors)
+        if name.endswith(".npy") and draw.random() < 0.5:
+            data = _damaged_npy(draw, files[name])
+        return (
+            name,
+            data,
+            draw.choice(("uint16", "uint16", "int64", ">u2", "uint8")),
+            draw.choice((None, 251)),
+        )
+
+    def read(given: Any) -> None:
+        name, data, dtype, vocabulary = given
+        path = place / name
+        path.write_bytes(data)
+        found = read_data([str(path)], dtype=dtype, vocab_size=vocabulary, held_out=(), seq_len=8)
+        if found.vocab_size > 1 << 20:
+            raise WrongError(f"a vocabulary of {found.vocab_size} from a file of {len(data)} bytes")
+        batches = Batches(found.train, 8, 4, 1, 0, 1, 0, found.vocab_size)
+        for rows, _ in batches.microbatches(3, torch.device("cpu")):
+            if not (rows.shape == (4, 8) and int(rows.min()) >= 0 and int(rows.max()) < found.vocab_size):
+                raise WrongError(f"tokens of shape {tuple(rows.shape)} up to {int(rows.max())}")
+
+    return [Target("token files", make, read, (TrainError,), one_line)]
+
+
+def _npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _damaged_npy(draw: Random, data: bytes) -> bytes:
+    """Another header, of the right length."""
+    dtypes = (
+        "'<u2'",
+        "'>i8'",
+        "'|O'",
+        "'<f4'",
+        "[('a', '<u2')]",
+        "'<U9999999'",
+        "'|V0'",
+        "'x'",
+        "None",
+        "3",
+        "'<u3'",
+    )
+    shapes = (
+        "(400,)",
+        "(0,)",
+        "(-1,)",
+        "(10**9,)",
+        "(99999999999999999999,)",
+        "()",
+        "(20, 20)",
+        "400",
+        "(1.5,)",
+        "(True,)",
+    )
+    head = f"{{'descr': {draw.choice(dtypes)}, 'fortran_order': {draw.choice(('True', 'False', '1'))}, "
+    head += f"'shape': {draw.choice(shapes)}, " + draw.choice(
+        ("}", "", "'a': 1}", "}" * 3, "[" * 500, "\n  }\n x")
+    )
+    version = draw.choice((b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"))
+    length = struct.pack("<H" if version == b"\x01\x00" else "<I", len(head))
+    return b"\x93NUMPY" + version + length + head.encode() + data[128:]
+
+
+# ---- command lines
+
+
+class _WouldStart(Exception):
+    """A command line got as far as starting ranks."""
+
+
+@contextlib.contextmanager
+def _no_ranks() -> Iterator[None]:
+    """Command lines are read, checked and carried out up to the start of ranks."""
+
+    def start(config: RunConfig, ranks: int, **options: Any) -> Any:
+        config.check(ranks)
+        if RunConfig.from_json(json.loads(json.dumps(config.to_json()))) is None:
+            raise AssertionError
+        raise _WouldStart
+
+    with contextlib.ExitStack() as inside:
+        for module in ("launch", "compare", "plan_command"):
+            inside.enter_context(mock.patch(f"fsdp_runtime.train.{module}.start_ranks", start))
+        yield
+
+
+def command(main: Callable[[list[str]], int], argv: list[str], *, check: bool = False) -> tuple[int, str]:
+    """Status and output of a command in this process."""
+    with captured() as said:
+        try:
+            status = main(argv)
+        except _WouldStart:
+            status = 0
+        except SystemExit as error:  # argparse: --help, and layout-planner's errors
+            status = int(error.code or 0)
+    if check and status not in (0, 1) and problem_of(said.getvalue()):
+        raise WrongError(said.getvalue()[-300:])
+    return status, said.getvalue()
+
+
+def problem_of(said: str) -> str | None:
+    """What is wrong with what a command that failed printed."""
+    if "Traceback" in said:
+        return "a traceback"
+    return unclear(said)
+
+
+_TRAIN = [
+    "--preset tiny --steps 9 --batch 12 --ranks 2 --device cpu", "--resume --out RUN", "verify RUN", "export RUN OUT",
+    "--dim 64 --layers 2 --heads 4 --kv-heads 2 --ff-dim 96 --experts 4 --top-k 2 --aux-weight 0.1 --no-tied --ranks 4",
+    "--data TEXT --held-out TEXT --dtype uint16 --seq-len 32 --accumulate 2 --lr 0.1 --clip 0 --timeout 9 --late 1",
+    "--tp 2 --ranks 4 --batch 12 --optimizer torch-adamw", "--pp 2 --ranks 4 --accumulate 2 --pp-schedule gpipe",
+    "--hsdp 2 --ranks 4 --cp 2 --quantize fp8 --reduce int8 --block rows:8 --compute scaled --precision bf16",
+    "--resume --out RUN --steps 9 --batch 12 --optimizer muon", "compare --systems ddp,one --rounds 1 --ranks 2",
+    "optimizers --optimizers adamw,soap --steps 3", "gathers --kinds fp32,int8", "convergence --seeds 0,1 --ranks 2",
+    "plan --preset tiny --ranks 8 --memory 1 --data TEXT", "--help", "plan --help",
+    "--system fsdp2 --save-every 0 --on-nan skip",
+]  # fmt: skip
+_PLAN = [
+    "plan --model llama-3-8b --world-size 8", "plan --checkpoint SAFE --world-size 4 --block rows:2 --json",
+    "sweep --model llama-3-8b --world-size 8..32 --block rows:1,rows:16", "draw --checkpoint SAFE --world-size 3 -o -",
+    "table --model llama-3-8b --world-size 8,24", "plan --model gpt-oss-120b --world-size 16 --tile 128x128 --align 16",
+    "plan --model llama-3-8b --world-size 8 --period expert --experts separate --segments 2", "draw --help",
+]  # fmt: skip
+_WORDS = [
+    "", "-", "--", "0", "-1", "1", "3", "999999999999", "1e9", "nan", "inf", "-inf", "0.5", "x", "\n", "a\nb", "é",
+    "\udcff", "rows:0", "rows:2", "tile:0x0", "tile:4x4", "whole", "rows:99999999999999999999", "/", ".",
+    "..", "**", "[", "i4,i4", "float99", "9" * 5000, "1..", "..", "1..2..3", "8..4:0", ",", "--help", "--r",
+    "--no-resume", "%s", "{}", "1,2,,3", "@x", "O", "auto", "none", "adamw", "fsdp2",
+]  # fmt: skip
+
+
+def _commands(folder: Path, run: Path) -> list[Target]:
+    known = sorted({word for line in _TRAIN for word in line.split() if word.startswith("--")})
+    of_plan = sorted({word for line in _PLAN for word in line.split() if word.startswith("--")})
+    values = {"RUN": str(run), "TEXT": str(folder / "text"), "OUT": str(folder / "out.safetensors")}
+    values["SAFE"] = str(folder / "safetensors" / "model.safetensors")
+
+    def maker(lines: list[str], flags: list[str]) -> Callable[[Random], list[str]]:
+        def make(draw: Random) -> list[str]:
+            argv = [values.get(word, word) for word in shlex.split(draw.choice(lines))]
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                at = draw.randrange(len(argv) + 1)
+                how = draw.randrange(5)
+                if how == 0:
+                    argv[at : at + 1] = []
+                elif how == 1:
+                    argv[at:at] = [draw.choice(flags), draw.choice(_WORDS)]
+                elif how == 2:
+                    argv[at:at] = [draw.choice(_WORDS)]
+                else:
+                    argv[at : at + 1] = [draw.choice(_WORDS)]
+            return argv
+
+        return make
+
+    def reader(main: Callable[[list[str]], int], name: str) -> Callable[[object], None]:
+        def read(given: Any) -> None:
+            status, said = command(main, given)
+            if status not in (0, 1, 2) or (status and problem_of(said)):
+                raise WrongError(f"status {status}, {problem_of(said)}: {said[-300:]}")
+            if status == 2 and f"{name}: " not in said.splitlines()[-1]:
+                raise WrongError(f"{len(said.splitlines())} lines: {said[:300]}")
+
+        return read
+
+    return [
+        Target("fsdp-train's command line", maker(_TRAIN, known), reader(train_cli.main, "fsdp-train"), ()),
+        Target(
+            "layout-planner's command line", maker(_PLAN, of_plan), reader(plan_main, "layout-planner"), ()
+        ),
+    ]

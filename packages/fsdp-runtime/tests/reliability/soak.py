@@ -1,0 +1,184 @@
+"""Long runs with every optimizer: memory, descriptors, threads and host time per step, at the end as at the start.
+
+`python soak.py --steps 20000` prints the table; with `--write` it goes into docs/RELIABILITY.md. Two ranks; every few
+hundred steps the run stops with a checkpoint and a new trainer in the same process resumes from it.
+"""
+
+import argparse
+import gc
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch.distributed as dist
+from train.train_helpers import text_folder, tiny
+
+from fsdp_runtime.train import Trainer
+from fsdp_runtime.train.model import ModelConfig
+from fsdp_runtime.train.optimizers import OPTIMIZERS
+from ragged_shard.testing import run_ranks
+
+RANKS = 2
+SIZES = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ff_dim=24)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rank after one part of a run."""
+
+    steps: int
+    memory: int  # bytes that are resident
+    descriptors: int
+    threads: int
+    cpu_s: float  # per step
+
+
+def part_of_run(folder: Path, optimizer: str, steps: int, part: int, resume: bool) -> Sample | None:
+    """On a rank: `part` steps of a run of `steps`, from its checkpoint to its next one. None: it was complete."""
+    config = tiny(
+        folder, model=SIZES, steps=steps, batch=4, seq_len=16, optimizer=optimizer, save_every=max(1, part // 2),
+        eval_every=max(1, part // 2), eval_batches=1, resume=resume, log_every=10,
+    )  # fmt: skip
+    asked = 0
+
+    def stop() -> int:
+        nonlocal asked
+        asked += 1
+        return signal.SIGTERM if asked >= part else 0
+
+    out = folder / optimizer
+    out.mkdir(exist_ok=True)
+    trainer = Trainer(config, out, quiet=True, stop=stop)
+    before, begun = trainer.step, time.process_time()
+    trainer.run()
+    taken = trainer.step - before
+    cpu = time.process_time() - begun
+    dist.destroy_process_group(trainer.group)  # a process that ends does so
+    done = trainer.step
+    del trainer
+    gc.collect()
+    return Sample(done, *_held(), cpu / taken) if taken else None
+
+
+def _held() -> tuple[int, int, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    native = len(list(Path("/proc/self/task").iterdir()))
+    assert native >= threading.active_count()
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path("/proc/self/fd").iterdir())), native
+
+
+def soaked(folder: Path, optimizer: str, steps: int, part: int) -> list[Sample]:
+    """On a rank: a whole run in parts; a sample after each."""
+    samples: list[Sample] = []
+    while (sample := part_of_run(folder, optimizer, steps, part, bool(samples))) is not None:
+        samples.append(sample)
+        if sample.steps >= steps:
+            break
+    return samples
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer: the median of the first and of the last quarter of the samples, the worst rank."""
+
+    optimizer: str
+    steps: int
+    resumes: int
+    memory: tuple[float, float]  # MB
+    descriptors: tuple[float, float]
+    threads: tuple[float, float]
+    cpu_ms: tuple[float, float]
+
+    @property
+    def problems(self) -> list[str]:
+        """What grew."""
+        found = []
+        if self.memory[1] > self.memory[0] + max(16.0, 0.05 * self.memory[0]):
+            found.append(f"memory from {self.memory[0]:.0f} to {self.memory[1]:.0f} MB")
+        if self.descriptors[1] > self.descriptors[0]:
+            found.append(f"descriptors from {self.descriptors[0]:.0f} to {self.descriptors[1]:.0f}")
+        if self.threads[1] > self.threads[0]:
+            found.append(f"threads from {self.threads[0]:.0f} to {self.threads[1]:.0f}")
+        if self.cpu_ms[1] > 1.25 * self.cpu_ms[0]:
+            found.append(f"host time from {self.cpu_ms[0]:.1f} to {self.cpu_ms[1]:.1f} ms a step")
+        return found
+
+
+def soak(folder: Path, optimizer: str, steps: int, part: int) -> Row:
+    """Run one optimizer and compare the ends. The first part, in which memory is taken, is left out."""
+    ranks = run_ranks(RANKS, soaked, folder, optimizer, steps, part, timeout=24 * 3600)
+
+    def ends(name: str, scale: float = 1.0) -> tuple[float, float]:
+        pairs = [_ends([scale * getattr(sample, name) for sample in samples[1:]]) for samples in ranks]
+        return max(pairs, key=lambda pair: pair[1] - pair[0])
+
+    return Row(
+        optimizer, ranks[0][-1].steps, len(ranks[0]) - 1, ends("memory", 1e-6), ends("descriptors"), ends("threads"),
+        ends("cpu_s", 1e3),
+    )  # fmt: skip
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    quarter = max(1, len(values) // 4)
+    return statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+
+
+def table(rows: Sequence[Row], part: int) -> str:
+    """Markdown of what came out."""
+    lines = [
+        f"{RANKS} ranks, a resume about every {part} steps, two checkpoints and two evaluations in between. Medians of "
+        "the first and the last quarter of the samples; the worst rank.",
+        "",
+        "| optimizer | steps | resumes | resident memory, MB | descriptors | threads | CPU ms a step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        cells = [f"{pair[0]:.{digits}f} → {pair[1]:.{digits}f}" for pair, digits in _cells(row)]
+        lines.append(f"| {row.optimizer} | {row.steps:,} | {row.resumes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[tuple[tuple[float, float], int]]:
+    return [(row.memory, 0), (row.descriptors, 0), (row.threads, 0), (row.cpu_ms, 1)]
+
+
+def main() -> int:
+    """Print the table, and what grew one a line; 1 if anything did."""
+    from page import write_section
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=20_000, help="of each optimizer (default: 20000)")
+    parser.add_argument("--part", type=int, default=400, help="steps from resume to resume (default: 400)")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="default: all")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/RELIABILITY.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        text_folder(folder)
+        names = options.optimizers.split(",")
+        rows = []
+        for optimizer in names:
+            rows.append(soak(folder, optimizer, options.steps, options.part))
+            print(rows[-1], file=sys.stderr, flush=True)
+    text = table(rows, options.part)
+    print(text)
+    for row in rows:
+        for problem in row.problems:
+            print(f"PROBLEM {row.optimizer}: {problem}")
+    if options.write:
+        write_section("soak", text)
+    return int(any(row.problems for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""Damaged input of every kind: a short form of `fuzz.py`, and what it has found."""
+
+import functools
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fuzz import Target, fuzz, limited_memory
+from fuzz_targets import all_targets
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
+
+from fsdp_runtime import read_safetensors
+from fsdp_runtime.train import TrainError
+from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
+from fsdp_runtime.train.checksums import find_damage
+from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.config import RunConfig
+from fsdp_runtime.train.corpus import read_data
+from fsdp_runtime.train.dcp_files import Reader
+from fsdp_runtime.train.export import read_model
+from fsdp_runtime.train.report import read_metrics
+from fsdp_runtime.train.runs import saved_config
+from fsdp_runtime.weights.files import Checkpoint
+from layout_planner import Layout
+from ragged_shard.testing import run_ranks
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+
+
+@needs_proc
+def test_1700_damaged_inputs_give_a_right_result_or_one_line_in_bounded_time_and_memory(tmp_path):
+    with all_targets(tmp_path) as targets:
+        results = fuzz(targets, seed=1, first=0, count=1700)
+    assert {result.name: result.faults for result in results if result.faults} == {}
+    assert all(result.accepted + result.refused == result.inputs >= 99 for result in results)
+
+
+@needs_proc
+def test_the_harness_sees_tracebacks_hangs_and_memory(monkeypatch):
+    monkeypatch.setattr("fuzz.CPU_SECONDS", 0.2)
+    results = fuzz(
+        [
+            Target("traceback", lambda draw: None, lambda given: json.loads("{}")["x"], (ValueError,)),
+            Target("hang", lambda draw: None, lambda given: [None for _ in iter(int, 1)], (ValueError,)),
+            Target("memory", lambda draw: None, lambda given: torch.ones(1 << 29), (RuntimeError,)),
+        ],
+        seed=0, first=1, count=3,
+    )  # fmt: skip
+    assert [next(iter(result.faults)).split(" at ")[0].split(",")[0] for result in results] == [
+        "KeyError", "Hung", "asks for more memory than allowed",
+    ]  # fmt: skip
+
+
+# ---- what it has found
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    made = tmp_path_factory.mktemp("fuzzed")
+    text_folder(made)
+    run_ranks(1, train, tiny(made, steps=4, save_every=2), made / "run")
+    return made / "run"
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "run")
+
+
+def replace(checkpoint, name, data):
+    """A file of a checkpoint, with sums that fit it."""
+    (checkpoint / name).write_bytes(data)
+    sums = json.loads((checkpoint / "sums.json").read_text())
+    sums["files"][name] = [len(data), zlib.crc32(data)]
+    sums["sum"] = zlib.crc32(json.dumps(sums["files"], sort_keys=True).encode())
+    (checkpoint / "sums.json").write_text(json.dumps(sums))
+
+
+class Runs:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_in_metadata_is_not_run(run, tmp_path):
+    made = tmp_path / "made"
+    checkpoint = newest(run)
+    replace(checkpoint, ".metadata", pickle.dumps(Runs(made)))
+    with pytest.raises(
+        TrainError, match=r"\.metadata: damaged: .* names posix\.mkdir, which is not part of a checkpoint"
+    ):
+        read_model(checkpoint)
+    assert not made.exists()
+    with pytest.raises(AttributeError):  # what torch's own reader does with it
+        FileSystemReader(checkpoint).read_metadata()
+    assert made.exists()
+
+
+def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, tmp_path):
+    made, checkpoint = tmp_path / "made", newest(run)
+    metadata = Reader(checkpoint).read_metadata()
+    index = next(index for index in metadata.storage_data if index.fqn.endswith(".lr"))
+    info = metadata.storage_data[index]
+    box = io.BytesIO()
+    torch.save(Runs(made), box)
+    path = checkpoint / info.relative_path
+    with path.open("ab") as file:
+        object.__setattr__(info, "offset", file.tell())
+        object.__setattr__(info, "length", file.write(box.getvalue()))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    for sums in checkpoint.glob("sums*"):
+        sums.unlink()
+    config = saved_config(original)
+    (said,) = run_ranks(1, train, with_changes(config, resume=True, steps=6), run)
+    assert said.startswith(f"cannot load {checkpoint}: UnpicklingError: Weights only load failed")
+    assert not made.exists()
+
+
+@needs_proc
+@pytest.mark.parametrize("index", [1 << 28, (1 << 32) - 1])
+def test_a_small_pickle_does_not_ask_for_gigabytes(run, index):
+    data = b"\x80\x04Nr" + struct.pack("<I", index) + b"."
+    replace(newest(run), ".metadata", data)
+    with limited_memory(), pytest.raises(TrainError, match=r"a memo of \d+ entries in 9 bytes"):
+        read_model(newest(run))
+
+
+def test_a_tensor_larger_than_what_is_stored_is_refused_before_memory_is_taken(run):
+    checkpoint = newest(run)
+    metadata = Reader(checkpoint).read_metadata()
+    metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([1 << 40, 32])
+    replace(checkpoint, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(
+        TrainError, match=r"model\.embed\.weight of .* does not fit the \d+ bytes stored of it"
+    ):
+        read_model(checkpoint)
+
+
+def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
+    checkpoint = newest(run)
+    metadata = Reader(checkpoint).read_metadata()
+    for info in metadata.storage_data.values():
+        object.__setattr__(info, "relative_path", "../../run.json")
+    replace(checkpoint, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(TrainError, match="is not a file of this folder"):
+        read_model(checkpoint)
+
+
+@pytest.mark.parametrize("text", ['{"x": 1}', "[", "{}", '{"__0_0.distcp": 7}', "[" * 100_000, "\xff"])
+def test_sums_of_a_rank_that_are_something_else_are_damaged(run, text):
+    replace(newest(run), "sums-0.json", text.encode("latin-1"))
+    assert find_damage(newest(run)) in (["sums-0.json: damaged"], [])
+
+
+@pytest.mark.parametrize("files", [{"run.json": [1e400, 0]}, {}, {"run.json": [1, 2]}, []])
+def test_sums_that_are_something_else_are_damaged(run, files):
+    total = zlib.crc32(json.dumps(files, sort_keys=True).encode())
+    (newest(run) / "sums.json").write_text(json.dumps({"files": files, "sum": total}))
+    assert find_damage(newest(run)) == ["sums.json: damaged"]
+
+
+def test_options_come_from_a_checkpoint_whose_run_json_is_as_written(run, capsys):
+    """A flipped digit would be another model, which the older checkpoint is not."""
+    path = newest(run) / "run.json"
+    path.write_text(path.read_text().replace('"dim": 32', '"dim": 36'))
+    assert saved_config(run).model.dim == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"steps": [3]}, r"TypeError: steps='\(3,\)' is not an option"),
+        ({"timeout": "9"}, "TypeError: timeout='9' is not an option"),
+        ({"model": {"dim": "8"}}, "TypeError: dim='8' is not an option"),
+        ({"model": 7}, "TypeError: model='7' is not an option"),
+        ({"resume": 1}, "TypeError: resume='1' is not an option"),
+        ({"speed": 1}, "TypeError: speed='1' is not an option"),
+    ],
+)
+def test_an_option_of_another_type_in_run_json_is_named(run, change, says):
+    checkpoint = newest(run)
+    shutil.rmtree(checkpoint.with_name("step-00000002"))
+    about = json.loads((checkpoint / "run.json").read_text())
+    about["config"].update(change)
+    replace(checkpoint, "run.json", json.dumps(about).encode())
+    with pytest.raises(TrainError, match=f"has options of another version of fsdp-train: {says}"):
+        saved_config(run)
+
+
+def test_options_are_the_same_when_read_back():
+    config = RunConfig(data=("a",), lr=1.0, out="x", hf_config=None)
+    assert RunConfig.from_json(json.loads(json.dumps({**config.to_json(), "data": ["a"]}))) == config
+
+
+@pytest.mark.parametrize(
+    "text", ['"parameters": {"a": 7}', '"parameters": {"a": [[1], 2]}', '"step": true', "[" * 9999]
+)
+def test_run_json_of_another_shape_is_no_traceback(run, text):
+    checkpoint = newest(run)
+    shutil.rmtree(checkpoint.with_name("step-00000002"))
+    original = (checkpoint / "run.json").read_text()
+    replace(checkpoint, "run.json", (original.rstrip()[:-1] + f", {text}" + "}").encode())
+    with pytest.raises(TrainError, match="is not a checkpoint of fsdp-train"):
+        saved_config(run)
+
+
+def test_a_run_json_without_an_optimizer_is_of_another_run(run):
+    about = read_about(newest(run))
+    config = dict(about["config"])
+    del about["config"]["optimizer"], about["config"]["data"]
+    with pytest.raises(TrainError, match="has the state of None, --optimizer is torch-adamw"):
+        check_same_run(newest(run), about, config, about["identity"])
+    about["config"]["optimizer"] = config["optimizer"]
+    with pytest.raises(TrainError, match="was made with --data the standard library"):
+        check_same_run(newest(run), about, config, {"data": "other"})
+
+
+def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [{"kind": "train", "step": step, "loss": 1.0} for step in range(3)]
+    bad = [
+        b"\xff\xfe",
+        b"[1]",
+        b"{}",
+        b'{"kind": "train", "step": 1}',
+        b'{"kind": "train", "step": "1", "loss": 1.0}',
+    ]
+    bad += [b'{"kind": "train", "step": 1, "loss": "x"}', b"[" * 100_000, b'{"kind": "train", "st']
+    lines = [json.dumps(good[0]).encode(), *bad[:4], json.dumps(good[1]).encode(), *bad[4:7]]
+    path.write_bytes(b"\n".join([*lines, json.dumps(good[2]).encode(), bad[7]]))
+    assert read_metrics(path) == good
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "../../other", "/etc", "step-00000004/../step-00000002", ""])
+def test_a_name_of_the_latest_checkpoint_that_is_none_is_passed_over(run, text):
+    (run / "checkpoints" / "latest").write_text(text)
+    assert latest(run) == run / "checkpoints" / "step-00000004"
+
+
+def zipped():
+    file = io.BytesIO()
+    np.savez(file, np.arange(9))
+    return file.getvalue()
+
+
+def npy(head):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"\0" * 800
+
+
+@pytest.mark.parametrize(
+    "data", [zipped(), npy(b"{'descr': '<u2', 'fortran_order': False, 'shape': (400,), ["), npy(b"[" * 500),
+             npy(b"{'descr': '<u2', 'fortran_order': False, 'shape': (-1,), }"), npy(b"\xff"), b""],
+)  # fmt: skip
+def test_a_token_array_that_is_none_is_named_in_one_line(data, tmp_path):
+    path = tmp_path / "tokens.npy"
+    path.write_bytes(data)
+    with pytest.raises(
+        TrainError, match=r"cannot read .*tokens\.npy: it is not a \.npy file of plain numbers"
+    ):
+        read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
+
+
+def test_one_wrong_token_does_not_make_a_vocabulary_of_billions(tmp_path):
+    tokens = np.arange(500, dtype=np.uint32)
+    tokens[77] = 4_000_000_000
+    tokens.tofile(tmp_path / "tokens.bin")
+    read = functools.partial(read_data, [str(tmp_path)], dtype="uint32", held_out=(), seq_len=8)
+    with pytest.raises(TrainError, match="the largest token of the data is 4000000000: say --vocab-size"):
+        read(vocab_size=None)
+    assert read(vocab_size=4_000_000_001).vocab_size == 4_000_000_001
+
+
+def header_of(path, entries):
+    header = "{" + ",".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries) + "}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    return path
+
+
+def test_a_repeated_name_among_many_is_found_at_once(tmp_path):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    names = [f"t{number}" for number in range(60_000)]
+    path = header_of(tmp_path / "a.safetensors", [(name, entry) for name in [*names, names[-1]]])
+    begun = time.process_time()
+    with pytest.raises(ValueError, match="'t59999' is there twice"):
+        Checkpoint(path)
+    assert time.process_time() - begun < 5
+
+
+def test_a_shape_of_huge_numbers_is_refused_before_they_are_multiplied(tmp_path):
+    shape = [10**4000] * 1000
+    path = header_of(
+        tmp_path / "a.safetensors", [("t", {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]})]
+    )
+    with pytest.raises(ValueError, match="damaged header: t has shape") as caught:
+        Checkpoint(path)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\nb", "\ud800"])
+def test_an_index_with_a_file_that_has_no_such_name_is_refused(name, tmp_path):
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"t": name}}))
+    with pytest.raises(ValueError, match="which is not a file name"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "7", '{"quantization_config": 3}', "[" * 100_000, "{",
+                                    *(f'{{"quantization_config": {{"weight_block_size": {size}}}}}'
+                                      for size in ("[1]", "[[1], 2]", "[0, 8]", '["4", 8]', "[1.5, 8]"))])  # fmt: skip
+def test_a_config_json_without_a_tile_is_refused(config, tmp_path):
+    codes = {"w": torch.zeros(8, 16, dtype=torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)}
+    save_file(codes, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"not JSON|weight_block_size is"):
+        read_safetensors(tmp_path)
+
+
+def test_a_damaged_safetensors_file_is_a_value_error_that_names_it(tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"{" * 16)
+    with pytest.raises(ValueError, match=r"m\.safetensors: not a safetensors file, or damaged"):
+        read_safetensors(tmp_path)
+
+
+def test_a_layout_with_a_huge_value_is_refused_in_a_short_message():
+    with pytest.raises(ValueError, match="this is not a layout") as caught:
+        Layout.from_json(json.dumps({"format": "9" * 100_000}))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "argv", [["--out", "x" * 5000, "--resume"], ["verify", "y" * 5000], ["9" * 5000], ["--steps", "1\n2"],
+             ["export", "a\nb"], ["--bogus\nflag"]],
+)  # fmt: skip
+def test_whatever_a_command_line_quotes_its_error_is_one_line(argv, capsys):
+    assert main(argv if argv[0] in ("verify", "export") or argv[0][0] != "-" else [*TINY, *argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fsdp-train: ")
+    assert said.count("\n") == 1
+    assert len(said) < 2000
+
+
+@pytest.mark.parametrize("output", ["/", ".", "..", ""])
+def test_an_export_to_a_folder_is_refused_in_one_line(run, output, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), output]) == (2 if output else 0)
+    assert capsys.readouterr().err == (
+        f"fsdp-train: cannot write {output}: it is a folder\n" if output else ""
+    )
+
+
+def test_files_of_the_page_have_its_sections():
+    page = (Path(__file__).parents[2] / "docs" / "RELIABILITY.md").read_text()
+    for name in ("fuzz", "chaos", "soak"):
+        assert page.count(f"<!-- {name} -->") == page.count(f"<!-- /{name} -->") == 1
