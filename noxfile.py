@@ -153,6 +153,14 @@ def memory(session: nox.Session) -> None:
 
 
 @nox.session
+def multihost(session: nox.Session) -> None:
+    """Train on two and three hosts (network namespaces) and break what can break between them; needs root, minutes."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements("fsdp-runtime")))
+    session.run("python", "-m", "tools.multihost", *session.posargs)
+
+
+@nox.session
 def integrations(session: nox.Session) -> None:
     """Run the tests that need packages of other projects: transformers, peft, torchao. They are skipped elsewhere."""
     _prepare(session)
