@@ -25,7 +25,8 @@ from .switch import mac_of
 
 SHARED = Path("/mnt/shared")
 _SWITCH = Path(__file__).with_name("switch.py")
-_NEEDED = ("ip", "unshare", "nsenter", "mount")
+_NEEDED = ("ip", "unshare", "nsenter", "mount", "setpriv")
+_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # ends with the process that started it, however that ends
 _SET_UP = """
 set -e
 echo "$0" > /proc/sys/kernel/hostname
@@ -69,7 +70,7 @@ class Host:
         self._started: list[subprocess.Popen[bytes]] = []
         flags = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         names = folder / "hosts"
-        command = ["unshare", *flags, "sh", "-c", _SET_UP, name, str(shared), str(names)]
+        command = [*_WITH_US, "unshare", *flags, "sh", "-c", _SET_UP, name, str(shared), str(names)]
         self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         try:
             _wait_ready(self._holder)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from dbuffer import times_started, waiting
 
-_PATIENCE = 2.0  # seconds that leaving waits for a store that does not answer
+_PATIENCE = 5.0  # seconds that leaving waits for a store that does not answer
 _log = logging.getLogger("fsdp_runtime.watchdog")
 
 
@@ -205,7 +205,7 @@ class Watchdog:
         until = time.monotonic() + 2 * self.every + 1
         while missing and time.monotonic() < until and not self._ending.is_set():
             for rank in sorted(missing):
-                if self._store.check([f"{prefix}/{rank}"]):
+                if not self._ending.is_set() and self._store.check([f"{prefix}/{rank}"]):
                     found[rank] = _Place(**json.loads(self._store.get(f"{prefix}/{rank}")))
                     missing.discard(rank)
             self._ending.wait(min(0.1, self.every))

@@ -157,8 +157,12 @@ def run_and_leave(folder: str) -> None:
     stop = StopFlag(control / "stop")
     stop.watch(settings["launcher"])
     config = RunConfig.from_json(settings["config"])
-    status = run_rank(config, quiet=settings["quiet"], control=control, stop=stop)
+    end_process(run_rank(config, quiet=settings["quiet"], control=control, stop=stop))
+
+
+def end_process(status: int) -> None:
+    """End this process at once: threads of gloo, or of a store that is slow, may abort one that takes its time."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(status)  # gloo may abort a process that takes its time to leave after the work is done
+    os._exit(status)
