@@ -139,6 +139,8 @@ class Host:
         """Send a signal to all processes of this host: SIGSTOP freezes it, SIGCONT thaws it."""
         for pid in self.processes():
             os.kill(pid, number)
+        for process in self._started:  # nsenter stops when its child does, and stays so
+            process.send_signal(number)
 
     def kill(self) -> None:
         """End all its processes at once. With its link down before, others see what they see of a power cut."""
