@@ -153,6 +153,14 @@ def memory(session: nox.Session) -> None:
 
 
 @nox.session
+def multihost(session: nox.Session) -> None:
+    """Train on two and three hosts (network namespaces) and break what can break between them; needs root, minutes."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements("fsdp-runtime")))
+    session.run("python", "-m", "tools.multihost", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Give damaged input to all that reads from outside, 100,000 times, and write the table into RELIABILITY.md."""
     _reliability(session, "fuzz.py")

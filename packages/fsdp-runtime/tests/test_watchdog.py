@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -58,7 +60,7 @@ def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, tra
 
 def test_a_frozen_rank_is_named_as_one_that_does_not_answer(tmp_path):
     reports = run_ranks(2, train, str(tmp_path), freeze, "collectives")
-    assert "missing: rank 1, without an answer" in reports[0][0]
+    assert f"missing: rank 1 ({socket.gethostname()}), without an answer" in reports[0][0]
     assert not reports[1]
 
 
@@ -124,7 +126,7 @@ def test_a_rank_that_is_not_late_asks_the_store_one_thing_a_look():
     with Watchdog(fake, 0, 2, after=60, every=0.01):
         time.sleep(0.3)
     assert set(fake.calls) == {"check"}
-    assert fake.values == {}
+    assert fake.values.keys() == {"host/0"}
 
 
 def test_without_the_store_a_late_rank_says_what_it_knows():
@@ -136,8 +138,20 @@ def test_without_the_store_a_late_rank_says_what_it_knows():
     watchdog.beat("step 7")
     with watchdog:
         time.sleep(0.8)
-    assert reports == [reports[0]]
-    assert "the other ranks cannot be asked: connection reset by peer" in reports[0]
+    assert reports
+    assert all("the other ranks cannot be asked: connection reset by peer" in line for line in reports)
+
+
+def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving():
+    store = Store()
+    never = threading.Event()
+    store.check = lambda keys: never.wait(20)
+    begun = time.monotonic()
+    line = watched(store, 2)[0]
+    assert time.monotonic() - begun < 10  # nor does it hold up leaving
+    never.set()
+    assert "in step 7" in line
+    assert "the other ranks cannot be asked: the store has not answered for " in line
 
 
 @pytest.mark.parametrize("seconds", [{"after": 0}, {"after": 1, "every": -1}])

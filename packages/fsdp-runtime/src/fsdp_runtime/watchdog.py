@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from dbuffer import times_started, waiting
 
+_PATIENCE = 5.0  # seconds that leaving waits for a store that does not answer
 _log = logging.getLogger("fsdp_runtime.watchdog")
 
 
@@ -57,7 +58,7 @@ class _Question:
 
 
 class Watchdog:
-    """Looks on from a thread of its own, and reports a collective that is late: which one, of which unit, on which
+    """Looks on from threads of its own, and reports a collective that is late: which one, of which unit, on which
     ranks it has not begun, and where those are.
 
     A rank is late when it has waited `after` seconds for a collective of its units, or when so long has passed since
@@ -74,14 +75,14 @@ class Watchdog:
 
     Args:
         store: one that all ranks share, with a prefix of its own (`torch.distributed.PrefixStore`). Used by the
-            watchdog's thread only; a store with one connection needs a clone.
+            watchdog's threads only; a store with one connection needs a clone.
         rank, world_size: of the job.
         after: seconds without progress that count as late.
         every: seconds between two looks; None: a tenth of `after`, at most 5.
-        report: takes the text, one line; None: a warning of the logger `fsdp_runtime.watchdog`. Called by the thread.
+        report: takes the text, one line; None: a warning of the logger `fsdp_runtime.watchdog`. Called by a thread.
 
-    Communicates through the store alone: a question of some 20 bytes every `every` seconds and rank, and, when a rank
-    is late, one answer of some 300 bytes of each. No collective.
+    Communicates through the store alone: the host's name at the start, a question of some 20 bytes every `every`
+    seconds and rank, and, when a rank is late, one answer of some 300 bytes of each. No collective.
 
     Raises:
         ValueError: `after` or `every` is not positive.
@@ -107,11 +108,17 @@ class Watchdog:
         self._asked_at = 0.0
         self._round = 0
         self._ending = threading.Event()
+        self._pending: _Question | None = None
+        self._talking_since = float("inf")
+        self._lost = ""  # why the store can no longer be used
         self._thread = threading.Thread(target=self._run, name="fsdp-watchdog", daemon=True)
+        # On its own: a store that is cut off may keep it for ever, whatever the store's timeout.
+        self._talker = threading.Thread(target=self._talk, name="fsdp-watchdog-store", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self._watched = threading.get_ident()
         self._thread.start()
+        self._talker.start()
         return self
 
     def __exit__(
@@ -119,6 +126,7 @@ class Watchdog:
     ) -> None:
         self._ending.set()
         self._thread.join()
+        self._talker.join(_PATIENCE)
 
     def beat(self, doing: str) -> None:
         """Say that there is progress; `doing` is what begins now, for reports. Costs an assignment."""
@@ -126,14 +134,35 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ending.wait(self.every):
-            question = None
-            try:
-                question = self._late()
+            question = self._late()
+            if question is None:
+                continue
+            self._asked_at = time.monotonic()
+            silent_for = self._asked_at - self._talking_since
+            if not self._lost and silent_for < 3 * self.every + 1:  # a question takes so long itself
+                self._pending = question
+            else:
+                self._report_alone(
+                    question, self._lost or f"the store has not answered for {silent_for:.0f} s"
+                )
+
+    def _talk(self) -> None:
+        question: _Question | None = None
+        try:
+            self._store.set(f"host/{self._rank}", socket.gethostname())
+            while not self._ending.wait(self.every):
+                question, self._pending = self._pending, None
+                self._talking_since = time.monotonic()
                 self._look(question)
-            except Exception as error:  # the store's, of any kind: its process may be gone
-                if question is not None and not self._ending.is_set():
-                    self._report(f"{self._subject(question)}; the other ranks cannot be asked: {error}")
-                return
+                self._talking_since = float("inf")
+        except Exception as error:  # the store's, of any kind: its process may be gone
+            self._lost = str(error).partition("\n")[0] or type(error).__name__
+            if question := question or self._pending:
+                self._report_alone(question, self._lost)
+
+    def _report_alone(self, question: _Question, why: str) -> None:
+        if not self._ending.is_set():
+            self._report(f"{self._subject(question)}; the other ranks cannot be asked: {why}")
 
     def _late(self) -> _Question | None:
         """What to ask, if this rank is late and has not asked of late."""
@@ -155,7 +184,6 @@ class Watchdog:
         if question is None and not self._store.check([key]):
             return
         if question is not None:
-            self._asked_at = time.monotonic()
             mine = json.dumps(asdict(question))
             won = self._store.compare_set(key, "", mine)
         else:
@@ -165,7 +193,14 @@ class Watchdog:
         self._round += 1
         self._store.set(f"{prefix}/{self._rank}", json.dumps(asdict(self._place(asked.collective))))
         if asked.rank == self._rank:
-            self._report(_described(asked, self._answers(prefix, asked.ranks), self._subject(asked)))
+            answers = self._answers(prefix, asked.ranks)
+            silent = [(rank, self._host_of(rank)) for rank in asked.ranks if rank not in answers]
+            self._report(_described(asked, answers, silent, self._subject(asked)))
+
+    def _host_of(self, rank: int) -> str:
+        """What a rank said at its start; "" if it has not."""
+        key = f"host/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _answers(self, prefix: str, ranks: Iterable[int]) -> dict[int, _Place]:
         """The answers that come within two looks and a second."""
@@ -173,7 +208,7 @@ class Watchdog:
         until = time.monotonic() + 2 * self.every + 1
         while missing and time.monotonic() < until and not self._ending.is_set():
             for rank in sorted(missing):
-                if self._store.check([f"{prefix}/{rank}"]):
+                if not self._ending.is_set() and self._store.check([f"{prefix}/{rank}"]):
                     found[rank] = _Place(**json.loads(self._store.get(f"{prefix}/{rank}")))
                     missing.discard(rank)
             self._ending.wait(min(0.1, self.every))
@@ -205,8 +240,9 @@ class Watchdog:
         return f"{who} has made no progress for {question.seconds:.0f} s in {question.doing}"
 
 
-def _described(question: _Question, answers: dict[int, _Place], subject: str) -> str:
-    silent = [rank for rank in question.ranks if rank not in answers]
+def _described(
+    question: _Question, answers: dict[int, _Place], silent: Sequence[tuple[int, str]], subject: str
+) -> str:
     places = [answers[rank] for rank in sorted(answers)]
     texts = [subject]
     if question.collective:
@@ -219,9 +255,9 @@ def _described(question: _Question, answers: dict[int, _Place], subject: str) ->
     else:
         texts += [f"{p}{f', in {p.beat}' if p.beat else ''}" for p in places]
     if silent:
-        texts.append(
-            f"missing: {_ranks(silent)}, without an answer: stopped, ended, or cut off from the others"
-        )
+        hosts = {host: [rank for rank, theirs in silent if theirs == host] for _, host in silent}
+        shown = ", ".join(_ranks(ranks) + (f" ({host})" if host else "") for host, ranks in hosts.items())
+        texts.append(f"missing: {shown}, without an answer: stopped, ended, or cut off from the others")
     return "; ".join(texts)
 
 

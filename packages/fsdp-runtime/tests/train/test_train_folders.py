@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from fsdp_runtime.train import PRESETS, RunConfig, TrainError
+from fsdp_runtime.train.checkpoint import CHECKPOINTS, METADATA, RUN_FILE, name_of
 from fsdp_runtime.train.config import add_run_options, resumed_config
-from fsdp_runtime.train.runs import choose_folder
+from fsdp_runtime.train.runs import choose_folder, this_launch
 
 
 def test_a_folder_is_one_runs_at_a_time(tmp_path):
@@ -43,6 +45,57 @@ def test_two_runs_that_begin_at_once_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with choose_folder(RunConfig()) as first, choose_folder(RunConfig()) as second:
         assert [first.path.name, second.path.name] == ["001", "002"]
+
+
+def save_in(run):
+    """What says that a checkpoint is complete."""
+    checkpoint = run / CHECKPOINTS / name_of(3)
+    checkpoint.mkdir(parents=True)
+    for name in (METADATA, RUN_FILE):
+        (checkpoint / name).touch()
+
+
+@pytest.mark.parametrize("out", ["runs/007", None])
+def test_a_restart_by_torchrun_goes_on_in_the_folder_that_the_launch_began(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-12")
+    with choose_folder(RunConfig(out=out)) as begun:
+        assert not begun.resume
+    with choose_folder(RunConfig(out=out)) as again:  # before the first checkpoint: from the beginning
+        assert (again.path, again.resume) == (begun.path, False)
+    save_in(begun.path)
+    with choose_folder(RunConfig(out=out)) as again:
+        assert (again.path, again.resume) == (begun.path, True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-13")
+    if out:
+        with pytest.raises(TrainError, match="holds a run already"):
+            choose_folder(RunConfig(out=out))
+    else:
+        with choose_folder(RunConfig()) as other:
+            assert (other.path.name, other.resume) == ("002", False)
+
+
+def test_without_an_id_the_folder_that_torchrun_made_tells_its_launches_apart(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert this_launch() == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    names = set()
+    for start in ("a_1/none_1/attempt_0/0", "a_1/none_1/attempt_1/3", "a_2/none_2/attempt_0/0"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{start}/error.json")
+        names.add(this_launch())
+    assert names == {"a_1/none_1", "a_2/none_2"}
+
+
+def test_a_restart_waits_for_a_rank_of_its_launch_that_was_cut_off_and_still_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-12")
+    config = RunConfig(out=str(tmp_path / "run"), timeout=20)
+    before = choose_folder(config)
+    ending = threading.Timer(0.5, before.__exit__, (None, None, None))
+    ending.start()
+    with choose_folder(config) as again:
+        assert again.path == before.path
+    ending.join()
 
 
 def start_and_fail(out, name):

@@ -1,5 +1,6 @@
 """What the launcher says of ranks that end, without torch in them; and signals to a real run."""
 
+import errno
 import json
 import os
 import random
@@ -7,14 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from train_helpers import TINY, text_folder
 
-from fsdp_runtime.train.checkpoint import latest
-from fsdp_runtime.train.errors import lost_contact
+from fsdp_runtime.train.checkpoint import latest, root_cause
+from fsdp_runtime.train.errors import failed_collective, from_all, lost_contact, named
 from fsdp_runtime.train.processes import LOST, Ended, Failure, Outcome, Processes, cause
 from fsdp_runtime.train.report import read_metrics
+from ragged_shard.testing import run_ranks
 
 
 def ran(*scripts, **waits):
@@ -79,8 +84,39 @@ def test_errors_of_transports_say_that_contact_was_lost_and_others_do_not():
     wrapped.__cause__ = reset
     assert lost_contact(reset)
     assert lost_contact(wrapped)
+    assert lost_contact(RuntimeError("all_gather of x failed: Application timeout caused pair closure"))
     assert not lost_contact(RuntimeError("size mismatch"))
     assert not lost_contact(OSError(28, "No space left on device"))
+
+
+def test_a_rank_is_named_with_its_host_where_there_are_several():
+    assert named(1, ["alpha", "alpha"]) == "rank 1"
+    assert named(1, ["alpha", "beta"]) == "rank 1 (beta)"
+
+
+def fail_to_save():
+    """What the writing rank says when DCP reports a full disk on rank 1."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    error = CheckpointException("write", {1: (full, traceback.extract_stack())})
+    return root_cause(error, from_all(["alpha", "beta"][dist.get_rank()]))
+
+
+def test_a_save_that_failed_names_the_rank_and_the_host_whose_disk_is_full():
+    assert run_ranks(2, fail_to_save) == ["rank 1 (beta): No space left on device"] * 2
+
+
+def fail_in_a_collective():
+    try:
+        from_all(lambda: None)  # cannot be pickled
+    except Exception as error:
+        return failed_collective(error)
+    return ""
+
+
+def test_an_error_out_of_a_collective_names_it_and_its_caller():
+    for found in run_ranks(2, fail_in_a_collective):
+        assert found.startswith("all_gather_object in from_all (errors.py:")
+    assert failed_collective(ValueError()) == ""
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +203,8 @@ def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_
             break
     os.kill(frozen, signal.SIGCONT)
     assert line.startswith("fsdp-train: rank 0 (")
-    assert "missing: rank 1, without an answer" in line
+    assert "missing: rank 1 (" in line
+    assert "without an answer" in line
     steps = len(read_metrics(folder / "frozen" / "metrics.jsonl"))
     wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= steps + 3, running)
     running.send_signal(signal.SIGTERM)

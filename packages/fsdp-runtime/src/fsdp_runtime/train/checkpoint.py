@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+import socket
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from .checksums import MALFORMED, METADATA, RUN_FILE, SummingWriter, find_damage, has_sums, write_synced
 from .dcp_files import Planner, Reader
-from .errors import TrainError, agreed, causes, from_all, one_line
+from .errors import TrainError, agreed, causes, from_all, named, one_line
 
 _PART = ".part"
 _NAME = re.compile(r"step-\d{8,19}")
@@ -55,9 +57,12 @@ class Checkpoints:
         keep: how many complete ones stay.
         group: a process group with gloo, for DCP's coordination next to the training's own collectives; None for one
             process.
+
+    Collective: one gather of small objects, the hosts' names.
     """
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
+        self._hosts = from_all(socket.gethostname())
         self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._pending: _Pending | None = None
@@ -121,7 +126,8 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
             newest = latest(self.folder.parent)
             stays = f"{newest} stays" if newest else "there is no older one"
-            raise TrainError(f"cannot save {part.with_suffix('')}: {_root_cause(error)}; {stays}") from error
+            why = root_cause(error, self._hosts)
+            raise TrainError(f"cannot save {part.with_suffix('')}: {why}; {stays}") from error
         return pending.step
 
     def _publish(self, part: Path, step: int) -> None:
@@ -246,7 +252,7 @@ def load(
         wanted = {"model": weights, "optimizer": state}
         dcp_load(wanted, storage_reader=reader, planner=Planner(), process_group=group)
     except _FAILURES as error:
-        raise TrainError(f"cannot load {checkpoint}: {_root_cause(error)}") from error
+        raise TrainError(f"cannot load {checkpoint}: {root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
 
 
@@ -294,8 +300,15 @@ def _shown(entry: list[Any] | None) -> str:
     return "absent" if entry is None else f"{entry[1]} {'x'.join(map(str, entry[0])) or 'scalar'}"
 
 
-def _root_cause(error: BaseException) -> str:
-    """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk."""
+def root_cause(error: BaseException, hosts: Sequence[str] = ()) -> str:
+    """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk.
+
+    With `hosts`, by rank, where there are several: also on which rank.
+    """
+    failed = getattr(error, "failures", None)
+    if failed and len(set(hosts)) > 1:
+        rank = min(failed)
+        return f"{named(rank, hosts)}: {root_cause(failed[rank][0])}"
     found = list(causes(error))
     for cause in found:
         if isinstance(cause, OSError) and cause.strerror:

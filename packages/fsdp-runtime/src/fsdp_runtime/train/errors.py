@@ -3,8 +3,11 @@
 import contextlib
 import os
 import re
+import socket
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,7 +16,8 @@ T = TypeVar("T")
 _LONGEST = 1600  # characters of a message
 # What gloo and NCCL, torch's stores and peer memory say on ranks that outlive another one.
 _GONE = re.compile(
-    r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|has ended or given up|timed out", re.IGNORECASE
+    r"gloo|NCCL|connection (closed|reset|refused)|pair closure|broken pipe|has ended or given up|timed out",
+    re.IGNORECASE,
 )
 
 
@@ -40,7 +44,7 @@ def agreed(doing: str) -> Iterator[None]:
     the step; the block itself must not communicate after a point where it can fail.
 
     Raises:
-        TrainError: on every rank, with the message of the lowest rank that failed.
+        TrainError: on every rank, with the message of the lowest rank that failed; and its host, if there are several.
     """
     message, cause = None, None
     try:
@@ -48,12 +52,36 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    found = from_all(message)
-    failed = [(rank, text) for rank, text in enumerate(found) if text is not None]
+    found = from_all((message, socket.gethostname()))
+    failed = [(rank, text) for rank, (text, _) in enumerate(found) if text is not None]
     if failed:
         rank, text = failed[0]
         everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(found)
-        raise TrainError(text if everywhere else f"rank {rank}: {text}") from cause
+        number = named(rank, [host for _, host in found]).removeprefix("rank ")
+        raise TrainError(text if everywhere else f"rank {number}: {text}") from cause
+
+
+def failed_collective(error: BaseException) -> str:
+    """Which of torch.distributed's functions an exception came out of, and who called it; "" if none or not known."""
+    found, caller = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            found = found or f"{code.co_name} in {caller}"
+        elif not found and str(frame.f_globals.get("__name__")).startswith("fsdp_runtime"):
+            caller = f"{code.co_name} ({Path(code.co_filename).name}:{line})"
+    return found
+
+
+def named(rank: int, hosts: Sequence[str]) -> str:
+    """A rank, with its host where there are several; `hosts` by rank."""
+    return f"rank {rank} ({hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
+
+
+def this_rank(rank: int) -> str:
+    """As `named`, when the others cannot be asked: by what torchrun, or another launcher, has set."""
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    return f"rank {rank} ({socket.gethostname()})" if several else f"rank {rank}"
 
 
 def from_all(value: T) -> list[T]:

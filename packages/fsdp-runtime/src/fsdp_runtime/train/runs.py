@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -24,19 +25,22 @@ class RunFolder:
     """The folder of a run. On rank 0 it is locked while this is open: the kernel frees the lock of a dead process.
 
     Leaving with an exception before anything was written removes the folders that were made.
+
+    Attributes:
+        resume: whether to go on from its newest checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path, self.resume = path, resume
         self._lock: int | None = None
         self._made: list[Path] = []
 
-    def make(self, *, new: bool = False) -> None:
-        """Make the folder, and lock it. `new`: it must not be there."""
+    def make(self, *, new: bool = False, patience: float = 0.0) -> None:
+        """Make the folder, and lock it. `new`: it must not be there. `patience`: seconds to wait for the lock."""
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=not new)
         self._made = missing
-        self._lock = _locked(self.path / LOCK)
+        self._lock = _locked(self.path / LOCK, patience)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -67,6 +71,8 @@ class RunFolder:
 def choose_folder(config: RunConfig) -> RunFolder:
     """The folder of a run, made if need be and locked. Collective.
 
+    Where torchrun starts the ranks again, they go on with the folder that they had before.
+
     Raises:
         TrainError: on every rank: the folder holds another run, or one that goes on now, or there is none to resume,
             or it cannot be made.
@@ -80,13 +86,39 @@ def choose_folder(config: RunConfig) -> RunFolder:
             problem = str(error)
         except OSError as error:
             problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
-    path, problem = from_all((folder.path if folder else None, problem))[0]
-    if path is None:
+    found = (folder.path, folder.resume) if folder else None
+    found, problem = from_all((found, problem))[0]
+    if found is None:
         raise TrainError(problem or "no folder")
-    return folder or RunFolder(path)
+    return folder or RunFolder(found[0], resume=found[1])
+
+
+def this_launch() -> str:
+    """What all starts of one launch under torchrun have in common, and no other launch; "" without torchrun.
+
+    That is torchrun's --rdzv-id; without one, the folder that rank 0's torchrun has made for its ranks' errors.
+    """
+    named = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if named not in ("", "none"):
+        return named
+    errors = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # LAUNCH/attempt_0/0/error.json
+    return "/".join(errors.parts[-5:-3])
+
+
+def _begun_before(config: RunConfig) -> Path | None:
+    """The folder that an earlier start of this launch has taken."""
+    launch = this_launch()
+    candidates = [Path(config.out)] if config.out is not None else sorted(RUNS.glob("*"), reverse=True)
+    return next((path for path in candidates if launch and _holder(path / LOCK)[1] == launch), None)
 
 
 def _fresh(config: RunConfig) -> RunFolder:
+    before = _begun_before(config)
+    if before is not None:
+        folder = RunFolder(before)
+        folder.make(patience=config.timeout)  # a rank that is cut off ends within that time
+        folder.resume = latest(before) is not None
+        return folder
     while config.out is None:
         folder = RunFolder(next_free(RUNS))
         with contextlib.suppress(FileExistsError):  # another run was faster
@@ -105,8 +137,8 @@ def _fresh(config: RunConfig) -> RunFolder:
 
 
 def _resumed(config: RunConfig) -> RunFolder:
-    folder = RunFolder(run_to_resume(config.out))
-    folder.make()
+    folder = RunFolder(run_to_resume(config.out), resume=True)
+    folder.make(patience=config.timeout if _begun_before(config) == folder.path else 0.0)
     return folder
 
 
@@ -156,29 +188,41 @@ def next_free(parent: Path) -> Path:
     return parent / f"{number:03d}"
 
 
-def _locked(path: Path) -> int | None:
+def _holder(lock: Path) -> tuple[str, str]:
+    """Who has locked a folder last: the process, and its launch."""
+    try:
+        process, _, launch = lock.read_text(errors="replace").partition("\n")
+    except OSError:
+        return "", ""
+    return process, launch
+
+
+def _locked(path: Path, patience: float) -> int | None:
     """A descriptor of the file, locked; None on a file system without locks, which is said.
 
     Raises:
-        TrainError: another process holds the lock.
+        TrainError: another process holds the lock, and has not let go within `patience` seconds.
     """
+    until = time.monotonic() + patience
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(file, 200).decode(errors="replace")
             os.close(file)
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 say(f"{path.parent} cannot be locked ({error.strerror}): see that no other run uses it")
                 return None
             if not isinstance(error, BlockingIOError):
                 raise
+            if time.monotonic() < until:
+                time.sleep(0.2)
+                continue
             raise TrainError(
-                f"{path.parent} is in use by another run, {holder or 'which just began'}"
+                f"{path.parent} is in use by another run, {_holder(path)[0] or 'which just began'}"
             ) from None
         if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
             os.truncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n{this_launch()}".encode())
             return file
         os.close(file)  # removed by a run whose start failed, after it was opened here

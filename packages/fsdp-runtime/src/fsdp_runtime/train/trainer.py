@@ -298,7 +298,12 @@ class Trainer:
     def _read(self, sums: _Sums, report: Report | None) -> bool:
         """Take in a step's figures; True if some rank was asked to stop. The same on every rank."""
         if sums.work is not None:
-            sums.work.wait()
+            try:
+                sums.work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"all_reduce of the figures of step {sums.step + 1} failed: {error}"
+                ) from error
         loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.values.tolist()
         loss /= self.world_size
         config = self.config

@@ -1,13 +1,14 @@
 """What every rank runs: through `boot` `run_and_leave`, or through torchrun `run_rank`."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import secrets
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fsdp_runtime import Watchdog
 
 from .agreement import check_options
 from .config import RunConfig
-from .errors import TrainError, lost_contact, one_line, say
+from .errors import TrainError, failed_collective, from_all, lost_contact, one_line, say, this_rank
 from .hardware import backends, own_device
 from .processes import LOST, Failure
 from .report import closing_lines
@@ -39,6 +40,7 @@ def run_rank(
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     stop = stop or StopFlag()
     out: Path | None = None
+    reports: list[str] = []
     try:
         with stop.handling():
             config.check(world_size)
@@ -46,9 +48,10 @@ def run_rank(
             check_options(config)
             with choose_folder(config) as folder:
                 out = folder.path
+                config = dataclasses.replace(config, resume=folder.resume)
                 if control and rank == 0:
                     (control / "out").write_text(str(out))
-                with _watching(config, rank, world_size, control) as beat:
+                with _watching(config, rank, world_size, control, reports) as beat:
                     trainer = Trainer(config, out, quiet=quiet, stop=stop, beat=beat)
                     summary: dict[str, Any] = trainer.run()
             if control and rank == 0:
@@ -57,7 +60,7 @@ def run_rank(
                 say(closing_lines(summary))
         status = 0
     except Exception as error:
-        status = _explain(error, out, rank, control)
+        status = _explain(error, out, rank, control, reports)
     _leave(status)
     return status
 
@@ -80,9 +83,14 @@ def _init_process_group(config: RunConfig, rank: int, world_size: int, control: 
 
 @contextlib.contextmanager
 def _watching(
-    config: RunConfig, rank: int, world_size: int, control: Path | None
+    config: RunConfig, rank: int, world_size: int, control: Path | None, reports: list[str]
 ) -> Iterator[Callable[[str], None]]:
-    """A watchdog of this rank, which says on stderr what is late; yields what is told of progress."""
+    """A watchdog of this rank, which says on stderr what is late; yields what is told of progress.
+
+    `reports` holds what it said last.
+
+    Collective: one gather of small objects.
+    """
     if world_size == 1 or not config.late:
         yield lambda doing: None
         return
@@ -90,23 +98,29 @@ def _watching(
         store: Store = dist.FileStore(str(control / "watchdog"), world_size)  # type: ignore[attr-defined]
     else:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
-    launch = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    named = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
-    with Watchdog(
-        named, rank, world_size, after=config.late, report=lambda text: say(f"fsdp-train: {text}")
-    ) as watchdog:
+    launch = from_all(secrets.token_hex(8))[0]  # restarts use one store, and hosts count them on their own
+    prefixed = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
+
+    def report(text: str) -> None:
+        reports[:] = [text]
+        say(f"fsdp-train: {text}")
+
+    with Watchdog(prefixed, rank, world_size, after=config.late, report=report) as watchdog:
         yield watchdog.beat
 
 
-def _explain(error: Exception, out: Path | None, rank: int, control: Path | None) -> int:
+def _explain(error: Exception, out: Path | None, rank: int, control: Path | None, reports: list[str]) -> int:
     """Say what went wrong, to the launcher if there is one, else to the terminal. Returns the exit status."""
     at = time.monotonic()
     kind = "lost" if lost_contact(error) else "user" if isinstance(error, TrainError) else "crash"
     text = one_line(error)
     if kind != "user":
-        text = f"rank {rank}: {text}{_keep_traceback(out, rank)}"
+        where = failed_collective(error)
+        text = f"{this_rank(rank)}: {where and f'{where}: '}{text}{_keep_traceback(out, rank)}"
+    if kind == "lost":
+        text = "; ".join([text, *reports])  # who was missing
     if control is not None:
-        failure = json.dumps(asdict(Failure(at, rank, text, kind)))
+        failure = json.dumps(dataclasses.asdict(Failure(at, rank, text, kind)))
         (control / f"failing-{rank}").write_text(failure)
         os.replace(control / f"failing-{rank}", control / f"failed-{rank}.json")
     elif kind != "user" or rank == 0:  # a user error is the same on every rank
@@ -143,8 +157,12 @@ def run_and_leave(folder: str) -> None:
     stop = StopFlag(control / "stop")
     stop.watch(settings["launcher"])
     config = RunConfig.from_json(settings["config"])
-    status = run_rank(config, quiet=settings["quiet"], control=control, stop=stop)
+    end_process(run_rank(config, quiet=settings["quiet"], control=control, stop=stop))
+
+
+def end_process(status: int) -> None:
+    """End this process at once: threads of gloo, or of a store that is slow, may abort one that takes its time."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(status)  # gloo may abort a process that takes its time to leave after the work is done
+    os._exit(status)

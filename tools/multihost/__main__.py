@@ -1,0 +1,87 @@
+"""`python -m tools.multihost [CASE ...] [--write]`: run the cases, print their table; `--write`: into the docs too.
+
+Needs root, for network namespaces. All cases take about a quarter of an hour on two cores.
+"""
+
+import argparse
+import datetime
+import sys
+import tempfile
+from pathlib import Path
+
+from .cases import CASES, LATE, STEPS, TIMEOUT, Bench, Result, one_process
+from .hosts import obstacle
+
+PAGE = Path(__file__).parents[2] / "packages" / "fsdp-runtime" / "docs" / "RELIABILITY.md"
+_ROWS = 13  # lines of the section before the first row
+_BEGIN, _END = "<!-- multihost -->", "<!-- /multihost -->"
+
+
+def main(argv: list[str]) -> int:
+    """Run what is asked for. Returns 0 if every case came out as it should."""
+    parser = argparse.ArgumentParser(prog="python -m tools.multihost", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
+    options = parser.parse_args(argv)
+    unknown = [name for name in options.cases if name not in CASES]
+    if unknown:
+        parser.error(f"no case {unknown[0]}")
+    if reason := obstacle():
+        print(f"no hosts here: {reason}", file=sys.stderr)
+        return 2
+    results = []
+    with tempfile.TemporaryDirectory(prefix="multihost-") as folder:
+        reference = one_process(Path(folder))
+    for name in options.cases or CASES:
+        with tempfile.TemporaryDirectory(prefix="multihost-") as folder:
+            results.append(CASES[name](Bench(Path(folder), reference)))
+        print(row(results[-1]), flush=True)
+    if options.write:
+        write(PAGE, results)
+    return int(any(result.wrong for result in results))
+
+
+def row(result: Result) -> str:
+    """A case as a row of the table."""
+    came = "finished" if result.finished else "ended with an error"
+    if result.wrong:
+        came = f"**wrong**: {result.wrong}"
+    valid = f"{result.valid[0]} of {result.valid[1]}"
+    line = shortened(result.line).replace("|", "\\|")
+    return (
+        f"| {result.case} | {came} | {result.seconds:.0f} | {result.distance:.0e} | {valid} "
+        f"| {f'`{line}`' if line else ''} |"
+    )
+
+
+def shortened(line: str, most: int = 330) -> str:
+    """A long line without its middle: where it happened is in front, who was missing at the end."""
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+
+
+def write(page: Path, results: list[Result]) -> None:
+    """Replace the section of the page, or add it; rows of cases that were not run stay."""
+    text = page.read_text() if page.exists() else "# Reliability\n"
+    before, begin, rest = text.partition(_BEGIN)
+    old, _, after = rest.partition(_END)
+    rows = {line.split(" |")[0]: line for line in old.splitlines()[_ROWS:] if line.startswith("| ")}
+    rows |= {line.split(" |")[0]: line for line in map(row, results)}
+    head = [
+        "## Several machines",
+        "",
+        f"Written by `nox -s multihost -- --write` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Hosts are",
+        "network namespaces on one machine with host names, processes and temporary folders of their own, joined by a",
+        "switch in user space; they share one folder. Two ranks a host (gloo), torchrun with its c10d rendezvous,",
+        f"{STEPS} steps, a checkpoint every 10, `--timeout {TIMEOUT:g} --late {LATE:g}`. Seconds are from the fault",
+        "(without one: from the start) to the end of the last rank; the distance is the largest of any step's loss",
+        "from the run of one process, relative; the line is the error, or else a report of what was late.",
+        "",
+        "| what happened | training | seconds | distance | valid checkpoints | line |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    section = "\n".join([_BEGIN, "", *head, *rows.values(), "", _END])
+    page.write_text(before.rstrip("\n") + "\n\n" + section + (after if begin else "\n"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
