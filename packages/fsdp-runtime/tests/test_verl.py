@@ -4,8 +4,10 @@ The tests give verl a platform of their own for the CPU, which verl lets anyone 
 """
 
 import copy
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +227,35 @@ def refused(folder):
 
 def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
     run_ranks(2, refused, tmp_path)
+
+
+def example(folder):
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    on_cpu()
+    path = Path(__file__).parents[1] / "examples" / "train_verl.py"
+    spec = importlib.util.spec_from_file_location("train_verl", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model, found, before = saved_model(folder, False), [], copy.deepcopy(EngineRegistry._engines)
+    try:
+        for system in ("theirs", "ours"):
+            if system == "theirs":  # verl registers its engines for GPUs and NPUs
+                EngineRegistry.register("language_model", "fsdp2", "cpu")(FSDPEngineWithLMHead)
+            else:
+                ours.register(block_policy=block_policies.rows(8))
+            found.append(script.train(model, str(folder / system), steps=6))
+    finally:
+        EngineRegistry._engines = before
+    return found
+
+
+def test_the_example_trains_as_with_fsdp2(tmp_path):
+    for theirs, found in run_ranks(2, example, tmp_path):
+        assert found == pytest.approx(theirs, rel=2e-2)  # verl computes in bf16
+        assert found[-1] < found[0]
+    assert list((tmp_path / "ours").iterdir())
 
 
 def test_importing_the_adapter_imports_no_trainer():
