@@ -1,5 +1,7 @@
 """Gradients on their way out of backward: into the groups' buffers, and through the reductions that are under way."""
 
+from typing import NoReturn
+
 from . import _torch_compat as compat
 from ._group import Group
 from ._reduction import Reduction, ReductionState
@@ -17,6 +19,7 @@ class Backward:
         is_last: whether the end of backward waits for all reductions and shows the gradients.
         by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
+        updated: the units whose parameters an optimizer in backward has updated in this one.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -29,21 +32,20 @@ class Backward:
         self._queue: list[Reduction] = []  # in the order of their launches
         self._flying: list[Reduction] = []  # those that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
-        self._updated: set[Unit] = set()  # in this backward
+        self.updated: set[Unit] = set()  # in this backward
 
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
         self._run = compat.backward_id()
-        self._updated.clear()
+        self.updated = set()
 
-    def check_not_updated(self, unit: Unit) -> None:
-        """Raise where a unit's parameters were updated in this backward, which needs them as they were in forward."""
-        if unit in self._updated:
-            raise RuntimeError(
-                f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
-                "that forward runs several times, or whose outputs get gradients at different times, needs an "
-                "optimizer after backward"
-            )
+    def refuse_updated(self, unit: Unit) -> NoReturn:
+        """A unit's parameters were updated in this backward, which needs them as they were in forward."""
+        raise RuntimeError(
+            f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
+            "that forward runs several times, or whose outputs get gradients at different times, needs an "
+            "optimizer after backward"
+        )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class Backward:
             for group in reduction.groups:
                 del self._of_group[group]
             if self.is_last and reduction.updates:
-                self._updated.add(reduction.unit)
+                self.updated.add(reduction.unit)
                 reduction.unit.update()
 
     def abandon(self) -> None:

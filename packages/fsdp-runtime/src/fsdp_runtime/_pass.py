@@ -172,7 +172,8 @@ class Pass:
         if not self.in_backward:
             self.begin_backward()
         if unit not in self._in_backward_of:
-            self.backward.check_not_updated(unit)
+            if unit in self.backward.updated:
+                self.backward.refuse_updated(unit)
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)

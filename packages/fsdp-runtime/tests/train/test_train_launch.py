@@ -126,13 +126,25 @@ def folder(tmp_path_factory):
     return made
 
 
-def started(folder, out, *options):
-    command = [sys.executable, "-m", "fsdp_runtime.train", "--ranks", "2", *TINY, "--out", out, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, "--steps", "100000", "--eval-every", "0", "--data", "text"],
-        cwd=folder, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+@pytest.fixture
+def started(folder):
+    """Starts a launch that only ends when it is told to; what a test leaves running is killed after it."""
+    running = []
+
+    def start(out, *options):
+        command = [sys.executable, "-m", "fsdp_runtime.train", "--ranks", "2", *TINY, "--out", out, *options]
+        running.append(
+            subprocess.Popen(
+                [*command, "--steps", "100000", "--eval-every", "0", "--data", "text"],
+                cwd=folder, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # else nohup's holds
+            )
+        )  # fmt: skip
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.kill()
 
 
 def ranks_of(running):
@@ -160,8 +172,8 @@ linux_only = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /
 
 
 @linux_only
-def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends_with_143(folder):
-    running = started(folder, "piped")
+def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends_with_143(folder, started):
+    running = started("piped")
     assert running.stderr is not None
     running.stderr.readline()
     running.stderr.close()  # as `| head -1` does
@@ -174,8 +186,8 @@ def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends
 
 
 @linux_only
-def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_ends_with_129(folder):
-    killed, running = started(folder, "killed"), started(folder, "hung-up")
+def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_ends_with_129(folder, started):
+    killed, running = started("killed"), started("hung-up")
     wait_for(lambda: len(ranks_of(killed)) == 2, killed)
     left = ranks_of(killed).values()
     killed.kill()
@@ -192,8 +204,8 @@ def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_e
 
 
 @linux_only
-def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_thaws(folder):
-    running = started(folder, "frozen", "--late", "2", "--timeout", "60")
+def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_thaws(folder, started):
+    running = started("frozen", "--late", "2", "--timeout", "60")
     assert running.stderr is not None
     wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= 3, running)
     frozen = ranks_of(running)[1]

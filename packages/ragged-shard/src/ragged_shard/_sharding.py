@@ -1,6 +1,7 @@
 """A sharding: mesh, placements and shape together, and what follows from them on this rank. Interned."""
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from ragged_shard._torch_compat import Spec, make_spec
 
 _CACHE: "OrderedDict[tuple[Any, ...], Sharding]" = OrderedDict()
 _CACHE_SIZE = 16384
+# Meshes whose axis was looked at.
+_IN_ORDER: "weakref.WeakValueDictionary[tuple[int, int], DeviceMesh]" = weakref.WeakValueDictionary()
 
 
 class Sharding:
@@ -47,8 +50,11 @@ class Sharding:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this rank is not in {mesh}: only the ranks of a mesh can hold tensors on it")
-        if self.axis is not None:
-            _require_order(mesh, self.axis)
+        if self.axis is not None and _IN_ORDER.get((id(mesh), self.axis)) is not mesh:
+            ranks = mesh.mesh.tolist()
+            if mesh.ndim > 1 or ranks != sorted(ranks):
+                _require_order(mesh, self.axis)
+            _IN_ORDER[id(mesh), self.axis] = mesh
         self.mesh = mesh
         self.placements = placements
         self.shape = shape
