@@ -236,6 +236,8 @@ def example(folder):
     on_cpu()
     path = Path(__file__).parents[1] / "examples" / "train_verl.py"
     spec = importlib.util.spec_from_file_location("train_verl", path)
+    assert spec is not None
+    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     model, found, before = saved_model(folder, False), [], copy.deepcopy(EngineRegistry._engines)
