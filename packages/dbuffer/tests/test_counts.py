@@ -154,12 +154,14 @@ def on_transport(transport):
 
 @pytest.mark.parametrize("transport", ["sends", "peer_memory"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_direct_transports_copy_a_shard_in_a_gather_and_hold_what_others_gave_in_a_reduction(
+def test_direct_gathers_copy_a_shard_and_in_reductions_sends_hold_what_others_gave_and_peer_memory_a_piece(
     ranks, transport
 ):
     for shard, gathered, ops, reduced in run_ranks(ranks, on_transport, transport):
         digests = 16 * (ranks - 1) if transport == "sends" else 0
         assert gathered == shard + digests
         held, sums, average = (ranks - 1) * shard, (ranks - 1) * shard, shard
+        if transport == "peer_memory":  # its thread adds up, in a piece of memory that it keeps
+            held = sums = average = 0
         assert reduced == held + sums + average + digests
-        assert [op for op in ops if "add" in op] == ["aten::add"] + ["aten::add_"] * (ranks - 2)
+        assert [op for op in ops if "add" in op] == ["aten::add"] * (sums // shard)

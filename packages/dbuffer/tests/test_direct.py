@@ -9,6 +9,7 @@ from dbuffer_helpers import mesh_of
 
 from dbuffer import Collectives, DBuffer, prepare_gather, prepare_reduction, reduction_scratch_bytes
 from dbuffer.transport import choice, direct, transport_of
+from dbuffer.transport.peer_memory import PIECE_BYTES
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -153,6 +154,34 @@ def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
     run_ranks(2, a_gather_and_a_reduction_of_their_own_way)
 
 
+def odd_sums(transport, op, dtype):
+    """Slices of more than two pieces and of less than one, in one call; added in the order of ranks before this one."""
+    world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert world is not None
+    numels = (2 * PIECE_BYTES // dtype.itemsize + 13, 7, 1)
+    generator = torch.Generator().manual_seed(rank)
+    sends = [torch.randn(size * n, generator=generator).to(dtype) for n in numels]
+    everyones = [[torch.empty_like(send) for _ in range(size)] for send in sends]
+    for into, send in zip(everyones, sends, strict=True):
+        dist.all_gather(into, send)
+    expected = []
+    for given, n in zip(everyones, numels, strict=True):
+        rows = [one[rank * n : (rank + 1) * n] for one in given]
+        total = rows[rank].clone()
+        for step in range(1, size):
+            total += rows[(rank - step) % size]
+        expected.append(total / size if op == "avg" else total)
+    receives = [send.chunk(size)[rank] for send in sends[:2]] + [torch.empty(1, dtype=dtype)]  # in place, and not
+    transport_of(world, transport).reduce_scatter(list(zip(receives, sends, strict=True)), op, "odd").wait()
+    return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
+
+
+@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
+@pytest.mark.parametrize(("ranks", "op", "dtype"), [(2, "avg", torch.bfloat16), (3, "sum", torch.float32)])
+def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype, transport):
+    assert run_ranks(ranks, odd_sums, transport, op, dtype) == [[True] * 3] * ranks
+
+
 def logged(transport):
     records = []
     handler = logging.Handler()
@@ -223,8 +252,9 @@ def test_an_exchange_that_cannot_start_says_which_and_why():
     )
 
 
-def test_what_a_reduction_holds_in_addition_is_what_the_others_give():
-    assert reduction_scratch_bytes(3 << 20, 3) == 2 << 20
+def test_what_a_reduction_holds_in_addition_is_a_piece_or_what_the_others_give():
+    assert reduction_scratch_bytes(6 << 20, 3) == reduction_scratch_bytes(60 << 20, 3) == PIECE_BYTES
+    assert reduction_scratch_bytes(3 << 20, 3, choice="sends") == 2 << 20
     assert reduction_scratch_bytes(1 << 19, 2) == 0
     assert reduction_scratch_bytes(5 << 20, 5) == 0
     assert reduction_scratch_bytes(5 << 20, 5, choice="sends") == 4 << 20

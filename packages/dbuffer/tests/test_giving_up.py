@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SIZE, error_of, peers_of, swap
 
 from dbuffer.transport import peer_memory
+from dbuffer.transport.sums import Sum
 from ragged_shard.testing import RankError, run_ranks
 
 
@@ -31,6 +32,23 @@ def test_a_peer_that_starts_too_late_is_named_and_not_read():
     (said, read), _ = run_ranks(2, a_peer_is_late)
     assert said == "rank(s) [1] of the group did not take part in x within 1 s"
     assert read == 0
+
+
+def one_of_three_is_missing():
+    """Ranks 0 and 1 start to reduce: rank 0 would add what rank 2 gives first, so it does not read rank 1's yet."""
+    rank, peers, said = dist.get_rank(), peers_of(timeout=1.0), ""
+    if rank != 2:
+        others = [(rank - step) % 3 for step in (1, 2)]
+        total = Sum([(torch.zeros(4), torch.ones(4))], others, "sum")
+        said = error_of(peers.reduce("x", {other: [torch.ones(4)] for other in others}, total).wait)
+    dist.barrier()
+    return said
+
+
+def test_ranks_that_wait_themselves_are_not_named_as_missing():
+    said = run_ranks(3, one_of_three_is_missing)[:2]
+    assert "rank(s) [2] of the group did not take part in x within 1 s" in said
+    assert all("[2]" in one or "has ended or given up" in one for one in said), said
 
 
 def the_deadline_is_of_the_start():

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from .collectives import Collectives
-from .direct import MAX_RANKS, Direct, Mover, exchanged_directly
+from .direct import MAX_RANKS, Direct, Mover, is_large
 from .handshake import connect
-from .peer_memory import PeerMemory
+from .peer_memory import PIECE_BYTES, PeerMemory
+from .process_memory import system_call
 from .protocol import Transport
 from .sends import Sends
 
@@ -122,8 +123,14 @@ def reduction_scratch_bytes(
 ) -> int:
     """What a reduction of so many gathered bytes holds in addition while it is under way; 0 for collectives.
 
-    Of torch's own collectives it is not known what the backend holds inside. For plans made before there is a group.
+    With peer memory one piece of what a peer gives; with sends all that peers give. "auto" counts as peer memory where
+    the platform has it: whether ranks may read each other's memory is known only when they have tried. Of torch's own
+    collectives it is not known what the backend holds inside. For plans made before there is a group.
     """
     chosen = resolved(choice)
     direct = backend == "gloo" and chosen != "collectives" and (chosen != "auto" or ranks <= MAX_RANKS)
-    return exchanged_directly(gathered_bytes, ranks) if direct and ranks > 1 else 0
+    if not direct or ranks == 1 or not is_large(gathered_bytes):
+        return 0
+    if chosen == "peer_memory" or (chosen == "auto" and system_call() is not None):
+        return PIECE_BYTES
+    return gathered_bytes // ranks * (ranks - 1)

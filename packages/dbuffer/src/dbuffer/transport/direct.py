@@ -19,7 +19,7 @@ from ragged_shard import is_cpu
 
 from .collectives import Collectives
 from .protocol import Op, Pairs, Work, living
-from .works import Then
+from .sums import Sum
 
 MAX_RANKS = 4  # each exchanges with each
 MIN_BYTES = 1 << 20  # below, one call is cheaper than many
@@ -44,6 +44,15 @@ class Mover(Protocol):
 
         Args:
             label: what is exchanged; compared between the ranks.
+        """
+        ...
+
+    def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> Work:
+        """Start giving each peer its slices and adding those that it gives to this rank's own.
+
+        Args:
+            label, gives: as for `exchange`.
+            total: what is added to, and in which order; every slice like its own.
         """
         ...
 
@@ -84,32 +93,17 @@ class Direct:
         return self._moving().exchange(f"all_gather of {label}", dict.fromkeys(self._others, sends), takes)
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
-        """See `Transport`. Large ones hold what the other ranks gave until they are waited for."""
+        """See `Transport`."""
         if not self._pays(pairs):
             return self._small.reduce_scatter(pairs, op, label)
         gives: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
-        takes: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
-        sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for receive, send in pairs:
             slices = send.chunk(self._size)
-            received = torch.empty(len(self._others), receive.numel(), dtype=send.dtype)
-            for other, row in zip(self._others, received, strict=True):
+            for other in self._others:
                 gives[other].append(slices[other])
-                takes[other].append(row)
-            sums.append((receive, slices[self._rank], received))
-
-        def add_up() -> None:
-            for receive, own, received in sums:
-                torch.add(own, received[0], out=receive)
-                for row in received[1:]:
-                    receive.add_(row)
-                if op == "avg":
-                    receive.div_(self._size)
-            sums.clear()
-
-        then = Then(add_up)  # made first, so that no signal handler runs between the start and the return
-        then.work = self._moving().exchange(f"reduce_scatter ({op}) of {label}", gives, takes)
-        return then
+            own.append((receive, slices[self._rank]))
+        return self._moving().reduce(f"reduce_scatter ({op}) of {label}", gives, Sum(own, self._others, op))
 
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
         """See `Transport`."""
@@ -129,7 +123,7 @@ class Direct:
         """Whether an exchange is large; the same answer on all ranks."""
         if not is_cpu(pairs[0][0].device):
             return False
-        return sum(max(one.nbytes, other.nbytes) for one, other in pairs) >= MIN_BYTES
+        return is_large(sum(max(one.nbytes, other.nbytes) for one, other in pairs))
 
     def _moving(self) -> Mover:
         if self._mover is None:
@@ -138,7 +132,7 @@ class Direct:
         return self._mover
 
 
-def exchanged_directly(gathered_bytes: int, ranks: int) -> int:
-    """What other ranks give in a reduction of so many gathered bytes, where it is large enough to go directly."""
-    slice_bytes = gathered_bytes // ranks
-    return slice_bytes * (ranks - 1) if gathered_bytes >= MIN_BYTES else 0
+
+def is_large(nbytes: int) -> bool:
+    """Whether an exchange of so many gathered bytes goes directly."""
+    return nbytes >= MIN_BYTES

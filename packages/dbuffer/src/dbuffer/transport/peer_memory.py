@@ -5,9 +5,10 @@
                                                             then looks whether rank 0 is still there
                                         <--- socket ----    TAKEN: "exchange 7"
 
-A byte is copied once, not in and out of the kernel. A thread of this process answers, so an exchange completes as
-soon as all ranks have started it, whatever they compute. Only that thread reads memory and only it decides how an
-exchange ends; so when `wait` returns or raises, nothing is being written any more.
+A byte is copied once, not in and out of the kernel; in a reduction piece by piece, each added while it is in the cache.
+A thread of this process answers, so an exchange completes as soon as all ranks have started it, whatever they compute.
+Only that thread reads memory and adds up, and only it decides how an exchange ends; so when `wait` returns or raises,
+nothing is being written any more.
 
 A rank that gives up (a timeout, another exchange than its peers', a failed read) first shuts all its connections,
 and only then lets `wait` raise, after which its memory may change. A reader looks at the connection after reading:
@@ -32,6 +33,7 @@ import torch
 from .digest import DIGEST_BYTES, digest
 from .handshake import Peer
 from .process_memory import read_memory
+from .sums import Sum
 
 GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
 _GIVE = struct.Struct(f"<BQ{DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
@@ -39,6 +41,7 @@ _PLACE = struct.Struct("<QQ")  # address, bytes
 _TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
 _KIND_GIVE, _KIND_TAKEN = 1, 2
 _MESSAGE_BYTES, _LABEL_BYTES = 1 << 16, 400
+PIECE_BYTES = 1 << 20  # of a peer's memory, read and added at once
 _PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
 
 Places = list[tuple[int, int]]  # (address, bytes)
@@ -52,6 +55,7 @@ class PeerExchange:
         label: what is exchanged.
         given_digests, taken_digests: of what peers must have in common with this rank.
         gives, takes: where the tensors for each peer, and from it, are.
+        total: what the tensors of peers are added to; None where they are read into their places.
         deadline: on the monotonic clock; the group's timeout after the start.
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
@@ -66,8 +70,10 @@ class PeerExchange:
         gives: Mapping[int, Sequence[torch.Tensor]],
         takes: Mapping[int, Sequence[torch.Tensor]],
         timeout: float,
+        total: Sum | None = None,
     ) -> None:
         self._answering = answering
+        self.total = total
         self._held: object = (gives, takes)  # alive as long as a peer, or the thread, may look at them
         self.number, self.label = 0, label
         self.given_digests = {peer: digest(label, tensors) for peer, tensors in gives.items()}
@@ -87,7 +93,7 @@ class PeerExchange:
     def end(self, error: str | None = None) -> None:
         """Completed, or failed for this reason: the answering thread is done with it, or has ended."""
         self._error = error
-        self._held = None
+        self._held = self.total = None
         self.under_way = False
         self.quiet = True
         with contextlib.suppress(RuntimeError):  # ended already
@@ -112,9 +118,10 @@ class PeerExchange:
         if self._error is not None:
             raise RuntimeError(self._error)
 
-    def why_late(self) -> str:
-        """The reason at its deadline."""
-        missing = sorted(self.untaken | self.unread)
+    def why_late(self, given: set[int]) -> str:
+        """The reason at its deadline, when these peers have given their tensors: others may wait for the same ones."""
+        awaited = self.untaken | self.unread
+        missing = sorted(awaited - given or awaited)
         return f"rank(s) {missing} of the group did not take part in {self.label} within {self._timeout:g} s"
 
 
@@ -146,7 +153,14 @@ class PeerMemory:
         takes: Mapping[int, Sequence[torch.Tensor]],
     ) -> PeerExchange:
         """See `Mover`."""
-        exchange = PeerExchange(self._answering, label, gives, takes, self._timeout)
+        return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout))
+
+    def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> PeerExchange:
+        """See `Mover`. The thread adds; it holds one piece."""
+        takes = dict.fromkeys(total.peers, total.own)
+        return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout, total))
+
+    def _start(self, exchange: PeerExchange) -> PeerExchange:
         try:
             self._answering.start(exchange)
         except BaseException:  # a signal handler's: it may have begun, and nobody will wait for it
@@ -179,6 +193,7 @@ class _Answering:
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
+        self._piece: torch.Tensor | None = None  # made for the first reduction
 
     # -- called by other threads ------------------------------------------------------------------------------------
 
@@ -248,7 +263,7 @@ class _Answering:
                 self._hear(key.data)
         for exchange in self._under_way.values():
             if time.monotonic() >= exchange.deadline:
-                raise _GiveUpError(exchange.why_late())
+                raise _GiveUpError(exchange.why_late(self._peers_that_gave(exchange)))
         return True
 
     # -- what this rank starts --------------------------------------------------------------------------------------
@@ -330,8 +345,12 @@ class _Answering:
                     f"rank {min(needed)} of the group has ended or given up, during {exchange.label}"
                 )
 
+    def _peers_that_gave(self, exchange: PeerExchange) -> set[int]:
+        read = exchange.takes.keys() - exchange.untaken
+        return read | {peer for number, peer in self._given if number == exchange.number}
+
     def _take(self, exchange: PeerExchange, peer: int) -> None:
-        """Read what a peer gives, where it has said all of it and this rank has started the exchange too."""
+        """Read what a peer gives, where it has said all of it, this rank has started too, and it is the peer's turn."""
         given, wanted = self._given.get((exchange.number, peer)), exchange.takes[peer]
         if given is None:
             return
@@ -345,19 +364,36 @@ class _Answering:
             )
         if len(places) < len(wanted):
             return  # more messages follow
+        if exchange.total is not None and exchange.total.next != peer:
+            return
         del self._given[exchange.number, peer]
         source = self._peers[peer]
-        for (address, _), (into, size) in zip(places, wanted, strict=True):
-            try:
-                read_memory(source.process, address, into, size)
-            except OSError as error:
-                if _hung_up(source.socket):
-                    break  # and freed it: said below
+        try:
+            if exchange.total is None:
+                for (address, _), (into, size) in zip(places, wanted, strict=True):
+                    read_memory(source.process, address, into, size)
+            else:
+                self._add(exchange.total, source.process, places)
+        except OSError as error:
+            if not _hung_up(source.socket):  # else it has freed the memory: said below
                 raise _GiveUpError(f"rank {peer} of the group, during {exchange.label}: {error}") from None
         if _hung_up(source.socket):  # it may have changed the memory while that was read
             raise _GiveUpError(f"rank {peer} of the group has ended or given up, during {exchange.label}")
         exchange.untaken.discard(peer)
         self._send(peer, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
+        if exchange.total is not None and exchange.total.end_peer():
+            self._take(exchange, exchange.total.next)
+
+    @torch.no_grad()
+    def _add(self, total: Sum, process: int, places: Places) -> None:
+        """Add what a peer gives, a piece at a time."""
+        if self._piece is None:
+            self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        for index, ((address, nbytes), own) in enumerate(zip(places, total.own, strict=True)):
+            for begin in range(0, nbytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, nbytes - begin)
+                read_memory(process, address + begin, self._piece.data_ptr(), size)
+                total.add(index, begin // own.itemsize, self._piece[:size].view(own.dtype))
 
     def _end_if_done(self, exchange: PeerExchange) -> None:
         if not (exchange.untaken or exchange.unread):

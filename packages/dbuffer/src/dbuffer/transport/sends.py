@@ -16,6 +16,8 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from .digest import DIGEST_BYTES, digest
 from .protocol import Work, living
+from .sums import Sum
+from .works import Then
 
 _TAGS = 1 << 30  # gloo's tags are positive 32-bit numbers; digests use the lower half, tensors the upper
 
@@ -61,6 +63,21 @@ class Sends:
             said = torch.tensor(list(agreed), dtype=torch.uint8)
             start(agreement, dist.isend(said, group=group, group_dst=peer, tag=number % _TAGS))
         return _Sent(label, agreement, moved, expected, received, (gives, takes))
+
+    def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> Work:
+        """See `Mover`. Holds what all peers give until it is waited for."""
+        received = {peer: [torch.empty_like(own) for own in total.own] for peer in total.peers}
+
+        def add_up() -> None:
+            for peer in total.peers:
+                for index, given in enumerate(received[peer]):
+                    total.add(index, 0, given)
+                total.end_peer()
+            received.clear()
+
+        then = Then(add_up)  # made first, so that no signal handler runs between the start and the return
+        then.work = self.exchange(label, gives, received)
+        return then
 
 
 class _Sent:
