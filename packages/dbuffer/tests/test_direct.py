@@ -171,7 +171,9 @@ def odd_sums(transport, op, dtype):
         for step in range(1, size):
             total += rows[(rank - step) % size]
         expected.append(total / size if op == "avg" else total)
-    receives = [send.chunk(size)[rank] for send in sends[:2]] + [torch.empty(1, dtype=dtype)]  # in place, and not
+    receives = [send.chunk(size)[rank] for send in sends[:2]] + [
+        torch.empty(1, dtype=dtype)
+    ]  # in place, and not
     transport_of(world, transport).reduce_scatter(list(zip(receives, sends, strict=True)), op, "odd").wait()
     return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
 

@@ -65,7 +65,7 @@ def runs_of(model: str, ranks: int) -> list[Run]:
 
 
 def tested_runs(model: str, ranks: int) -> list[Run]:
-    """Those that the suite runs. Four ranks on two cores are slow: of models with experts a third, and what needs four."""
+    """Those that the suite runs: of models with experts on four ranks, which are slow, a third and what needs four."""
     runs = runs_of(model, ranks)
     if ranks < 4 or model == "dense":
         return runs

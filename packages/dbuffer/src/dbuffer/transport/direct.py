@@ -132,7 +132,6 @@ class Direct:
         return self._mover
 
 
-
 def is_large(nbytes: int) -> bool:
     """Whether an exchange of so many gathered bytes goes directly."""
     return nbytes >= MIN_BYTES
