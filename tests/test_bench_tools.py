@@ -1,6 +1,8 @@
 """The benchmark harness: the same work for all systems, figures reckoned right, noise and failures handled."""
 
+import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from bench.common import machine, store
 from bench.common.ranks import answer, launch
 from bench.gpu import convert
 from bench.gpu import run as gpu
-from bench.report import history, page
+from bench.report import history, page, sections
 from bench.scale import network, parallel, predict
 from bench.systems.adapters import SYSTEMS
 from bench.systems.workloads import WORKLOADS, batch_of, describe
@@ -308,6 +310,27 @@ def test_gpu_figures_become_results_of_a_machine_of_their_own(tmp_path):
     assert value == 0.1
     assert len(commit) == 8
     assert len(found) == 5  # what was not measured is left out
+
+
+def test_a_regression_planted_in_the_recorded_history_is_listed(tmp_path):
+    (machine,) = (path.parent for path in store.FOLDER.glob("cpu-*/machine.json"))
+    copied = shutil.copytree(machine, tmp_path / machine.name)
+    (lines,) = history.series(tmp_path).values()
+    assert max(len(line) for line in lines.values()) >= 8
+    newest = max(
+        (path for path in copied.glob("*.json") if path.name != "machine.json"),
+        key=lambda path: json.loads(path.read_text())["date"],
+    )
+    content = json.loads(newest.read_text())
+    planted = "runtime.Counts.track_wire_bytes"
+    content["results"][planted][0][1] *= 1.05
+    content |= {"commit_hash": "f" * 40, "date": content["date"] + 1}
+    (copied / "planted.json").write_text(json.dumps(content))
+    (worse,) = history.series(tmp_path).values()
+    added = set(map(str, history.rises(worse))) - set(map(str, history.rises(lines)))
+    assert len(added) == 1
+    assert f"{planted}(64)" in added.pop()
+    assert "f" * 8 in "".join(sections.history_section(tmp_path))
 
 
 def test_gpu_figures_of_a_changed_tree_need_a_commit_said():

@@ -29,6 +29,20 @@ def series(folder: Path | None = None) -> dict[str, dict[str, list[Point]]]:
     return found
 
 
+def rises(lines: dict[str, list[Point]], least: float = 0.01) -> list[tuple[str, Point, Point]]:
+    """Where a figure is more than this share above the commit before it: (figure, before, after), oldest first.
+
+    Every figure that is recorded falls when things get better.
+    """
+    found = [
+        (name, before, after)
+        for name, line in lines.items()
+        for before, after in itertools.pairwise(line)
+        if after[2] > before[2] * (1 + least)
+    ]
+    return sorted(found, key=lambda rise: (rise[2][0], rise[0]))
+
+
 def points(content: dict[str, Any]) -> list[tuple[str, Point]]:
     """The figures of one result file."""
     columns = content["result_columns"]

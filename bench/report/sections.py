@@ -252,6 +252,12 @@ def history_section(folder: Path) -> list[str]:
             name = f"history-{machine}"
             plots.lines(folder / "plots" / f"{name}.svg", panels, columns=2, x_label="commit, oldest first")
             out.append(_picture(folder, name, f"history on {machine}"))
+        rises = [
+            [name, *(f"{value:.6g} ({commit})" for _, commit, value in (before, after))]
+            for name, before, after in history.rises(lines)
+        ]
+        if rises:
+            out.append("Rises of more than 1 %:\n\n" + store.table(["figure", "from", "to"], rises))
         newest = [
             [name, f"{line[-1][2]:.6g}", line[-1][1], len(line)] for name, line in sorted(lines.items())
         ]
