@@ -5,6 +5,10 @@ import importlib
 # command: its module and what it does
 COMMANDS = {
     "ablation": ("times.ablation", "what each idea is worth: the same step without it"),
+    "awkward": (
+        "scale.awkward",
+        "padding where a few awkward tensors have a group of their own, or lie in holes",
+    ),
     "calls": ("counts.calls", "Python calls of our own code, next to FSDP2's"),
     "checkpoint": ("times.checkpoint", "how long saving and loading takes"),
     "compile": ("counts.compile", "graphs and graph breaks of torch.compile, next to FSDP2's"),

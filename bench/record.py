@@ -14,6 +14,7 @@ from .common import store
 # command, its arguments, whether it measures time
 PARTS: tuple[tuple[str, list[str], bool], ...] = (
     ("padding", [], False),
+    ("awkward", [], False),
     ("counts", [], False),
     ("calls", [], False),
     ("speed", ["--workload", "dense", "--ranks", "2", "--rounds", "6"], True),

@@ -12,6 +12,7 @@ from dbuffer import BlockFP8, BlockInt8, BlockNF4
 
 from . import block_policies
 from ._clip import clip_grad_norm_
+from ._live_bytes import LiveBytes, StepMeter
 from ._memory import UnitMemory, gathered_memory, unit_memory
 from ._module import (
     FSDPModule,
@@ -23,6 +24,7 @@ from ._module import (
 )
 from ._optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from ._torch_compat import DataParallelMeshDims, fake_tensors
+from ._tune import BudgetError, Tuning, tune
 from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
@@ -52,12 +54,14 @@ __all__ = [
     "BlockFP8",
     "BlockInt8",
     "BlockNF4",
+    "BudgetError",
     "CPUOffloadPolicy",
     "ChangedBlocks",
     "DataParallelMeshDims",
     "ExportedParams",
     "FSDPModule",
     "Fused",
+    "LiveBytes",
     "LoadReport",
     "LocalSavePlanner",
     "MixedPrecisionPolicy",
@@ -68,6 +72,8 @@ __all__ = [
     "Rename",
     "Snapshot",
     "Split",
+    "StepMeter",
+    "Tuning",
     "UnitMemory",
     "UnshardHandle",
     "Watchdog",
@@ -95,5 +101,6 @@ __all__ = [
     "set_full_state_dict",
     "share_comm_ctx",
     "snapshot",
+    "tune",
     "unit_memory",
 ]

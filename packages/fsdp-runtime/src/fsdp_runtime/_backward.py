@@ -19,6 +19,7 @@ class Backward:
         is_last: whether the end of backward waits for all reductions and shows the gradients.
         by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
+        slow_wire: count no reduction as completed before the next one begins: the most memory that timing can take.
         updated: the units whose parameters an optimizer in backward has updated in this one.
     """
 
@@ -26,6 +27,7 @@ class Backward:
         self.is_last = True
         self.by_hand = False
         self.max_reductions = 1
+        self.slow_wire = False
         self.waiting: set[Unit] = set()
         self._streams = streams
         self._run = _NO_RUN
@@ -121,6 +123,8 @@ class Backward:
 
     def free_completed(self) -> None:
         """Free the gathered memory of reductions that have completed, before more is asked for."""
+        if self.slow_wire:
+            return
         for reduction in self._flying:
             if reduction.state is ReductionState.LAUNCHED and reduction.completed:
                 reduction.free()

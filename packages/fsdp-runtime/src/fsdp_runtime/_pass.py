@@ -6,7 +6,7 @@ backward   first output's gradient: enter_backward(unit) ... leave_backward(unit
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from . import _torch_compat as compat
 from ._amax import share_amax
 from ._backward import Backward
+from ._budget import What
 from ._group import Group
 from ._labels import label
 from ._schedule import Schedule
@@ -25,12 +26,23 @@ _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 
 
+class Observer(Protocol):
+    """What `tune` watches a pass with. Each event of a unit: forward begins and ends, backward begins and ends."""
+
+    def before(self) -> None:
+        """The model's own computation pauses: a unit is gathered or freed."""
+
+    def after(self, what: What, unit: Unit) -> None:
+        """It goes on."""
+
+
 class Pass:
     """The order of the units of one model. Shared by a root and all units inside it.
 
     Attributes:
         units: all of them.
         backward: their gradients.
+        observer: what is told of each unit that runs; see `Observer`.
         streams: where they communicate, and what their gathered memory comes from.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
@@ -41,6 +53,7 @@ class Pass:
         self.backward = Backward(streams)
         self.prefetch_depth = 1
         self.in_backward = False
+        self.observer: Observer | None = None
         self.streams = streams
         self._post_optim_event: Any = None
         self._root: Unit | None = None  # of the forward under way
@@ -112,6 +125,9 @@ class Pass:
         """
         unit.enter_module(module)
         self._ahead.discard(unit)
+        observer = self.observer if self._root is not None else None
+        if observer is not None:
+            observer.before()
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
         else:
@@ -121,6 +137,8 @@ class Pass:
             expected = self._order.upcoming() if explicit is None else explicit
             if expected:
                 self._prefetch("forward", unit, expected, explicit is None)
+            if observer is not None:
+                observer.after("enter", unit)
         return self._recomputes(unit)
 
     def _recomputes(self, unit: Unit) -> bool:
@@ -146,8 +164,13 @@ class Pass:
         is_root = self._root is unit
         if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
             return recomputed
+        observer = self.observer
+        if observer is not None:
+            observer.before()
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
+        if observer is not None:
+            observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():
             self._left.append(unit)
             del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
@@ -179,6 +202,9 @@ class Pass:
             self._backward.enter(unit)
         elif unit.state in _USABLE:
             return
+        observer = self.observer
+        if observer is not None:
+            observer.before()
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
                 unit.unshard(_AT_ONCE)
@@ -187,6 +213,8 @@ class Pass:
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
                 self._prefetch("backward", unit, expected, explicit is None)
+        if observer is not None:
+            observer.after("backward", unit)
 
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
@@ -201,6 +229,9 @@ class Pass:
 
     def leave_backward(self, unit: Unit) -> None:
         """A unit's backward has ended: free the parameters, start reducing the gradients."""
+        observer = self.observer
+        if observer is not None:
+            observer.before()
         self._in_backward_of.discard(unit)
         self._left_backward.add(unit)
         if unit.options.reshard_after_backward and not unit.at_rest:
@@ -210,6 +241,8 @@ class Pass:
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
         if unit.options.requires_gradient_sync:
             self.backward.reduce(unit, unit.groups_to_reduce())
+        if observer is not None:
+            observer.after("done", unit)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):

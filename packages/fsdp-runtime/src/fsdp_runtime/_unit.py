@@ -149,6 +149,11 @@ class Unit:
         chosen = self.options.reshard_after_forward
         return (not self.root) if chosen is None else chosen
 
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether parameters are kept among neighbors after forward."""
+        return self._keeps_slices
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     @property

@@ -8,9 +8,9 @@ import pytest
 import torch
 from train_helpers import text_folder, tiny, train
 
-from fsdp_runtime import fake_tensors
+from fsdp_runtime import LiveBytes, fake_tensors
+from fsdp_runtime._live_bytes import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.memory import LiveBytes, bytes_of_all_tensors
 from fsdp_runtime.train.plan import make_plan, plan_lines
 from fsdp_runtime.train.timeline import Buffers, Moment, Replay
 from ragged_shard.testing import run_ranks

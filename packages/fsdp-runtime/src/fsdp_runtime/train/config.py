@@ -12,6 +12,7 @@ from typing import Any
 from ragged_shard import is_cpu
 
 from .bad_numbers import ON_NAN
+from .budget import parse_bytes
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
@@ -55,6 +56,7 @@ class RunConfig:
     reduce: str = "none"
     compute: str = "dequantize"
     reshard: bool = True
+    memory_budget: int | None = None
     hsdp: int = 1
     tp: int = 1
     pp: int = 1
@@ -119,6 +121,8 @@ class RunConfig:
             )
         if self.system == "deepspeed" and self.on_nan == "skip":
             raise TrainError("--on-nan skip: deepspeed decides itself about updates")
+        if self.memory_budget is not None:
+            self._check_budget()
         check_present(self.device)
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
@@ -126,6 +130,15 @@ class RunConfig:
         check_division(self.batch, splits.readers, self.accumulate)
         if not splits.plain:
             self._check_splits(splits)
+
+    def _check_budget(self) -> None:
+        for reason, found in (
+            (f"only fsdp_runtime has it, not {self.system}", self.system != "fsdp_runtime"),
+            ("it decides what --no-reshard does", not self.reshard),
+            (f"not with --pp {self.pp}, whose stages are used in turns", self.pp > 1),
+        ):
+            if found:
+                raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
 
     def splits(self, world_size: int) -> Splits:
         """How the ranks are divided.
@@ -231,6 +244,12 @@ _RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
         "recompute each block's activations in backward (default: no)",
     ),
     ("--reshard", "reshard", None, "free gathered blocks between forward and backward (default: yes)"),
+    (
+        "--memory-budget",
+        "memory_budget",
+        parse_bytes,
+        "keep as many gathered between forward and backward as this allows on a rank, such as 8GiB",
+    ),
     ("--seed", "seed", int, "of initial values and of the shuffle"),
     (
         "--system",

@@ -10,7 +10,7 @@ replays a step of theirs. The peak is
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_runtime import unit_memory
+from fsdp_runtime import LiveBytes, unit_memory
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
 from .errors import TrainError
 from .hardware import pick_device
 from .losses import losses_from
-from .memory import LiveBytes
 from .meshes import Meshes, make_meshes
 from .model import ModelConfig, Transformer
 from .optimizers import make_optimizer, optimizer_spec
@@ -164,6 +163,25 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
         pass_peaks=(at_once, soon, late),
         optimizer_step=step,
     )
+
+
+def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int]:
+    """The most live bytes of a step where the last 0, 1, ... layers stay gathered between forward and backward.
+
+    Where reductions take as long as they can. Called inside `simulated_ranks`; no pipeline.
+    """
+    sizes, device = model_config(config, vocab_size), pick_device(config.device)
+    meshes = make_meshes(config.splits(dist.get_world_size()), device.type)
+    moments = stage_passes(config, sizes, meshes, device)[0].moments
+    update = plan.gradients + (plan.optimizer_step or 0)
+    root, *layers = (unit.buffers for unit in plan.units)
+    found = []
+    for count in range(len(layers) + 1):
+        first = len(layers) - count
+        own = [root, *(replace(layer, keeps=number >= first) for number, layer in enumerate(layers))]
+        step = Replay(own, config.accumulate > 1, "late").run(moments).peak
+        found.append(plan.at_rest + max(step, update))
+    return found
 
 
 def _sharded(

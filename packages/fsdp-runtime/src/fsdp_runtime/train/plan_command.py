@@ -12,7 +12,7 @@ from .hardware import device_memory, peak_flops, pick_device
 from .launch import pick_ranks, start_ranks
 from .model import ModelConfig
 from .network import Cluster
-from .plan import MemoryPlan, make_plan, megabytes, plan_here, plan_lines
+from .plan import MemoryPlan, kept_peaks, make_plan, megabytes, plan_here, plan_lines
 from .predict import Prediction, assumptions, candidates, predict, reached_flops, split_config
 from .splits import AXES
 from .trainer import MEASURED_STEP, model_config
@@ -60,12 +60,47 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
                 ]
             )
         )
+        if config.system == "fsdp_runtime" and config.pp == 1 and config.reshard:
+            with simulated_ranks(ranks, collectives="skip"):
+                peaks = kept_peaks(config, data.vocab_size, plan)
+            print("\n".join([*curve_lines(config, sizes, ranks, peaks), ""]))
         if config.measure:
             _measure(config, ranks, plan)
     if list_splits:
         with simulated_ranks(ranks, collectives="skip"):
             print("\n".join(splits_lines(config, sizes, ranks, gib)))
     return 0
+
+
+def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[int]) -> list[str]:
+    """A markdown table of the step's time against memory, by how many layers stay gathered.
+
+    Raises:
+        TrainError: not even freeing all of them fits ``config.memory_budget``.
+    """
+    budget = config.memory_budget
+    if budget is not None and min(peaks) > budget:
+        raise TrainError(
+            f"--memory-budget {budget:,}: a rank is planned to hold {min(peaks):,} bytes at least, with every layer "
+            "freed after forward"
+        )
+    fits = [kept for kept, peak in enumerate(peaks) if budget is None or peak <= budget]
+    rows = []
+    shown = {round(i * (len(peaks) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)} | {fits[-1]}
+    for kept in sorted(shown):
+        one = predict(config, sizes, config.splits(ranks), Cluster(), _flops(config)[0], kept=kept)
+        chosen = ", as many as fit" if budget is not None and kept == fits[-1] else ""
+        rows.append(
+            f"| {kept}{chosen} | {megabytes(peaks[kept])} | {1e3 * one.seconds:,.3f} "
+            f"| {1e3 * one.waiting:,.3f} | {one.traffic.fsdp / 1e6:,.2f} |"
+        )
+    return [
+        "time of a step against memory (--memory-budget): the last layers that stay gathered after forward",
+        "",
+        "| layers | peak MB | ms a step | ms of it waiting | MB sent: fsdp |",
+        "| --- " * 5 + "|",
+        *rows,
+    ]
 
 
 def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:

@@ -54,7 +54,7 @@ class Prediction:
 
 
 def predict(
-    config: RunConfig, sizes: ModelConfig, splits: Splits, cluster: Cluster, flops: float
+    config: RunConfig, sizes: ModelConfig, splits: Splits, cluster: Cluster, flops: float, *, kept: int = 0
 ) -> Prediction:
     """Predict a step of a run.
 
@@ -63,8 +63,9 @@ def predict(
         splits: how ranks are divided.
         cluster: what they run on.
         flops: FLOP/s that a rank reaches.
+        kept: layers that stay gathered between forward and backward.
     """
-    traffic = traffic_of(config, sizes, splits)
+    traffic = traffic_of(config, sizes, splits, kept=kept)
     again = 4 / 3 if config.checkpointing else 1
     work = flops_per_token(sizes, config.seq_len) * config.batch * config.seq_len * again
     compute = work / splits.world_size / flops
@@ -93,8 +94,11 @@ def _strides(splits: Splits) -> dict[str, int]:
     return {"cp": cp, "hsdp": cp * splits.shards, "pp": cp * splits.shards * splits.hsdp}
 
 
-def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits) -> Traffic:
-    """What one rank sends in a step; the rank of the pipeline with the most layers, without embedding and head."""
+def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
+    """What one rank sends in a step; the rank of the pipeline with the most layers, without embedding and head.
+
+    `kept` layers stay gathered between forward and backward.
+    """
     item = 2 if config.precision == "bf16" else 4
     m, layers = config.accumulate, -(-sizes.num_layers // splits.pp)
     rows = config.batch / splits.readers  # of a step
@@ -106,7 +110,7 @@ def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits) -> Traffic
 
     over = splits.shards * splits.tp // splits.ep  # ranks that the experts of one ep rank are sharded over
     shared = dense / splits.tp * others(splits.shards) + experts / splits.ep * others(over)
-    times = 2 * m if config.reshard else (1 if splits.pp > 1 else m)
+    times = (2 - kept / layers) * m if config.reshard else (1 if splits.pp > 1 else m)
     reductions = 1 if splits.pp > 1 else m
     fsdp = layers * shared * (times * item + reductions * 4)
     shard = layers * (dense / splits.tp / splits.shards + experts / splits.ep / over)

@@ -15,9 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_runtime import fake_tensors
-
-from .memory import LiveBytes
+from fsdp_runtime import LiveBytes, fake_tensors
 
 Reductions = Literal["at once", "soon", "late"]  # when they end: see `Replay`
 ENDS: tuple[Reductions, ...] = get_args(Reductions)

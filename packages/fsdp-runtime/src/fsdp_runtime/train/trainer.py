@@ -22,15 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_runtime import StepMeter, Tuning
+
 from . import checkpoint as ckpt
 from .agreement import check_data, check_model
 from .bad_numbers import BadNumbers
 from .batches import Batches
+from .budget import choose, describe, use_least_memory
 from .config import RunConfig
 from .corpus import TextData, read_data
 from .errors import TrainError, agreed, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
-from .memory import StepMeter
 from .meshes import make_meshes
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
@@ -121,6 +123,10 @@ class Trainer:
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group)
         roots = self.system.roots(self.model)
         self._meter = StepMeter(self.device, lambda: pool_bytes(roots)) if config.measure else None
+        self._tuning: Tuning | None = None
+        if config.memory_budget is not None:  # until a step has shown how much fits
+            self._meter = StepMeter(self.device, lambda: pool_bytes(roots))
+            use_least_memory(self.model)
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
 
@@ -229,10 +235,12 @@ class Trainer:
                 self._held_out(report)
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
-                measured = self._meter if self.step + 1 == min(MEASURED_STEP, config.steps) else None
+                measured = self._meter if self._measures(first) else None
                 self.beat(f"step {self.step + 1}")
                 with measured.step() if measured else contextlib.nullcontext():
                     sums = self._train_step()
+                if config.memory_budget is not None and self._tuning is None:
+                    self._tune(config.memory_budget, report)
                 self._lap = clock.lap()
                 if waiting is not None:
                     stopped = self._read(waiting, report)
@@ -261,6 +269,24 @@ class Trainer:
                 entries = read_metrics(self.out / METRICS)
                 draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
         return summary
+
+    def _measures(self, first: int) -> bool:
+        """Whether this step's live bytes are counted."""
+        asked = self.config.measure and self.step + 1 == min(MEASURED_STEP, self.config.steps)
+        return asked or (self.config.memory_budget is not None and self.step == first)
+
+    def _tune(self, budget: int, report: Report | None) -> None:
+        """Choose what stays gathered, once the optimizer has its state. Collective."""
+        assert self._meter is not None
+        self.beat("choosing what stays gathered")
+        batches = self.batches.microbatches(self.step, self.device)
+
+        def step() -> None:
+            self.system.accumulate(self.model, batches, self.config.model.aux_weight)
+
+        self._tuning = choose(self.model, step, budget, self._meter.peak or 0, self.device)
+        if report:
+            report.say(describe(self._tuning, self.model, budget))
 
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""
@@ -392,6 +418,7 @@ class Trainer:
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
             "measured_peak": self._meter.peak if self._meter else None,
+            "kept": list(self._tuning.kept) if self._tuning else None,
             "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }

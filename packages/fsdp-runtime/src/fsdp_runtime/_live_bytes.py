@@ -76,23 +76,37 @@ class StepMeter:
         self.device, self.pool = device, pool
         self.peak: int | None = None
         self.rest: int | None = None  # live bytes when the step began
+        self._already = 0
+        self._live = LiveBytes()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure what happens inside."""
+        self.peak = None
         if not is_cpu(self.device):
             torch.accelerator.synchronize(self.device)
             torch.accelerator.reset_peak_memory_stats(self.device)
             self.rest = torch.accelerator.memory_allocated(self.device)
             yield
             torch.accelerator.synchronize(self.device)
-            self.peak = torch.accelerator.max_memory_allocated(self.device)
+            self.lap()
             return
-        already = bytes_of_all_tensors()
-        self.rest = already + self.pool()
-        with LiveBytes(self.pool) as live:
+        self._already = bytes_of_all_tensors()
+        self.rest = self._already + self.pool()
+        with LiveBytes(self.pool) as self._live:
             yield
-        self.peak = already + live.peak
+        self.lap()
+
+    def lap(self) -> int:
+        """The most live bytes since the step or the last lap began. Begins another lap. Inside `step`."""
+        if is_cpu(self.device):
+            found = self._already + self._live.peak
+            self._live.peak = self._live.now + self.pool()
+        else:
+            found = torch.accelerator.max_memory_allocated(self.device)
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        self.peak = max(self.peak or 0, found)
+        return found
 
 
 def bytes_of_all_tensors() -> int:

@@ -1,0 +1,109 @@
+"""`--memory-budget`: what a run holds stays below it, and its losses are those without it."""
+
+import argparse
+
+import pytest
+from train_helpers import losses, text_folder, tiny, train
+
+from fsdp_runtime.train import PRESETS, TrainError
+from fsdp_runtime.train.budget import parse_bytes
+from fsdp_runtime.train.cli import main
+from ragged_shard.testing import run_ranks
+
+SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 6, "measure": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("budgets")
+    text_folder(made)
+    return made
+
+
+LAYER = 4 * (2 * 192 * 192 + 2 * 64 * 192 + 3 * 192 * 512)  # bytes of a gathered layer
+
+
+def two_runs(folder, out):
+    """Without a budget, and with one that is two layers and a half above the least."""
+    train(tiny(folder, **SIZES), out / "whole")
+    refused = train(tiny(folder, **SIZES, memory_budget=1000), out / "impossible")
+    least = int(refused.split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    budget = least + 5 * LAYER // 2
+    return budget, train(tiny(folder, **SIZES, memory_budget=budget), out / "tuned")
+
+
+def test_a_run_stays_below_its_budget_and_its_losses_are_bit_for_bit_the_same(folder, tmp_path):
+    (budget, tuned), (_, other) = run_ranks(2, two_runs, folder, tmp_path)
+    assert not isinstance(tuned, str), tuned
+    assert max(tuned["measured_peak"], other["measured_peak"]) <= budget
+    assert len(tuned["kept"]) >= 2
+    assert tuned["kept"] == other["kept"]
+    assert losses(tmp_path / "tuned") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8GiB", 8 << 30), ("1.5 MB", 1_500_000), ("123", 123), ("2kib", 2048)]
+)
+def test_bytes_are_given_with_and_without_a_unit(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "eight", "8TB", "-1", "0", "0.1", "1e9"])
+def test_what_is_not_bytes_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 8GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"system": "fsdp2"}, "only fsdp_runtime has it"),
+        ({"reshard": False}, "it decides what --no-reshard does"),
+        ({"pp": 2, "accumulate": 2}, "not with --pp 2"),
+    ],
+)
+def test_a_budget_that_does_not_apply_is_refused_before_anything_starts(folder, changes, message):
+    with pytest.raises(TrainError, match=message):
+        tiny(folder, memory_budget=1 << 30, **changes).check(2)
+
+
+def plan(folder, capsys, *options):
+    given = [
+        "plan",
+        "--preset",
+        "small",
+        "--ranks",
+        "4",
+        "--batch",
+        "4",
+        "--device",
+        "cpu",
+        "--data",
+        str(folder / "text"),
+    ]
+    status = main([*given, *options])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_a_plan_prints_the_curve_and_marks_what_fits(folder, capsys):
+    _, said, _ = plan(folder, capsys)
+    rows = [
+        line.split("|")[1:-1]
+        for line in said.split("ms of it waiting")[1].splitlines()[2:]
+        if line.startswith("|")
+    ]
+    layers = PRESETS["small"].num_layers
+    peaks = {int(row[0]): float(row[1].replace(",", "")) for row in rows[: layers + 1]}
+    sent = [float(row[4].replace(",", "")) for row in rows[: layers + 1]]
+    assert list(peaks) == list(range(layers + 1))
+    assert peaks[0] < peaks[layers]
+    assert sent == sorted(sent, reverse=True)
+    _, said, _ = plan(folder, capsys, "--memory-budget", f"{peaks[2]}MB")
+    assert any(f"| {kept}, as many as fit |" in said for kept in (1, 2))
+
+
+def test_a_plan_of_an_impossible_budget_says_what_is_possible(folder, capsys):
+    status, _, said = plan(folder, capsys, "--memory-budget", "1KB")
+    assert status != 0
+    assert "--memory-budget 1,000: a rank is planned to hold" in said
