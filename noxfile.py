@@ -215,7 +215,13 @@ def verl(session: nox.Session) -> None:
     _prepare(session)
     served = ("uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec")  # which verl imports for its delta sync
     session.install(*_workspace(*_test_requirements(*PACKAGES), "verl>=0.9.1", *served))
-    session.run(*_pytest(session, "packages/fsdp-runtime/tests/test_verl.py"))
+    tests = (
+        "packages/fsdp-runtime/tests/test_verl.py",
+        "packages/fsdp-runtime/tests/integrations",
+        "-k",
+        "verl",
+    )
+    session.run(*_pytest(session, *tests))
 
 
 @nox.session

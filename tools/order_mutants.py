@@ -46,6 +46,7 @@ TESTS = (
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_offloaded_optimizer.py",
+    "packages/fsdp-runtime/tests/test_offloaded_blocks.py",
     "packages/block-optim/tests/test_happens_before.py",
 )
 WAITS = ("wait", "wait_on_host", "synchronize")

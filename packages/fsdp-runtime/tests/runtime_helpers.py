@@ -1,15 +1,21 @@
 """A small model and a training step that several test modules use. Everything here also runs on ranks."""
 
+import importlib.util
 import random
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_runtime import fully_shard
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+with_examples = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are not installed")
 
 
 class Body(nn.Module):
@@ -77,3 +83,15 @@ def device(completes="at once", device="cpu", ranks=4, rank=1):
     with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
         yield found
     assert found.accesses > 0, "nothing was checked"
+
+
+def example_script(name):
+    """A script of `examples/` as a module: none has more than 60 lines."""
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 60
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script

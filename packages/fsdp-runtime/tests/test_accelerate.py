@@ -3,16 +3,14 @@
 Accelerate takes DistributedDataParallel on CPU. The tests tell its state that the ranks are FSDP's, as on GPUs.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import tokens
+from runtime_helpers import example_script, tokens, with_examples
 from torch import nn
 
 from fsdp_runtime import FSDPModule
@@ -195,21 +193,14 @@ def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused()
 
 
 def example(folder):
-    path = Path(__file__).parent.parent / "examples" / "train_accelerate.py"
-    spec = importlib.util.spec_from_file_location("train_accelerate", path)
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example_script("train_accelerate")
     accelerator, _ = accelerator_for(accumulate=2)
     losses = script.train(accelerator, str(folder))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-    assert len(path.read_text().splitlines()) <= 60
 
 
-@pytest.mark.skipif(
-    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
-)
+@with_examples
 def test_the_example_trains(tmp_path):
     run_ranks(2, example, tmp_path)
 

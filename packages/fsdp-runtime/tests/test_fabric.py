@@ -1,7 +1,7 @@
 """Lightning Fabric on models that we have sharded, next to FSDP2 in the same trainer, on CPU ranks."""
 
-import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Body, loss_of, seeded, tokens
+from runtime_helpers import Body, example_script, loss_of, seeded, tokens, with_examples
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
@@ -188,7 +188,7 @@ def refused(folder):
     with pytest.raises(ValueError, match="extra of the state dict is not in the model"):
         fabric.load_raw(path, model)
     fabric.load_raw(path, model, strict=False)
-    with pytest.raises(KeyError, match="the file has no 'optimizer', which the state asks for"):
+    with pytest.raises(KeyError, match=r"model.pt has no 'optimizer', which the state asks for"):
         fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer})
     fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer}, strict=False)
     fabric = fabric_for("ours", data_parallel_size=1, tensor_parallel_size=2)
@@ -198,6 +198,83 @@ def refused(folder):
 
 def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
     run_ranks(2, refused, tmp_path)
+
+
+def edited(change):
+    def edit(path):
+        content = torch.load(path)
+        change(content)
+        torch.save(content, path)
+
+    return edit
+
+
+def into_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+# What is done to the last rank's file, and what all ranks say.
+DAMAGE = {
+    "absent": (
+        Path.unlink,
+        "ValueError: .*is a file on rank 0 and nothing on rank {last}; all ranks must see",
+    ),
+    "folder": (into_folder, "ValueError: .*is a file on rank 0 and a folder on rank {last}; all ranks"),
+    "cut": (
+        lambda path: path.write_bytes(path.read_bytes()[:99]),
+        "Error: load_checkpoint: .*cut on rank {last}: ",
+    ),
+    "list": (
+        lambda path: torch.save([1], path),
+        "TypeError: .*list on rank {last}: the file has a list; expected",
+    ),
+    "step": (
+        edited(lambda file: file.pop("step")),
+        "KeyError: .*on rank {last} .*step has no 'step', which the",
+    ),
+    "other": (
+        edited(lambda file: file.update(optimizer={})),
+        "RuntimeError: .*other on rank {last}: KeyError",
+    ),
+    "states": (
+        edited(lambda file: file["optimizer"]["state"].popitem()),
+        "ValueError: set_full_optimizer_state_dict on rank {last}: .*missing names",
+    ),
+    "numbers": (
+        edited(lambda file: file["model"].update({"head.weight": 1.0})),
+        "TypeError: set_full_state_dict on rank {last}: head.weight: expected a full",
+    ),
+}
+
+
+def without_a_rank(folder):
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    fabric, model, optimizer = prepared("ours", save_distributed_checkpoint=False)
+    state = {"model": model, "optimizer": optimizer, "step": 1}
+    whole, own = folder / "whole.pt", folder / f"{dist.get_rank()}"
+    fabric.save(whole, state)
+    dist.barrier()
+    own.mkdir()
+    last = dist.get_world_size() - 1
+    for name, (damage, words) in DAMAGE.items():
+        path = own / name
+        path.write_bytes(whole.read_bytes())
+        if dist.get_rank() == last:
+            damage(path)
+        # As on machines that have the same path, each its own file.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelParallelStrategy, "broadcast", lambda self, obj, src=0: obj)
+            with pytest.raises(Exception) as found:
+                fabric.load(path, state)
+        assert re.search(words.format(last=last), found.exconly()), name
+    fabric.load(whole, state)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(ranks, tmp_path):
+    run_ranks(ranks, without_a_rank, tmp_path, timeout=60)
 
 
 def two_axes():
@@ -228,11 +305,7 @@ def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
 
 
 def example(folder):
-    path = Path(__file__).parent.parent / "examples" / "train_fabric.py"
-    spec = importlib.util.spec_from_file_location("train_fabric", path)
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example_script("train_fabric")
     from lightning_fabric import Fabric
 
     fabric_for("ours")  # sets what Fabric reads of the environment
@@ -242,12 +315,9 @@ def example(folder):
     losses = script.train(fabric, str(folder))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-    assert len(path.read_text().splitlines()) <= 60
 
 
-@pytest.mark.skipif(
-    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
-)
+@with_examples
 def test_the_example_trains(tmp_path):
     run_ranks(2, example, tmp_path)
 

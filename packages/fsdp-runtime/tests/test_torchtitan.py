@@ -7,16 +7,15 @@ device is the CPU, and give it the ranks' process group.
 import dataclasses
 import gc
 import importlib
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import example_script, with_examples
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -27,8 +26,6 @@ from ragged_shard.testing import run_ranks
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra `torchtitan`)")
 # torchtitan's package of kernels imports it, also where none is used
 pytest.importorskip("triton", reason="triton is not installed, which torchtitan imports")
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Cpu:
@@ -324,11 +321,7 @@ def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(t
 
 def example(folder):
     make = on_cpu()
-    path = EXAMPLES / "train_torchtitan.py"
-    spec = importlib.util.spec_from_file_location("train_torchtitan", path)
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example_script("train_torchtitan")
     assets = folder / str(dist.get_rank())
     assets.mkdir()
     seen = []
@@ -340,10 +333,9 @@ def example(folder):
         trainer.close()
     assert [len(each) for each in seen] == [8, 8]  # the second one went on after 4 steps
     assert seen[1][-2] < seen[0][0]
-    assert len(path.read_text().splitlines()) <= 60
 
 
-@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are not installed")
+@with_examples
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
     run_ranks(2, example, tmp_path)
 

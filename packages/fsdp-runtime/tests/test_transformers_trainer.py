@@ -5,16 +5,15 @@ Models that from_pretrained has sharded need no such thing.
 """
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import example_script, with_examples
 from test_accelerate import llama
 
 from fsdp_runtime import FSDPModule, block_policies
@@ -298,11 +297,7 @@ def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path
 
 
 def example(folder):
-    path = Path(__file__).parent.parent / "examples" / "train_transformers.py"
-    spec = importlib.util.spec_from_file_location("train_transformers", path)
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example_script("train_transformers")
     found = []
     for system in ("fsdp2", "ours"):
         fresh_state()
@@ -312,12 +307,9 @@ def example(folder):
     assert len(found[1]) == 8
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[1][-1] < found[1][0]
-    assert len(path.read_text().splitlines()) <= 60
 
 
-@pytest.mark.skipif(
-    not (Path(__file__).parent.parent / "examples").is_dir(), reason="examples are not installed"
-)
+@with_examples
 def test_the_example_trains(tmp_path):
     run_ranks(2, example, tmp_path)
 

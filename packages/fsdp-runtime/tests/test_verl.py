@@ -4,15 +4,14 @@ The tests give verl a platform of their own for the CPU, which verl lets anyone 
 """
 
 import copy
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import example_script, with_examples
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import verl as ours
@@ -67,14 +66,14 @@ def saved_model(folder, tied):
     return str(path)
 
 
-def engine_of(folder, system, *, tied=False, lora=0, options=None, **config):
+def engine_of(folder, system, *, path=None, tied=False, lora=0, options=None, save=(), **config):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     on_cpu()
     model = HFModelConfig(
-        path=saved_model(folder, tied), load_tokenizer=False, use_remove_padding=False, lora_rank=lora,
+        path=path or saved_model(folder, tied), load_tokenizer=False, use_remove_padding=False, lora_rank=lora,
         enable_gradient_checkpointing=False, override_config={"attn_implementation": "eager"},
     )  # fmt: skip
     exact = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -84,7 +83,8 @@ def engine_of(folder, system, *, tied=False, lora=0, options=None, **config):
     )  # fmt: skip
     kind = FSDPEngineWithLMHead
     kind = ours.engine_class(kind, **(options or {})) if system == "ours" else kind
-    engine = kind(model, settings, FSDPOptimizerConfig(lr=1e-2, clip_grad=0.5), CheckpointConfig())
+    checkpoints = CheckpointConfig(save_contents=["model", "optimizer", "extra", *save])
+    engine = kind(model, settings, FSDPOptimizerConfig(lr=1e-2, clip_grad=0.5), checkpoints)
     engine.initialize()
     return engine
 
@@ -234,12 +234,7 @@ def example(folder):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     on_cpu()
-    path = Path(__file__).parents[1] / "examples" / "train_verl.py"
-    spec = importlib.util.spec_from_file_location("train_verl", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example_script("train_verl")
     model, found, before = saved_model(folder, False), [], copy.deepcopy(EngineRegistry._engines)
     try:
         for system in ("theirs", "ours"):
@@ -253,6 +248,7 @@ def example(folder):
     return found
 
 
+@with_examples
 def test_the_example_trains_as_with_fsdp2(tmp_path):
     for theirs, found in run_ranks(2, example, tmp_path):
         assert found == pytest.approx(theirs, rel=2e-2)  # verl computes in bf16

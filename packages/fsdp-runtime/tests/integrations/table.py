@@ -18,7 +18,7 @@ CASES = {
     "accumulation": "losses with two microbatches a step, and how many reduce",
     "save": "norms of the tensors in the exported file, or of the full state dict",
     "resume, sharded": "losses after a sharded checkpoint was loaded into another model",
-    "resume, full": "losses after a full one was loaded",
+    "resume, full": "losses after a full one was loaded; torchtitan's and verl's has weights alone",
 }
 TRAINERS = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
 

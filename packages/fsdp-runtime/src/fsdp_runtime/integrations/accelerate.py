@@ -22,8 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPModule, fully_shard
-from ragged_shard import RaggedDTensor, load_full_optimizer_state_dict, load_full_state_dict
+from fsdp_runtime import (
+    FSDPModule,
+    fully_shard,
+    set_full_optimizer_state_dict,
+    set_full_state_dict,
+)
+from ragged_shard import RaggedDTensor
 
 
 def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -67,7 +72,7 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     }
     device = torch.device(kinds.pop())
     model.to_empty(device=device)
-    load_full_state_dict(model, values, rank0_only=True)
+    set_full_state_dict(model, values, rank0_only=True)
     for owner, name, buffer in buffers:
         owner.register_buffer(name, buffer.to(device), persistent=False)
     return model
@@ -186,7 +191,7 @@ def full_state_dicts() -> Iterator[None]:
         if not _full(model, options):
             return of_model(model, state, options=options)
         unread = options.broadcast_from_rank0 and dist.get_rank() != 0  # such as tensors on meta
-        load_full_state_dict(
+        set_full_state_dict(
             model, {} if unread else state, rank0_only=options.broadcast_from_rank0, strict=options.strict
         )
         return nn.modules.module._IncompatibleKeys([], [])
@@ -194,7 +199,7 @@ def full_state_dicts() -> Iterator[None]:
     def set_optimizer(model: nn.Module, optimizers: Any, state: Any, *, options: Any = None) -> None:
         if not _full(model, options):
             return of_optimizer(model, optimizers, state, options=options)
-        return load_full_optimizer_state_dict(
+        return set_full_optimizer_state_dict(
             model, optimizers, state or {}, rank0_only=options.broadcast_from_rank0
         )
 

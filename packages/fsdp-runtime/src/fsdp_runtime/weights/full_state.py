@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import ragged_shard
+from ragged_shard import RaggedDTensor
 
 from .agreement import agree
 from .targets import give_memory, targets_of
@@ -79,7 +81,9 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         given = [name for name in names if name in state_dict]
         for name in given:
             value = state_dict[name]
-            if isinstance(value, torch.Tensor) and value.shape != target.tensor.shape:
+            if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
+                raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
+            if value.shape != target.tensor.shape:
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
                 )
@@ -123,6 +127,15 @@ def set_full_optimizer_state_dict(
     An optimizer without states makes them by a step with a learning rate of zero (torch's way).
 
     Raises:
-        ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank with `rank0_only`.
+        ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank. Without
+            `rank0_only` ranks whose states fit have loaded them.
     """
-    ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)
+    problem: Exception | None = None
+    try:
+        ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)
+    except (TypeError, ValueError) as error:
+        if rank0_only:  # which every rank raises
+            raise
+        problem = error
+    if not rank0_only:
+        agree("set_full_optimizer_state_dict", problem)

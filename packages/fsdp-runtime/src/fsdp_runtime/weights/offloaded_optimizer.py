@@ -15,6 +15,8 @@ import torch
 from dbuffer import DeviceLayer, device_layer
 from ragged_shard import PinnedMemory, RaggedDTensor
 
+from .offloaded_blocks import OffloadedBlocks, is_of_blocks
+
 State = dict[str, Any]
 # Those that update each parameter by itself, so that buckets of them can be updated one after the other.
 _KNOWN = tuple(
@@ -34,33 +36,53 @@ _KNOWN = tuple(
     ]
 )
 _ALIGNMENT = 16
+_BUCKET_BYTES = 1 << 28
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """One of torch's optimizers with its states in CPU memory; the update runs on the parameters' device.
+    """An optimizer of torch or block_optim with its states in CPU memory; the update runs on the parameters' device.
 
-    A step copies the states of a bucket of parameters to the device, updates these, and copies the states back, one
-    copy a bucket each way, while the next bucket's states are on their way. On the device there are two buckets of
-    states, and between steps none; values are those of the optimizer itself. Between steps `state` and state dicts show
-    the states in CPU memory (page-locked); call `wait` before other code reads them on the CPU. Parameter groups are
-    the optimizer's own, so that learning rate schedulers take either. Communicates nothing.
+    A step copies the states of a bucket of parameters to the device, updates these, and copies the states back, while
+    the next bucket's states are on their way. Between steps no states are on the device, and values are those of the
+    optimizer itself. `state` and state dicts show the states in CPU memory (page-locked); call `wait` before other code
+    reads them on the CPU. Parameter groups are the optimizer's own, so that learning rate schedulers take either.
+
+    With torch's optimizers two buckets of states are on the device in a step, and each moves by one copy. Of
+    block_optim's AdamW and AdamW8bit a bucket is what they allocate together, which is a parameter group: give each
+    unit's parameters a group. Up to three are on the device, a copy moves one kind of state, and a skipped step moves
+    nothing. Muon, Shampoo, SOAP, Mixed and optimizers of your own are one bucket: their states are on the device in a
+    step, all of them. All of block_optim's have all of them there while a state dict is loaded.
+
+    Communicates nothing of its own with torch's optimizers. With AdamW and AdamW8bit of several groups the 4 bytes that
+    these communicate for non-finite gradients; and Muon assigns its matrices anew in each step, 16 bytes for each
+    process group. Where parameters are in CPU memory it is the optimizer itself.
 
     Args:
-        optimizer: one of torch.optim's that update each parameter by itself. It belongs to this one from now on.
-        bucket_bytes: of states in a bucket; a parameter with more has a bucket to itself.
+        optimizer: one of torch.optim's that update each parameter by itself, or one of block_optim's. It belongs to
+            this one from now on.
+        bucket_bytes: of states in a bucket, with torch's optimizers; a parameter with more has a bucket to itself. 256
+            MiB by default.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: no positive `bucket_bytes`, or parameters on several devices.
+        ValueError: no positive `bucket_bytes`, or one for an optimizer of block_optim; parameters on several devices.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = 1 << 28) -> None:
-        if type(optimizer) not in _KNOWN:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int | None = None) -> None:
+        of_blocks = is_of_blocks(optimizer)
+        name = type(optimizer).__name__
+        if not of_blocks and type(optimizer) not in _KNOWN:
             names = sorted(kind.__name__ for kind in _KNOWN)
             raise TypeError(
-                f"OffloadedOptimizer: {type(optimizer).__name__} may look at several parameters at a time; expected "
-                f"one of torch.optim's {names}"
+                f"OffloadedOptimizer: {name} may look at several parameters at a time; expected one of block_optim's, "
+                f"or one of torch.optim's {names}"
             )
+        if of_blocks and bucket_bytes is not None:
+            raise ValueError(
+                f"bucket_bytes does not apply to {name} of block_optim, whose buckets are what it allocates together "
+                "(parameter groups); leave it out"
+            )
+        bucket_bytes = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes!r}; expected a number of bytes from 1")
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -70,23 +92,45 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"OffloadedOptimizer: parameters on {sorted(map(str, devices))}; expected one device"
             )
         self._inner, self._bucket_bytes = optimizer, bucket_bytes
-        super().__init__(optimizer.param_groups, optimizer.defaults)
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._layer = device_layer(devices.pop())
+        self._of_blocks = of_blocks
+        self._blocks: OffloadedBlocks | None = None
+        if of_blocks and self._layer.asynchronous:
+            self._blocks = OffloadedBlocks(optimizer, self._layer)
+            self.state = self._blocks.state  # type: ignore[assignment]
         self._copies = self._layer.new_stream()
         self._buckets: list[_Bucket] = []
         self._known: list[int] = []
         self._slots: list[_Slot] = []
         self._new_states = False  # since slots were made
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns what the closure does."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, grad_norm: torch.Tensor | float | None = None
+    ) -> Any:
+        """Update all parameters that have a gradient. Returns what the closure does.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_norm: for block_optim's, as in their `step`.
+
+        Raises:
+            TypeError: `grad_norm` with an optimizer of torch.
+        """
+        if grad_norm is not None and not self._of_blocks:
+            raise TypeError(f"step got grad_norm, which {type(self._inner).__name__} of torch does not take")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._blocks is not None:
+            self._blocks.step(grad_norm)
+            self.state = self._blocks.state  # type: ignore[assignment]
+            return loss
         if not self._layer.asynchronous:  # the states are in CPU memory as they are
-            self._inner.step()
+            options: dict[str, Any] = {} if grad_norm is None else {"grad_norm": grad_norm}
+            self._inner.step(**options)
             return loss
         self._arrange()
         here, layer = self._layer.current_stream(), self._layer
@@ -163,17 +207,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Block the CPU until the copies of the last step are done, so that it may read the states."""
-        if self._layer.asynchronous:
+        if self._blocks is not None:
+            self._blocks.wait()
+        elif self._layer.asynchronous:
             self._layer.wait_on_host(self._layer.record(self._copies))
             self._layer.wait_on_host(self._layer.record())
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, with states in CPU memory."""
         self.wait()
-        return self._inner.state_dict()
+        return self._inner.state_dict() if self._blocks is None else self._blocks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's own; the states are in CPU memory afterwards."""
+        if self._blocks is not None:
+            self._blocks.load_state_dict(state_dict)
+            self.state = self._blocks.state  # type: ignore[assignment]
+            return
         self._inner.load_state_dict(state_dict)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         if self._layer.asynchronous:
@@ -183,6 +233,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The optimizer's own."""
         if "_inner" in self.__dict__ and self.__dict__.get("param_groups") is self._inner.param_groups:
             self._inner.add_param_group(param_group)
+            if self._blocks is not None:
+                self._blocks.find()
+                self.state = self._blocks.state  # type: ignore[assignment]
         else:
             super().add_param_group(param_group)
 

@@ -1,0 +1,139 @@
+"""block_optim's optimizers with states in CPU memory: each block comes to the (simulated) device for its update."""
+
+import pytest
+import torch
+from runtime_helpers import device, loss_of, seeded, tokens
+
+import block_optim
+from fsdp_runtime import OffloadedOptimizer, fully_shard
+from layout_planner import Elements
+from ragged_shard.testing import RaceError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
+EIGHT_BIT = {"block": Elements(16), "min_8bit_numel": 64}
+KINDS = {
+    "adamw": lambda groups: block_optim.AdamW(groups, lr=0.01),
+    "adamw8bit": lambda groups: block_optim.AdamW8bit(groups, lr=0.01, **EIGHT_BIT),
+    "muon": lambda groups: block_optim.Muon(groups, lr=0.01),
+    "shampoo": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=2),
+    "soap": lambda groups: block_optim.SOAP(groups, lr=0.01, precondition_frequency=2),
+}
+ALONE = ("adamw", "adamw8bit")
+
+
+def alone_or_one(kind):
+    """A simulated device; of ranks that exchange matrices there is one, since the others are not there."""
+    return device() if kind in ALONE else device(ranks=1, rank=0)
+
+
+def prepared(kind, offloaded):
+    """A sharded model and its optimizer, with a group for each unit."""
+    model = seeded(width=16, blocks=4)
+    policy = block_optim.AdamW8bit.block_policy(**EIGHT_BIT) if kind == "adamw8bit" else None
+    for block in model.blocks:
+        fully_shard(block, block_policy=policy)
+    fully_shard(model, block_policy=policy)
+    units = [*model.blocks, model.embed, model.head]
+    groups = [{"params": [p for p in unit.parameters() if p.ndim == 2 or kind != "muon"]} for unit in units]
+    groups[-1]["lr"] = 0.1
+    optimizer = KINDS[kind](groups)
+    return model, OffloadedOptimizer(optimizer) if offloaded else optimizer
+
+
+def train(model, optimizer, steps=range(4)):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in steps:
+        loss_of(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def same(one, two):
+    return len(one) == len(two) and all(a.equal(b) for a, b in zip(one, two, strict=True))
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def same_states(one, two):
+    assert one["state"].keys() == two["state"].keys()
+    for index, state in one["state"].items():
+        assert state.keys() == two["state"][index].keys()
+        for key, value in state.items():
+            other = two["state"][index][key]
+            assert local(value).equal(local(other)) if isinstance(value, torch.Tensor) else value == other, (
+                key
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_optimizer_itself_and_no_access_is_a_race(kind):
+    with alone_or_one(kind):
+        plain, optimizer = prepared(kind, False)
+        model, offloaded = prepared(kind, True)
+        assert same(train(plain, optimizer), train(model, offloaded))
+        same_states(optimizer.state_dict(), offloaded.state_dict())
+        for param, state in offloaded.state.items():
+            assert state.keys() == optimizer.state[list(plain.parameters())[index_of(model, param)]].keys()
+
+
+def index_of(model, param):
+    return next(i for i, one in enumerate(model.parameters()) if one is param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_steps_no_states_are_on_the_device_and_in_a_step_three_blocks_at_most(kind, monkeypatch):
+    with alone_or_one(kind) as simulated:
+        model, optimizer = prepared(kind, True)
+        blocks = optimizer._blocks._blocks
+        assert len(blocks) >= 5 if kind in ALONE else len(blocks) == 1
+        most, theirs = [], type(optimizer._inner).step
+
+        def step(self, *args, **named):
+            most.append(sum(any(m.storage.nbytes() for m in block.moved) for block in blocks))
+            return theirs(self, *args, **named)
+
+        monkeypatch.setattr(type(optimizer._inner), "step", step)
+        train(model, optimizer, range(1))
+        assert max(most) == (3 if kind in ALONE else 1)
+        assert all(moved.storage.nbytes() == 0 for block in blocks for moved in block.moved)
+        assert simulated.accesses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_does_not_wait_for_its_states_is_a_race(kind, monkeypatch):
+    with alone_or_one(kind) as simulated:
+        model, optimizer = prepared(kind, True)
+        train(model, optimizer, range(1))
+        loss_of(model, tokens(2)).backward()
+        monkeypatch.setattr(simulated, "wait", lambda *_: None)
+        with pytest.raises(RaceError):
+            optimizer.step()
+        monkeypatch.undo()
+
+
+def test_parameters_that_begin_to_train_and_groups_that_are_added_are_offloaded_too():
+    with device():
+        found = []
+        for with_it in (False, True):
+            model, optimizer = prepared("adamw", with_it)
+            model.embed.weight.requires_grad_(False)
+            train(model, optimizer, range(1))
+            model.embed.weight.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.norm.parameters()), "lr": 0.5})
+            found.append(train(model, optimizer, range(1, 3)))
+        assert same(*found)
+        for param, state in optimizer._inner.state.items():
+            assert state["exp_avg"].to_local().untyped_storage().nbytes() == 0
+            assert optimizer.state[param]["exp_avg"].shape == param.shape
+
+
+def test_what_does_not_apply_is_refused():
+    param = [torch.nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(ValueError, match="bucket_bytes does not apply to AdamW of block_optim"):
+        OffloadedOptimizer(block_optim.AdamW(param), bucket_bytes=1 << 20)
+    with pytest.raises(TypeError, match="step got grad_norm, which SGD of torch does not take"):
+        OffloadedOptimizer(torch.optim.SGD(param)).step(grad_norm=1.0)
