@@ -5,26 +5,17 @@ a collective that another rank never issues, or go on with a model that is nobod
 """
 
 import hashlib
-import importlib.metadata
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fsdp_runtime.versions import version, versions
+
 from .config import RunConfig
 from .errors import TrainError, from_all
 
-_PACKAGES = (
-    "torch",
-    "layout-planner",
-    "ragged-shard",
-    "dbuffer",
-    "block-optim",
-    "fsdp-runtime",
-    "transformers",
-)
 # Rank 0 chooses the folder; paths may differ between machines: what is in the files is compared.
 _OWN = ("out", "data", "held_out", "hf_config")
 
@@ -60,11 +51,8 @@ def check_options(config: RunConfig) -> None:
     options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
     path = Path(config.hf_config) if config.hf_config else None
     model = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else None
-    versions = {f"the version of {name}": _version(name) for name in _PACKAGES}
-    python = ".".join(platform.python_version_tuple()[:2])
-    check_agreement(
-        {**options, "the content of --hf-config": model, **versions, "the version of Python": python}
-    )
+    installed = {**versions(), "the version of transformers": version("transformers")}
+    check_agreement({**options, "the content of --hf-config": model, **installed})
 
 
 def check_data(identity: str) -> None:
@@ -84,13 +72,6 @@ def check_model(model: nn.Module) -> None:
     """
     listed = enumerate(model.named_parameters())
     check_agreement({f"parameter {n}": f"{name} {tuple(p.shape)} {p.dtype}" for n, (name, p) in listed})
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _shown(ranks: list[int], most: int = 8) -> str:
