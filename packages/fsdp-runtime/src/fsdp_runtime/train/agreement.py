@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_runtime.versions import version, versions
 
 from .config import RunConfig
-from .errors import TrainError, from_all
+from .errors import TrainError, from_all, listed
 
 # Rank 0 chooses the folder; paths may differ between machines: what is in the files is compared.
 _OWN = ("out", "data", "held_out", "hf_config")
@@ -38,7 +38,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         for rank, theirs in enumerate(found):
             ranks.setdefault(theirs.get(name, "absent"), []).append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{value} on {_shown(which)}" for value, which in ranks.items())
+            said = "; ".join(f"{value} on {listed(which)}" for value, which in ranks.items())
             raise TrainError(f"ranks do not agree on {name}: {said}")
 
 
@@ -72,8 +72,3 @@ def check_model(model: nn.Module) -> None:
     """
     listed = enumerate(model.named_parameters())
     check_agreement({f"parameter {n}": f"{name} {tuple(p.shape)} {p.dtype}" for n, (name, p) in listed})
-
-
-def _shown(ranks: list[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
