@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-
 from train_helpers import tiny
 
 from fsdp_runtime.train.meeting import meet
