@@ -65,6 +65,7 @@ class DBuffer:
         name: the group's, for errors. Defaults to its first tensor's.
         check_ranks: compare the layouts of all ranks: one all-gather of 32 bytes (HSDP: and one of 32 a rank of
             the shard axis). False where it is known that they agree, and with torch's fake process group.
+        in_common: what else all ranks must have in common, by name, such as versions. Compared in the same all-gather.
 
     Raises:
         ValueError: mesh and layout of different sizes, a dtype or device that cannot be used, a slice or tensor
@@ -92,6 +93,7 @@ class DBuffer:
         alias: bool = True,
         name: str | None = None,
         check_ranks: bool = True,
+        in_common: Mapping[str, str] | None = None,
     ) -> None:
         view = view_mesh(mesh, shard_dim, replicate_dim)
         layer = device_layer(device or mesh.device_type)
@@ -108,6 +110,7 @@ class DBuffer:
             reduction=reduction,
             transport=resolved(transport),
             alias=alias and wire is None,
+            in_common=in_common or {},
         )
         spec.check(compare_ranks=check_ranks)
         recycler = recycler or shared_recycler(layer.device)

@@ -32,6 +32,11 @@ class MeshView:
         """`(replica, rank)` of every rank, replica by replica."""
         return [(replica, rank) for replica in range(self.num_replicas) for rank in range(self.size)]
 
+    @property
+    def ranks(self) -> list[int]:
+        """The number of every rank in the job, in the order of `coordinates`."""
+        return self.mesh.mesh.movedim(self.shard_axis, -1).flatten().tolist()
+
 
 def view_mesh(mesh: DeviceMesh, shard_dim: int | str, replicate_dim: int | str | None) -> MeshView:
     """Check which axes are meant.

@@ -1,6 +1,7 @@
 """What a buffer is to be, and what must hold before any of it is built: on this rank, and between ranks."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ class BufferSpec:
         wire: what travels in a gather.
         reduction: what travels in a reduction; None: gathered memory itself, summed on the way.
         transport: how it travels.
+        in_common: what else all ranks must have in common, by name.
     """
 
     layout: Layout
@@ -43,6 +45,7 @@ class BufferSpec:
     reduction: ReductionForm | None
     transport: TransportChoice
     alias: bool
+    in_common: Mapping[str, str]
 
     @cached_property
     def casts(self) -> bool:
@@ -102,13 +105,17 @@ class BufferSpec:
         how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
         said = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
         fingerprint = "" if layout is None else layout.fingerprint()
-        if _all_equal(self.view, f"{fingerprint} {said} {problem!r}", self.layer.device):
+        if _all_equal(
+            self.view, f"{fingerprint} {said} {problem!r} {[*self.in_common.items()]}", self.layer.device
+        ):
             return
         text = None if layout is None else layout.to_json()
-        everyone = _gather_objects(self.view, (text, said, None if problem is None else str(problem)))
+        trouble = None if problem is None else str(problem)
+        gathered = _gather_objects(self.view, (text, said, trouble, dict(self.in_common)))
+        _check_in_common(self.view.ranks, [theirs for *_, theirs in gathered])
         if problem is not None:
             raise problem
-        for (replica, rank), (text, theirs, trouble) in zip(self.view.coordinates, everyone, strict=True):
+        for (replica, rank), (text, theirs, trouble, _) in zip(self.view.coordinates, gathered, strict=True):
             who = f"rank {rank} of replica {replica}"
             if trouble is not None:
                 raise ValueError(f"{who} failed: {trouble}")
@@ -122,6 +129,22 @@ class BufferSpec:
                 )
         # All equal to this rank's: so the others differ from each other, which cannot be.
         raise AssertionError("digests differ, yet everything that they were made of is equal")
+
+
+def _check_in_common(ranks: Sequence[int], said: Sequence[Mapping[str, str]]) -> None:
+    """Raise ValueError for the first name whose values differ, with the ranks that have each."""
+    for name in dict.fromkeys(name for theirs in said for name in theirs):
+        having: dict[str, list[int]] = {}
+        for rank, theirs in zip(ranks, said, strict=True):
+            having.setdefault(theirs.get(name, "absent"), []).append(rank)
+        if len(having) > 1:
+            shown = "; ".join(f"{value} on {_shown(which)}" for value, which in having.items())
+            raise ValueError(f"the ranks do not agree on {name}: {shown}; all must have the same")
+
+
+def _shown(ranks: Sequence[int], most: int = 8) -> str:
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def _name(choice: object) -> str:

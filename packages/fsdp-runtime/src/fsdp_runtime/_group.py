@@ -25,6 +25,7 @@ from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
 from ._scaling import ReduceOptions
 from ._streams import Streams
+from .versions import versions
 
 
 class Group:
@@ -236,6 +237,7 @@ class Group:
             recycler=self._streams.recycler,
             name=self.name,
             check_ranks=not self.plan.data.simulated,
+            in_common=versions(),
             **self.plan.buffer_options(),
         )
         self._views = self.buffer.empty_views

@@ -5,26 +5,17 @@ a collective that another rank never issues, or go on with a model that is nobod
 """
 
 import hashlib
-import importlib.metadata
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from .config import RunConfig
-from .errors import TrainError, from_all
+from fsdp_runtime.versions import version, versions
 
-_PACKAGES = (
-    "torch",
-    "layout-planner",
-    "ragged-shard",
-    "dbuffer",
-    "block-optim",
-    "fsdp-runtime",
-    "transformers",
-)
+from .config import RunConfig
+from .errors import TrainError, from_all, listed
+
 # Rank 0 chooses the folder; paths may differ between machines: what is in the files is compared.
 _OWN = ("out", "data", "held_out", "hf_config")
 
@@ -47,7 +38,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         for rank, theirs in enumerate(found):
             ranks.setdefault(theirs.get(name, "absent"), []).append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{value} on {_shown(which)}" for value, which in ranks.items())
+            said = "; ".join(f"{value} on {listed(which)}" for value, which in ranks.items())
             raise TrainError(f"ranks do not agree on {name}: {said}")
 
 
@@ -60,11 +51,8 @@ def check_options(config: RunConfig) -> None:
     options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
     path = Path(config.hf_config) if config.hf_config else None
     model = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else None
-    versions = {f"the version of {name}": _version(name) for name in _PACKAGES}
-    python = ".".join(platform.python_version_tuple()[:2])
-    check_agreement(
-        {**options, "the content of --hf-config": model, **versions, "the version of Python": python}
-    )
+    installed = {**versions(), "the version of transformers": version("transformers")}
+    check_agreement({**options, "the content of --hf-config": model, **installed})
 
 
 def check_data(identity: str) -> None:
@@ -84,15 +72,3 @@ def check_model(model: nn.Module) -> None:
     """
     listed = enumerate(model.named_parameters())
     check_agreement({f"parameter {n}": f"{name} {tuple(p.shape)} {p.dtype}" for n, (name, p) in listed})
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _shown(ranks: list[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"

@@ -78,6 +78,12 @@ def named(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} ({hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
 
 
+def listed(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks, for a message: "ranks 0, 2"."""
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
+
+
 def this_rank(rank: int) -> str:
     """As `named`, when the others cannot be asked: by what torchrun, or another launcher, has set."""
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")

@@ -22,6 +22,7 @@ from .agreement import check_options
 from .config import RunConfig
 from .errors import TrainError, failed_collective, from_all, lost_contact, one_line, say, this_rank
 from .hardware import backends, own_device
+from .meeting import meet_in_agents_store, outlives_a_start
 from .processes import LOST, Failure
 from .report import closing_lines
 from .stop import StopFlag
@@ -42,9 +43,13 @@ def run_rank(
     out: Path | None = None
     reports: list[str] = []
     try:
-        with stop.handling():
+        with contextlib.ExitStack() as handling:
+            if control:
+                handling.enter_context(stop.handling())
             config.check(world_size)
             _init_process_group(config, rank, world_size, control)
+            if not control:  # torchrun ends ranks that wait for others; while they do, no handler would run
+                handling.enter_context(stop.handling())
             check_options(config)
             with choose_folder(config) as folder:
                 out = folder.path
@@ -71,10 +76,12 @@ def _init_process_group(config: RunConfig, rank: int, world_size: int, control: 
     if config.system == "one" and world_size == 1:
         return
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-    where = f"file://{control.absolute() / 'store'}" if control else "env://"
+    where: dict[str, Any] = {"init_method": f"file://{control.absolute() / 'store'}" if control else "env://"}
+    if not control and world_size > 1 and outlives_a_start():
+        where = {"store": meet_in_agents_store(rank, world_size, config.timeout)}
     dist.init_process_group(
         backends(device),
-        init_method=where,
+        **where,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=config.timeout),

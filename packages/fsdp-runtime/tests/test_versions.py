@@ -1,0 +1,57 @@
+"""Ranks with different versions of torch, of these packages or of Python hear of it when a model is sharded."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_runtime import fully_shard
+from fsdp_runtime.versions import versions
+from ragged_shard.testing import run_ranks
+
+
+def _shard(changes, shape):
+    """What this rank is told; `changes`: of its versions, by rank. Also how many gathers of objects there were."""
+    names = {1: ("shard",), 2: ("replicate", "shard")}[len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mine = {**versions(), **changes.get(dist.get_rank(), {})}
+    objects = mock.Mock(wraps=dist.all_gather_object)
+    with (
+        mock.patch("fsdp_runtime._group.versions", return_value=mine),
+        mock.patch("torch.distributed.all_gather_object", objects),
+    ):
+        try:
+            model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+        except ValueError as error:
+            return str(error), objects.call_count
+        model(torch.ones(2, 8)).sum().backward()
+        return None, objects.call_count
+
+
+def test_every_rank_names_the_versions_that_differ_and_the_ranks_that_have_each():
+    name = "the version of dbuffer"
+    found = run_ranks(3, _shard, {0: {name: "1.0"}, 1: {name: "1.1"}, 2: {name: "1.0"}}, (3,))
+    assert [said for said, _ in found] == [
+        "the ranks do not agree on the version of dbuffer: 1.0 on ranks 0, 2; 1.1 on rank 1; all must have the same"
+    ] * 3
+
+
+def test_replicas_with_another_python_are_named_by_their_ranks_in_the_job():
+    name = "the version of Python"
+    other = {name: "9.9"}
+    found = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
+    mine = versions()[name]
+    assert {said for said, _ in found} == {
+        f"the ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3; all must have the same"
+    }
+
+
+def test_equal_versions_travel_in_the_digest_of_the_layout_and_cost_no_collective():
+    assert run_ranks(2, _shard, {}, (2,)) == [(None, 0)] * 2
+
+
+@pytest.mark.parametrize("name", ["torch", "Python", "layout-planner", "block-optim", "fsdp-runtime"])
+def test_versions_are_those_of_torch_of_each_package_and_of_python(name):
+    assert f"the version of {name}" in versions()
