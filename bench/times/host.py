@@ -1,10 +1,12 @@
 """CPU time that a runtime adds to the model's own step, with nothing on the wire: copies, hooks, launches.
 
-python -m bench host      writes results/host.json
+python -m bench host          writes results/host.json
+python -m bench host --tiny   only prints what units of tiny parameters and one gradient cost
 
 One process stands for rank 0 of 8, 64 and 1024 (torch's fake process group); the model without sharding, ours and FSDP2
 take turns. Time is the main thread's CPU time, so that a busy machine disturbs it less than it does a clock; few
-tokens, so that what is added shows. Then the same for 64 units so small that all of it is added.
+tokens, so that what is added shows. Then the same for 64 units so small that all of it is added, and for units of 2
+and 32 tiny parameters: what differs between the two is the way of single gradients into the buffer and to `.grad`.
 """
 
 import resource
@@ -22,6 +24,7 @@ COMPARED = ("ours", "fsdp2")
 PARTS = ("forward", "backward", "update")
 UNITS, WIDTH = 64, 8
 UNITS_GOAL = 0.6  # of FSDP2's, at most
+FEW, MANY, STACK = 2, 32, 8  # parameters of a unit; units
 
 
 def measure(ranks: int, rounds: int, workload: str) -> dict[str, list[dict[str, float]]]:
@@ -71,15 +74,81 @@ def measure_units(rounds: int) -> dict[str, list[float]]:
 
 
 def _tiny_units(system: str, mesh: Any) -> Any:
-    import torch.distributed.fsdp as fsdp2
     from torch import nn
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+    for module in (*model, model):
+        _fully_shard_of(system)(module, mesh=mesh)
+    return model
+
+
+def _fully_shard_of(system: str) -> Any:
+    import torch.distributed.fsdp as fsdp2
 
     import fsdp_runtime
 
-    fully_shard: Any = {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+    return {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
+
+
+def measure_params(rounds: int) -> dict[str, dict[str, float]]:
+    """Thread CPU ms that units of few and many tiny parameters add, each: `{system: {"forward 2": ...}}`.
+
+    The least of all rounds: work that is the same in each of them takes longer only where others disturb it.
+    """
+    import torch
+
+    x = torch.ones(2, WIDTH)
+    with fake_ranks(4) as mesh:
+        models = {
+            (name, size): _stack(name, size, mesh) for name in ("plain", *COMPARED) for size in (FEW, MANY)
+        }
+        least: dict[tuple[str, int, str], float] = {}
+        for _ in range(rounds + 3):
+            for which, model in models.items():
+                marks = [time.thread_time()]
+                loss = model(x).sum()
+                marks.append(time.thread_time())
+                loss.backward()
+                marks.append(time.thread_time())
+                model.zero_grad()
+                for part, begin, end in zip(PARTS[:2], marks, marks[1:], strict=False):
+                    key = (*which, part)
+                    least[key] = min(least.get(key, end - begin), end - begin)
+    each = 1e3 / STACK
+    return {
+        name: {
+            f"{part} {size}": each * (least[name, size, part] - least["plain", size, part])
+            for part in PARTS[:2]
+            for size in (FEW, MANY)
+        }
+        for name in COMPARED
+    }
+
+
+def per_gradient(added: dict[str, float]) -> float:
+    """Microseconds that one more parameter adds to a backward."""
+    return 1e3 * (added[f"backward {MANY}"] - added[f"backward {FEW}"]) / (MANY - FEW)
+
+
+def _stack(system: str, size: int, mesh: Any) -> Any:
+    """Units of so many parameters, each added to what passes."""
+    import torch
+    from torch import nn
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.terms = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(size)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for term in self.terms:
+                x = x + term
+            return x
+
+    model = nn.Sequential(*(Sum() for _ in range(STACK)))
+    if system != "plain":
+        for module in (*model, model):
+            _fully_shard_of(system)(module, mesh=mesh)
     return model
 
 
@@ -129,7 +198,24 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         )
         header = ["system", "step ms", "spread"]
         out.append({"title": "Host time of tiny units", "text": text, "header": header, "rows": rows})
+    if params := figures.get("params"):
+        out.append(_params_table(params))
     return out
+
+
+def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
+    header = ["system"]
+    header += [f"{part} of {size}, ms" for part in PARTS[:2] for size in (FEW, MANY)]
+    header.append("one gradient, us")
+    rows = [
+        [SYSTEMS[name].label, *(f"{value:.3f}" for value in added.values()), f"{per_gradient(added):.1f}"]
+        for name, added in params.items()
+    ]
+    text = (
+        f"What units of {FEW} and of {MANY} parameters of {WIDTH} elements add to the plain model, thread CPU time of "
+        "one unit, the least of all rounds. One gradient: what one more parameter adds to backward."
+    )
+    return {"title": "Host time of tiny parameters", "text": text, "header": header, "rows": rows}
 
 
 def main(arguments: list[str]) -> int:
@@ -137,13 +223,25 @@ def main(arguments: list[str]) -> int:
     parser = store.parser_of("host", __doc__, timed=True)
     parser.add_argument("--workload", default="counts")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--tiny", action="store_true", help="only print the last table, units of tiny parameters"
+    )
     options = parser.parse_args(arguments)
+    if options.tiny:
+        store.print_tables([_params_table(measure_params(5 * options.rounds))])
+        return 0
     before = machine.busy_share()
     calibration = [machine.calibrate() for _ in range(8)]
     samples = {str(ranks): measure(ranks, options.rounds, options.workload) for ranks in SIMULATED}
     units = measure_units(5 * options.rounds)
+    params = measure_params(5 * options.rounds)
     calibration += [machine.calibrate() for _ in range(8)]
-    figures: dict[str, Any] = {"workload": options.workload, "samples": samples, "units": units}
+    figures: dict[str, Any] = {
+        "workload": options.workload,
+        "samples": samples,
+        "units": units,
+        "params": params,
+    }
     figures["tables"] = tables(figures)
     store.print_tables(figures["tables"])
     return store.record("host", figures, machine.verdict(before, calibration, []), options.keep_noisy)

@@ -74,7 +74,7 @@ class Backward:
         if not gradients.accepting:
             self._make_room(group)
             self.waiting.add(unit)
-        gradients.write(param.index, grad)
+        gradients.write(param.index, grad, not unit.around_others)
         del grad
         # Ranks that use different parameters must not reduce at different times.
         options = unit.options
@@ -89,8 +89,10 @@ class Backward:
         """
         if compat.backward_id() != self._run:
             return False
-        written = group.gradients.written
-        return param.index not in written and _trained(group) - written == {param.index}
+        written, trained = group.gradients.written, group.gradients.trained
+        if len(trained) > len(written) + 1:
+            return False
+        return param.index not in written and trained - written == {param.index}
 
     def _make_room(self, group: Group) -> None:
         """Have gathered memory for a group's gradients, after what still uses it."""
@@ -157,11 +159,7 @@ class Backward:
             reduction.abandon()
 
 
-def _trained(group: Group) -> set[int]:
-    return {param.index for param in group.params if param.sharded.requires_grad}
-
-
 def _is_complete(group: Group) -> bool:
     """Whether every parameter that is trained has a gradient in the buffer."""
     written = group.gradients.written
-    return bool(written) and _trained(group) <= written
+    return bool(written) and group.gradients.trained <= written

@@ -4,7 +4,7 @@ all tensors trained     the parameters' own layout: a gradient is one view
 some frozen since       only the trained ones travel: a gradient is a view for each rank that holds some of it
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -65,6 +65,14 @@ class GradientMemory:
         else:
             _write(self._views[index], grad, scale)
 
+    def put_all(self, grads: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Write gradients by their tensors' numbers, times `scale`."""
+        if scale == 1.0:
+            compat.copy(list(map(self._views.__getitem__, grads)), list(grads.values()))
+            return
+        for index, grad in grads.items():
+            self.put(index, grad, scale)
+
     def add(self, index: int, grad: torch.Tensor, scale: float) -> None:
         """Add a gradient, times `scale`, to what is there."""
         self._views[index].add_(grad, alpha=scale)
@@ -105,6 +113,11 @@ class TrainedMemory(GradientMemory):
         flat = grad.reshape(-1)
         for start, view in self._runs[index]:
             _write(view, flat.narrow(0, start, view.numel()), scale)
+
+    def put_all(self, grads: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Write gradients by their tensors' numbers, times `scale`."""
+        for index, grad in grads.items():
+            self.put(index, grad, scale)
 
     def add(self, index: int, grad: torch.Tensor, scale: float) -> None:
         """Add a gradient, times `scale`, to what is there."""

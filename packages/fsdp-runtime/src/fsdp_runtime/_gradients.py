@@ -1,9 +1,11 @@
 """The gradients of one group: written into one buffer as autograd makes them, reduced from it, shown as `.grad`.
 
 autograd's gradient --copy, cast--> view of gathered memory --reduce-scatter--> shard --> sharded_param.grad
-(freed at once)                     (released)                                  (new in each step, ends with `.grad`)
+(freed at once;                     (released)                                  (new in each step, ends with `.grad`)
+small ones a few together)
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from ._scaling import ReduceOptions, Scaling, scaling
 from ._streams import Streams
 
 Params = list[ManagedParam[Any]]
+_SMALL = 1 << 12  # elements. Gradients up to this wait for the next larger one and are copied in one call,
+_SMALL_BYTES = 8 * _SMALL  # unless they would keep more memory than this: slices of something larger
 
 
 class Gradients:
@@ -26,7 +30,7 @@ class Gradients:
         memory: the buffer, and what is where in it; another one after parameters were frozen or unfrozen.
         options, scaling: the unit's options, and what follows from them: what is divided when.
         written: the numbers of the parameters whose gradients wait in the gathered memory.
-        accepting: whether that memory is there and no reduction uses it.
+        accepting: whether gradients may be written: no reduction uses that memory.
         partial: whether the shard holds a sum that was not taken across replicas yet.
     """
 
@@ -41,10 +45,16 @@ class Gradients:
         self.written: set[int] = set()
         self.accepting = False
         self.partial = False
-        self._training_changed = True
-        self._kept: list[tuple[int, torch.Tensor]] = []  # of the written, those that are still to be copied
+        self._writable = False  # whether the gathered memory is there
+        self._kept: dict[int, torch.Tensor] = {}  # of the written, those that are still to be copied
+        self._small: set[int] = set()
+        for index, param in enumerate(plan.params):
+            if math.prod(param.shape) <= _SMALL:
+                self._small.add(index)
         self.options = options
         self.scaling = self._scaling_of(options)
+        self._training_changed = True
+        self._trained: frozenset[int] | None = None
 
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
@@ -65,10 +75,18 @@ class Gradients:
     def training_changed(self) -> None:
         """Parameters were frozen or unfrozen: from the next reduction on only those that are trained travel."""
         self._training_changed = True
+        self._trained = None
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """The numbers of the parameters that gradients are expected for."""
+        if self._trained is None:
+            self._trained = frozenset([param.index for param in self._params if param.sharded.requires_grad])
+        return self._trained
 
     def _follow_training(self) -> None:
         self._training_changed = False
-        trained = frozenset(param.index for param in self._params if param.sharded.requires_grad)
+        trained = self.trained
         if len(trained) in (0, len(self._params)):
             self.memory = self._whole
         elif trained != self.memory.indices:
@@ -77,21 +95,23 @@ class Gradients:
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     def accept(self) -> None:
-        """Have memory for gradients. No reduction may use it any more."""
+        """Be ready for gradients; the first that is not kept gets memory. No reduction may use it any more."""
         if self._training_changed and not self.partial:
             self._follow_training()
-        if not self.options.copy_late:
-            self.memory.buffer.materialize()
         self.accepting = True
 
-    def write(self, index: int, grad: torch.Tensor) -> None:
+    def write(self, index: int, grad: torch.Tensor, soon: bool = False) -> None:
         """Put one gradient into the memory, or add it to what is there since the last reduction.
+
+        Args:
+            soon: the reduction is near, so that a small gradient may wait for it and be copied with others.
 
         Raises:
             RuntimeError: the parameter was unfrozen while gradients of others wait for their reduction.
         """
         if index in self.written:
-            self._copy_kept()
+            if self._kept:
+                self._copy_kept()
             self.memory.add(index, grad, self.scaling.before)
             return
         if index not in self.memory.indices:
@@ -100,17 +120,23 @@ class Gradients:
                 "group wait to be reduced; change requires_grad between optimizer steps"
             )
         self.written.add(index)
-        if self.options.copy_late:
-            self._kept.append((index, grad))
+        if self.options.copy_late or (
+            soon and index in self._small and grad.untyped_storage().nbytes() <= _SMALL_BYTES
+        ):
+            self._kept[index] = grad
         else:
+            if self._kept or not self._writable:
+                self._copy_kept()
             self.memory.put(index, grad, self.scaling.before)
 
     def _copy_kept(self) -> None:
-        """Bring the gradients into the memory that were kept as autograd made them."""
-        self.memory.buffer.materialize()
-        kept, self._kept = self._kept, []
-        for index, grad in kept:
-            self.memory.put(index, grad, self.scaling.before)
+        """Bring the gradients into the memory that were kept as autograd made them; have it, if there is none yet."""
+        if not self._writable:
+            self.memory.buffer.materialize()
+            self._writable = True
+        if self._kept:
+            kept, self._kept = self._kept, {}
+            self.memory.put_all(kept, self.scaling.before)
 
     def close(self) -> Params:
         """Zero what no gradient came for, so that all of it may be reduced. Returns the others' parameters.
@@ -119,10 +145,10 @@ class Gradients:
         """
         if not self.accepting:
             self.accept()
-        if self._kept or not self.memory.buffer.materialized:
+        if self._kept or not self._writable:
             self._copy_kept()
         written, self.written = self.written, set()
-        self.accepting = False
+        self.accepting = self._writable = False
         if not self.partial:
             self.memory.buffer.new_shard()
         if len(written) == len(self._params):
@@ -134,11 +160,11 @@ class Gradients:
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
         self.written = set()
-        self._kept = []
-        if self.accepting and self.memory.buffer.materialized:
+        self._kept = {}
+        if self._writable:
             self.memory.buffer.wait()
             self.memory.buffer.release()
-        self.accepting = self.partial = False
+        self.accepting = self.partial = self._writable = False
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ def zero(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+#: copy(to, of): copy each into its partner, casting where dtypes differ.
+copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+
 def add(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     """Add each to its partner."""
     torch._foreach_add_(to, of)

@@ -32,7 +32,7 @@ class TensorSlice:
         begin, local_numel: where this rank's slice lies in this rank's shard; `begin` is inside the shard also for
             an empty slice.
         first: the slice's first element, counted in the tensor itself.
-        local_shape: of the slice: the flattened prefix, then the dimensions that are never cut.
+        local_shape, local_stride: of the slice: the flattened prefix, then the dimensions that are never cut.
         num_cut_dims: how many leading dimensions are flattened.
     """
 
@@ -45,6 +45,7 @@ class TensorSlice:
     first: int
     local_numel: int
     local_shape: tuple[int, ...]
+    local_stride: tuple[int, ...]
     num_cut_dims: int
 
 
@@ -78,10 +79,14 @@ class Geometry:
         begin, end = min(max(offset, low), low + shard_size), min(max(offset + numel, low), low + shard_size)
         rest = shape[num_cut:]
         local_shape = ((end - begin) // math.prod(rest), *rest)
+        stride = [1]
+        for size in rest[::-1]:
+            stride.append(stride[-1] * max(size, 1))
         first = min(max(low - offset, 0), numel)
         return TensorSlice(
-            name, shape, segment, offset, numel, begin - low, first, end - begin, local_shape, num_cut
-        )
+            name, shape, segment, offset, numel, begin - low, first, end - begin, local_shape,
+            tuple(stride[::-1]), num_cut,
+        )  # fmt: skip
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:

@@ -52,9 +52,8 @@ class ShardMemory:
             check_aligned(flat.data_ptr())
             flats.append(flat)
         views: dict[str, torch.Tensor] = {}
-        for name, found in geometry.slices.items():
-            flat = flats[found.segment]
-            views[name] = flat.narrow(0, found.begin, found.local_numel).view(found.local_shape)
+        for name, found in geometry.slices.items():  # one op a view; in steps too, gradients get new memory
+            views[name] = flats[found.segment].as_strided(found.local_shape, found.local_stride, found.begin)
         self.views = MappingProxyType(views)
         if geometry.gaps:
             self.gaps = geometry.gaps_in(flats)
