@@ -1,8 +1,8 @@
 """Memory that something may still write after a failure or a release is never used again, or the write is found."""
 
+import gc
 import os
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import DBuffer, DebugRecycler, Recycler
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.transport import peer_memory, process_memory, transport_of
+from dbuffer.transport import direct, peer_memory, process_memory, transport_of
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -42,41 +42,54 @@ def test_memory_of_a_failed_send_is_never_used_again():
     run_ranks(2, memory_after_a_failure)
 
 
+class LateReads:
+    """From now on this rank's thread enters the kernel too late: after `wait` has lost its patience and raised.
+
+    Attributes:
+        into: the addresses that it writes to.
+        go: to be set to let it.
+        written: set when it has.
+    """
+
+    def __init__(self, group):
+        self.into: list[int] = []
+        self.go, self.written = threading.Event(), threading.Event()
+        usual = process_memory.system_call()
+        assert usual is not None
+
+        def late(process, here, *rest):
+            self.into.append(here.base)
+            self.go.wait(30)
+            got = usual(process, here, *rest)
+            self.written.set()
+            return got
+
+        vars(transport_of(group, "peer_memory"))["_mover"]._timeout = peer_memory.GRACE = 0.2
+        process_memory.system_call = lambda: late  # type: ignore[assignment]
+
+
 def a_read_begins_before_the_wait_gives_up():
-    """Rank 1's thread is about to enter the kernel when its patience ends, and writes when the memory went back."""
-    group = dist.new_group()
+    """Rank 1's thread writes when the memory went back."""
+    group = dist.new_group()  # of its own: these ranks are not used for another test
     recycler = Recycler("cpu")
     buffer, other = (build_large(name, group, recycler=recycler) for name in "ab")
     buffer.all_gather().wait()  # connects
     buffer.release()
-    peers = vars(transport_of(group, "peer_memory"))["_mover"]
-    usual, grace, written = process_memory.system_call(), peer_memory.GRACE, threading.Event()
-    assert usual is not None
-
-    def late(*arguments):
-        time.sleep(1.5)
-        got = usual(*arguments)
-        written.set()
-        return got
-
-    if dist.get_rank() == 1:
-        peers._timeout = peer_memory.GRACE = 0.2
-        process_memory.system_call = lambda: late  # type: ignore[assignment]
+    reads = LateReads(group) if dist.get_rank() == 1 else None
     dist.barrier()
     handle = buffer.all_gather()
     address = buffer.full[0].data_ptr()
     said = error_of(handle.wait)
-    if dist.get_rank() == 1:
-        assert not written.is_set()
+    if reads is not None:
         buffer.release()
         recycler.trim()
         other.materialize()
         assert other.full[0].data_ptr() != address
         other.full[0].fill_(7.0)
-        assert written.wait(10)
+        reads.go.set()
+        assert reads.written.wait(10)
         assert bool((other.full[0] == 7).all())
         assert recycler.stats.quarantined_bytes == other.full[0].nbytes
-    peer_memory.GRACE, process_memory.system_call = grace, lambda: usual  # type: ignore[assignment]
     dist.barrier()
     return said
 
@@ -85,6 +98,35 @@ def test_a_read_that_ends_after_its_wait_gave_up_writes_memory_that_nobody_uses(
     first, second = run_ranks(2, a_read_begins_before_the_wait_gives_up)
     assert "rank 1 of the group has ended or given up" in first
     assert "has not answered for 0.2 s after the timeout" in second
+
+
+def a_reduction_is_given_up_and_dropped():
+    """What others give in a reduction arrives in memory of malloc's; rank 1 drops all that it holds, too early."""
+    group = dist.new_group()
+    direct.MIN_BYTES = 1  # small enough for blocks that malloc hands out again
+    buffer = build_large("a", group, rows=16)
+    buffer.all_gather().wait()
+    reads = LateReads(group) if dist.get_rank() == 1 else None
+    dist.barrier()
+    handle = buffer.reduce_scatter()
+    said = error_of(handle.wait)
+    if reads is not None:
+        size = buffer.shard[0].numel()
+        del handle, buffer
+        gc.collect()
+        after = [torch.full((size,), 7.0) for _ in range(64)]
+        assert reads.into
+        assert not {tensor.data_ptr() for tensor in after} & set(reads.into)
+        reads.go.set()
+        assert reads.written.wait(10)
+        assert all(bool((tensor == 7).all()) for tensor in after)
+    dist.barrier()
+    return said
+
+
+def test_what_arrives_late_for_a_reduction_that_was_dropped_is_not_written_over_other_memory():
+    for said in run_ranks(2, a_reduction_is_given_up_and_dropped):
+        assert said.startswith("reduce_scatter of a failed")
 
 
 class Late:
