@@ -1,12 +1,15 @@
 """Damaged input for everything that is read from outside: one line of error or a right result, at bounded cost.
 
-`python fuzz.py --inputs 100000` prints the table; with `--write` it goes into docs/RELIABILITY.md. One process, no
-process for an input. `--only NAME --seed S --first N --inputs 1` makes one input again.
+`python fuzz.py --inputs 100000` prints the table; with `--write` it goes into docs/RELIABILITY.md. One process for
+all inputs of a kind, and another one when a signal has ended it. `--only NAME --seed S --first N --inputs 1` makes one
+input again.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import io
+import os
 import resource
 import signal
 import sys
@@ -16,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -66,14 +70,66 @@ class Result:
     faults: dict[str, str] = field(default_factory=dict)  # by kind: how to make it again
     slowest: float = 0.0
 
+    def add(self, more: "Result") -> None:
+        """Count what came of further inputs too."""
+        self.inputs += more.inputs
+        self.accepted += more.accepted
+        self.refused += more.refused
+        self.faults = more.faults | self.faults
+        self.slowest = max(self.slowest, more.slowest)
+
 
 def run(target: Target, seed: int, first: int, count: int) -> Result:
-    """Read inputs number `first` to `first + count - 1` of a target."""
-    result = Result(target.name)
-    for number in range(first, first + count):
-        draw = Random(f"{target.name}/{seed}/{number}")
-        judge(target, target.make(draw), result, f"--only {target.name!r} --seed {seed} --first {number}")
-    return result
+    """Read inputs number `first` to `first + count - 1` of a target, in a child process: a signal ends only that."""
+    total, number = Result(target.name), first
+    while number < first + count:
+        here = number
+
+        def read_the_rest(result: Result, tell: Callable[[Result], None], here: int = here) -> None:
+            for one in range(here, first + count):
+                draw = Random(f"{target.name}/{seed}/{one}")
+                judge(target, target.make(draw), result, again(target, seed, one))
+                tell(result)
+
+        done, problem = in_child(target.name, read_the_rest)
+        number += done.inputs
+        if problem is not None:
+            done.inputs += 1
+            done.faults[problem] = again(target, seed, number)
+            number += 1
+        total.add(done)
+    return total
+
+
+def again(target: Target, seed: int, number: int) -> str:
+    """How to read one input once more."""
+    return f"--only {target.name!r} --seed {seed} --first {number} --inputs 1"
+
+
+def in_child(
+    name: str, work: Callable[[Result, Callable[[Result], None]], None]
+) -> tuple[Result, str | None]:
+    """What `work` has told of in a child process when that ended, and the signal that ended it, if one did."""
+    ours, theirs = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        faulthandler.enable()
+        result, status = Result(name), 1
+        try:
+            work(result, theirs.send)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    theirs.close()
+    found = Result(name)
+    with contextlib.suppress(EOFError), ours:
+        while True:
+            found = ours.recv()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status <= 0, f"{name}: the fuzzer itself failed"
+    return found, f"ended by {signal.Signals(-status).name}" if status else None
 
 
 def judge(target: Target, given: object, result: Result, again: str) -> None:
@@ -157,25 +213,30 @@ def captured() -> Iterator[io.StringIO]:
 
 def with_hypothesis(target: Target, count: int, seed: int) -> Result:
     """As `run`, but hypothesis makes the choices: it prefers small ones, and goes back to those that were rare."""
-    import hypothesis
-    from hypothesis import strategies as st
 
-    result = Result(target.name)
+    def read(result: Result, tell: Callable[[Result], None]) -> None:
+        import hypothesis
+        from hypothesis import strategies as st
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(st.randoms(use_true_random=False))
-    def read_one(draw: Random) -> None:
-        judge(target, target.make(draw), result, f"hypothesis, --only {target.name!r} --seed {seed}")
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(st.randoms(use_true_random=False))
+        def read_one(draw: Random) -> None:
+            judge(target, target.make(draw), result, f"hypothesis, --only {target.name!r} --seed {seed}")
+            tell(result)
 
-    read_one()
-    return result
+        read_one()
+
+    done, problem = in_child(target.name, read)
+    if problem is not None:
+        done.faults[problem] = f"hypothesis, --only {target.name!r} --seed {seed}"
+    return done
 
 
 def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[Result]:
@@ -188,12 +249,7 @@ def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[R
             steered = each // 10 if first == 0 else 0
             result = run(target, seed, first, each - steered)
             if steered:
-                more = with_hypothesis(target, steered, seed)
-                result.inputs += more.inputs
-                result.accepted += more.accepted
-                result.refused += more.refused
-                result.faults |= more.faults
-                result.slowest = max(result.slowest, more.slowest)
+                result.add(with_hypothesis(target, steered, seed))
             results.append(result)
     return results
 
@@ -202,7 +258,7 @@ def table(results: Sequence[Result], seed: int) -> str:
     """Markdown of what came out."""
     total = sum(result.inputs for result in results)
     lines = [
-        f"{total:,} inputs, seed {seed}, in one process with {MEMORY >> 20} MiB on top of what it starts with and "
+        f"{total:,} inputs, seed {seed}, in a process with {MEMORY >> 20} MiB on top of what it starts with and "
         f"{CPU_SECONDS:g} s of CPU for each.",
         "",
         "| input | inputs | right result | one line of error | tracebacks, hangs, too much memory | slowest, CPU s |",

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import struct
 import time
 import zlib
@@ -47,19 +48,21 @@ def test_1700_damaged_inputs_give_a_right_result_or_one_line_in_bounded_time_and
 
 
 @needs_proc
-def test_the_harness_sees_tracebacks_hangs_and_memory(monkeypatch):
+def test_the_harness_sees_tracebacks_hangs_memory_and_signals(monkeypatch):
     monkeypatch.setattr("fuzz.CPU_SECONDS", 0.2)
     results = fuzz(
         [
             Target("traceback", lambda draw: None, lambda given: json.loads("{}")["x"], (ValueError,)),
             Target("hang", lambda draw: None, lambda given: [None for _ in iter(int, 1)], (ValueError,)),
             Target("memory", lambda draw: None, lambda given: torch.ones(1 << 29), (RuntimeError,)),
+            Target("signal", lambda draw: None, lambda given: os.kill(os.getpid(), signal.SIGFPE), (ValueError,)),
         ],
-        seed=0, first=1, count=3,
+        seed=0, first=1, count=8,
     )  # fmt: skip
     assert [next(iter(result.faults)).split(" at ")[0].split(",")[0] for result in results] == [
-        "KeyError", "Hung", "asks for more memory than allowed",
+        "KeyError", "Hung", "asks for more memory than allowed", "ended by SIGFPE",
     ]  # fmt: skip
+    assert [result.inputs for result in results] == [2] * 4  # it goes on after a signal
 
 
 # ---- what it has found
