@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tools.multihost.hosts import SHARED, Hosts, obstacle
 
-pytestmark = pytest.mark.skipif(bool(obstacle()), reason=f"hosts need network namespaces: {obstacle()}")
+WHY_NOT = obstacle()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts need network namespaces: {WHY_NOT}")
 
 # Host n of two runs ranks 2n and 2n + 1. They train, say which transports they use, and go on until the link is cut.
 RANKS = """
@@ -23,7 +24,7 @@ import json, logging, os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_runtime import Watchdog, fully_shard
 from fsdp_runtime.train.errors import failed_collective, this_rank
 
@@ -40,9 +41,9 @@ logging.getLogger("dbuffer.transport").addHandler(Chosen())
 logging.getLogger("dbuffer.transport").setLevel(logging.INFO)
 store = dist.TCPStore("alpha", 29600, 4, rank == 0, timeout=timedelta(seconds=100))  # returns when all are there
 own = dist.PrefixStore("ranks", store)
-dist.init_process_group("gloo", store=own, rank=rank, world_size=4, timeout=timedelta(seconds=9))
+dist.init_process_group("gloo", store=own, rank=rank, world_size=4, timeout=timedelta(seconds=60))
 
-def train(mesh, steps):
+def train(mesh, steps, group=None):
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(768, 768, bias=False), mesh=mesh)  # 2.25 MiB
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,17 +54,19 @@ def train(mesh, steps):
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         yield float(total) / 4
 
 inside = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 said["hybrid"] = list(train(inside, 3))
 everywhere = init_device_mesh("cpu", (4,))
 said["sharded"] = list(train(everywhere, 3))
+cut = dist.new_group(timeout=timedelta(seconds=6))  # the others may take as long as a busy machine does
+mesh = DeviceMesh.from_group(cut, "cpu")
 asked = dist.PrefixStore("watchdog", dist.TCPStore("alpha", 29600, is_master=False))
 try:
-    with Watchdog(asked, rank, 4, after=3, report=said["reports"].append) as watchdog:
-        for step, _ in enumerate(train(everywhere, 10**6)):
+    with Watchdog(asked, rank, 4, after=2, report=said["reports"].append) as watchdog:
+        for step, _ in enumerate(train(mesh, 10**6, cut)):
             watchdog.beat(f"step {step}")
             if step == 3 and rank == 0:
                 open(f"{shared}/trains", "w").close()

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import fully_shard
-from fsdp_runtime.versions import versions
+from fsdp_runtime import fully_shard, installed_versions
 from ragged_shard.testing import run_ranks
 
 
@@ -16,10 +15,10 @@ def _shard(changes, shape):
     """What this rank is told; `changes`: of its versions, by rank. Also how many gathers of objects there were."""
     names = {1: ("shard",), 2: ("replicate", "shard")}[len(shape)]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    mine = {**versions(), **changes.get(dist.get_rank(), {})}
+    mine = {**installed_versions(), **changes.get(dist.get_rank(), {})}
     objects = mock.Mock(wraps=dist.all_gather_object)
     with (
-        mock.patch("fsdp_runtime._group.versions", return_value=mine),
+        mock.patch("fsdp_runtime._group._IN_COMMON", mine),
         mock.patch("torch.distributed.all_gather_object", objects),
     ):
         try:
@@ -42,7 +41,7 @@ def test_replicas_with_another_python_are_named_by_their_ranks_in_the_job():
     name = "the version of Python"
     other = {name: "9.9"}
     found = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
-    mine = versions()[name]
+    mine = installed_versions()[name]
     assert {said for said, _ in found} == {
         f"the ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3; all must have the same"
     }
@@ -54,4 +53,4 @@ def test_equal_versions_travel_in_the_digest_of_the_layout_and_cost_no_collectiv
 
 @pytest.mark.parametrize("name", ["torch", "Python", "layout-planner", "block-optim", "fsdp-runtime"])
 def test_versions_are_those_of_torch_of_each_package_and_of_python(name):
-    assert f"the version of {name}" in versions()
+    assert f"the version of {name}" in installed_versions()

@@ -25,6 +25,7 @@ from ._module import (
 from ._optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from ._torch_compat import DataParallelMeshDims, fake_tensors
 from ._tune import BudgetError, Tuning, tune
+from ._versions import installed_versions
 from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
@@ -88,6 +89,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_full_optimizer_state_dict",
     "get_full_state_dict",
+    "installed_versions",
     "iter_full_params",
     "load_safetensors",
     "matrices_only",

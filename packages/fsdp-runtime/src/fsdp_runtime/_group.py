@@ -25,7 +25,9 @@ from ._param import MakeHook, ManagedParam, local_of
 from ._plan import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
 from ._scaling import ReduceOptions
 from ._streams import Streams
-from .versions import versions
+from ._versions import installed_versions
+
+_IN_COMMON = installed_versions()  # what all ranks must have
 
 
 class Group:
@@ -237,7 +239,7 @@ class Group:
             recycler=self._streams.recycler,
             name=self.name,
             check_ranks=not self.plan.data.simulated,
-            in_common=versions(),
+            in_common=_IN_COMMON,
             **self.plan.buffer_options(),
         )
         self._views = self.buffer.empty_views

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_runtime.versions import version, versions
+from fsdp_runtime import installed_versions
 
 from .config import RunConfig
 from .errors import TrainError, from_all, listed
@@ -51,8 +51,7 @@ def check_options(config: RunConfig) -> None:
     options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
     path = Path(config.hf_config) if config.hf_config else None
     model = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else None
-    installed = {**versions(), "the version of transformers": version("transformers")}
-    check_agreement({**options, "the content of --hf-config": model, **installed})
+    check_agreement({**options, "the content of --hf-config": model, **installed_versions("transformers")})
 
 
 def check_data(identity: str) -> None:
