@@ -7,6 +7,7 @@ COMMANDS = {
     "ablation": ("times.ablation", "what each idea is worth: the same step without it"),
     "calls": ("counts.calls", "Python calls of our own code, next to FSDP2's"),
     "checkpoint": ("times.checkpoint", "how long saving and loading takes"),
+    "clip": ("times.clip", "CPU time of clipping: torch's function and ours, next to plain tensors"),
     "compile": ("counts.compile", "graphs and graph breaks of torch.compile, next to FSDP2's"),
     "counts": ("counts.counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu.run", "GPU tests and benchmarks, started by gpu.sh"),
