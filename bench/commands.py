@@ -20,6 +20,7 @@ COMMANDS = {
     "scripts": ("scripts", "keep what the commands below print"),
     "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "syncs": ("counts.syncs", "how often the host waits for the device in a training step"),
+    "wrap": ("times.wrap", "what fully_shard of a large model costs the host, and how it grows"),
     # One package each; they print tables.
     "planner": ("packages.planner", "layout-planner: time to plan real models, and padding"),
     "placement": ("packages.placement", "ragged-shard: what ops on ragged tensors cost the host"),
