@@ -7,6 +7,7 @@ One process stands for rank 0 (torch's fake process group). Thread CPU time of a
 of our own code in them, which are exact.
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
 
     fully_shard: Any = {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
     folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
+    gc.collect()  # layouts of models before, which equal ones would share
     with fake_ranks(RANKS) as mesh:
         model = llama(layers)
         calls = Calls(folders)

@@ -201,7 +201,7 @@ class Foreach(TorchDispatchMode):
 
 def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
     with simulated_ranks(1):
-        model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))))
+        model: Any = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))))
         model(torch.ones(2, 8)).sum().backward()
         with Foreach() as seen:
             model.clip_grad_norm_(1.0)
@@ -210,8 +210,9 @@ def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
 
 def test_the_function_for_any_parameters_gives_the_same():
     with simulated_ranks(1):
-        one, other = (fully_shard(nn.Linear(8, 5)) for _ in range(2))
-        for model in (one, other):
+        models: list[Any] = [fully_shard(nn.Linear(8, 5)) for _ in range(2)]
+        one, other = models
+        for model in models:
             torch.manual_seed(0)
             for param in model.parameters():
                 nn.init.normal_(param.to_local() if isinstance(param, RaggedDTensor) else param)
@@ -222,7 +223,7 @@ def test_the_function_for_any_parameters_gives_the_same():
 
 def test_half_precision_is_summed_in_fp32():
     with simulated_ranks(1):
-        model = fully_shard(nn.Linear(64, 64, dtype=torch.bfloat16))
+        model: Any = fully_shard(nn.Linear(64, 64, dtype=torch.bfloat16))
         model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
         norm = model.clip_grad_norm_(1e9)
     assert norm.dtype == torch.float32
@@ -231,7 +232,7 @@ def test_half_precision_is_summed_in_fp32():
 
 def test_what_cannot_be_clipped_is_refused():
     with simulated_ranks(1):
-        model = fully_shard(nn.Linear(8, 5))
+        model: Any = fully_shard(nn.Linear(8, 5))
         with pytest.raises(ValueError, match=r"norm_type is 0\.0; expected a positive number"):
             model.clip_grad_norm_(1.0, 0.0)
         assert model.clip_grad_norm_(1.0) == 0

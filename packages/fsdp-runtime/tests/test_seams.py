@@ -164,4 +164,5 @@ def test_a_unit_is_known_to_be_gathered_while_it_holds_more_than_its_shards():
         model.blocks[0].reshard()
         assert unit not in not_at_rest
         loss_of(model, tokens(rank=0)).backward()
-        assert unit.at_rest and unit not in not_at_rest
+        assert unit.at_rest
+        assert unit not in not_at_rest
