@@ -11,6 +11,7 @@ COMMANDS = {
     ),
     "calls": ("counts.calls", "Python calls of our own code, next to FSDP2's"),
     "checkpoint": ("times.checkpoint", "how long saving and loading takes"),
+    "clip": ("times.clip", "CPU time of clipping: torch's function and ours, next to plain tensors"),
     "compile": ("counts.compile", "graphs and graph breaks of torch.compile, next to FSDP2's"),
     "counts": ("counts.counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu.run", "GPU tests and benchmarks, started by gpu.sh"),
@@ -23,6 +24,7 @@ COMMANDS = {
     "scripts": ("scripts", "keep what the commands below print"),
     "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "syncs": ("counts.syncs", "how often the host waits for the device in a training step"),
+    "wrap": ("times.wrap", "what fully_shard of a large model costs the host, and how it grows"),
     # One package each; they print tables.
     "planner": ("packages.planner", "layout-planner: time to plan real models, and padding"),
     "placement": ("packages.placement", "ragged-shard: what ops on ragged tensors cost the host"),

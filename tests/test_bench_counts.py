@@ -17,6 +17,7 @@ from bench.common import store
 from bench.common.ranks import fake_ranks
 from bench.counts import calls, counts, tally
 from bench.counts.step import outside
+from bench.times import wrap
 
 from dbuffer.transport import transport_of
 
@@ -217,3 +218,9 @@ def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else():
         tally._kind_of("allreduce")
     assert here.functions == {("common/store.py", "mib"): 2}
     assert here.figures() == {"calls": 2, "functions": 1, "files": 1, "switches": 1}
+
+
+def test_wrapping_takes_as_many_calls_for_each_further_unit_however_many_there_are():
+    wrap.wrap("ours", 2)  # what is looked up once
+    few, twice, four_times = (wrap.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
+    assert four_times - twice == 2 * (twice - few)

@@ -6,8 +6,9 @@ from runtime_helpers import loss_of, seeded, shard, tokens
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._model import member_of
+from fsdp_runtime._unit import not_at_rest
 from layout_planner import plan
-from ragged_shard.testing import RankError, run_ranks
+from ragged_shard.testing import RankError, run_ranks, simulated_ranks
 
 
 class Counting:
@@ -129,3 +130,39 @@ def memory_while_late():
 
 def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
     assert run_ranks(2, memory_while_late)[0] == [(2, False)]
+
+
+def layouts_of_blocks(**options):
+    model = seeded(blocks=3)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return [member_of(block).unit.groups[0].plan.layout for block in model.blocks]
+
+
+def test_equal_units_share_a_layout_but_a_planner_of_the_users_is_asked_each_time():
+    asked = []
+
+    def planner(tensors, world_size, *, align):
+        asked.append(len(tensors))
+        return plan(tensors, world_size, align=align)
+
+    with simulated_ranks(4):
+        one, *others = layouts_of_blocks()
+        assert all(other is one for other in others)
+        layouts_of_blocks(planner=planner)
+    assert asked == [2, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_a_unit_is_known_to_be_gathered_while_it_holds_more_than_its_shards():
+    with simulated_ranks(4):
+        model = shard(seeded(blocks=2))
+        unit = member_of(model.blocks[0]).unit
+        assert unit not in not_at_rest
+        model.blocks[0].unshard()
+        assert unit in not_at_rest
+        model.blocks[0].reshard()
+        assert unit not in not_at_rest
+        loss_of(model, tokens(rank=0)).backward()
+        assert unit.at_rest
+        assert unit not in not_at_rest

@@ -1,5 +1,7 @@
 """Small gradients wait for their neighbours, and are copied into the buffer in one call."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -87,7 +89,12 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
     fully_shard(model)
     gradients = member_of(model).unit.groups[0].gradients
     keep = type(gradients).close
-    type(gradients).close = lambda self: (seen.append(len(self._kept)), keep(self))[1]
+
+    def closing(self):
+        seen.append(len(self._kept))
+        return keep(self)
+
+    type(gradients).close = closing
     try:
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     finally:
@@ -97,15 +104,16 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
 
 def same_as_one_rank(accumulate):
     torch.manual_seed(0)
-    plain, model = Terms(5, large=90), Terms(5, large=90)
+    models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
+    plain, model = models
     model.load_state_dict(plain.state_dict())
     fully_shard(model)
     for step in range(accumulate):
         model.set_requires_gradient_sync(step == accumulate - 1)
         x = torch.full((2, 8), step + 1.0)
-        for one in (plain, model):
+        for one in models:
             one(x).sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+    for mine, theirs in zip(*(one.parameters() for one in models), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ._pass import Pass
-from ._unit import Param, Unit
+from ._unit import Param, Unit, not_at_rest
 
 _ATTRIBUTE = "_fsdp_runtime_member"
 _members: "weakref.WeakSet[Member]" = weakref.WeakSet()
@@ -78,13 +78,13 @@ def owner_of(param: torch.Tensor) -> tuple[Member, Param] | None:
     return None
 
 
-def members_around(modules: Iterable[nn.Module]) -> list[Member]:
-    """Those whose modules have one of these inside."""
+def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
+    """Units that hold gathered memory and whose modules have one of these inside."""
     wanted, found = set(modules), []
-    for member in _members:
-        for outer in member.unit.modules:
+    for unit in list(not_at_rest):
+        for outer in unit.modules:
             if not wanted.isdisjoint(inner for inner in outer.modules() if inner is not outer):
-                found.append(member)
+                found.append(unit)
                 break
     return found
 

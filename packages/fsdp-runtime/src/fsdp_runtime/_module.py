@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import deprecated
 
-from . import _hooks
+from . import _flat_clip, _hooks
 from ._custom_comm import checked, gathering_by, reducing_by
 from ._model import Member, member_of
 from ._pass import Pass
@@ -159,6 +160,55 @@ class FSDPModule(fsdp.FSDPModule):
             return handle
         handle.wait()
         return None
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        copies: bool = False,
+        pp_mesh: DeviceMesh | None = None,
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters in this module, and return their norm before: the same on every rank.
+
+        As `fsdp_runtime.clip_grad_norm_(module.parameters(), ...)`, in a few kernels for each unit: gradients that lie
+        next to each other are read and scaled as one, padding is not. Half precision is summed in fp32, and all in
+        another order, so that norms may differ by 1e-5 of themselves. Of parameters without a gradient on this rank
+        nothing counts; other ranks may have some. A gradient that you replaced is clipped where it is.
+
+        Communicates: for each mesh axis that cuts parameters one all-reduce of 8 bytes.
+
+        Args:
+            max_norm: the largest norm to leave.
+            norm_type: of the p-norm, positive; `inf` for the largest value.
+            error_if_nonfinite: raise where the norm is not finite, on all ranks, and clip nothing.
+            copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them.
+            pp_mesh: a 1-D mesh of pipeline stages, each of which calls this on its own module; one more all-reduce.
+
+        Returns:
+            a plain 0-d tensor, fp32 or the widest dtype of a gradient.
+
+        Raises:
+            RuntimeError: the norm is not finite, if asked; or `optimizer_in_backward` has updated parameters.
+            NotImplementedError: parameters on different ranks, without `copies`.
+            ValueError: `norm_type` is not positive, or `pp_mesh` has several axes.
+        """
+        module: Any = self
+        units = _units(module, True)
+        params = [param for unit in units for param in unit.params]
+        managed = {id(param.sharded) for param in params} | {id(param.unsharded) for param in params}
+        others = {
+            id(one): one
+            for sub in module.modules()
+            for one in sub._parameters.values()
+            if one is not None and id(one) not in managed
+        }
+        return _flat_clip.clip(
+            units, others.values(), max_norm, float(norm_type),
+            error_if_nonfinite=error_if_nonfinite, copies=copies, pp_mesh=pp_mesh,
+        )  # fmt: skip
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype."""

@@ -4,6 +4,7 @@ A step plans, validates and hashes nothing of this again.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement
 
+import layout_planner
 import ragged_shard
 from dbuffer import (
     BlockFormat,
@@ -40,6 +42,10 @@ Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_siz
 ROW = Rows(1)
 MOST_OF_BF16 = 0.55  # of the bytes of a bf16 gather: what cut="auto" lets whole tiles take
 _ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
+
+
+# Equal units, such as the layers of a transformer, have one layout.
+_layouts: "weakref.WeakValueDictionary[tuple[Any, ...], Layout]" = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         layout, shared = _lay_out(params, request, dtypes, policy)
     else:
         specs = [_spec(param, request.blocks, None) for param in params]
-        layout = request.planner(specs, data.shard_size, align=max(8, _ALIGNMENT // dtypes.narrowest))
+        layout = _planned(request.planner, specs, data.shard_size, max(8, _ALIGNMENT // dtypes.narrowest))
     geometry = geometry_of(layout, data.shard_rank)
     wire = policy.wire(shared) if policy is not None and selected and params[0].extension is None else None
     return GroupPlan(
@@ -248,6 +254,17 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         neighbors=None if request.neighbors is None else data.neighbors(request.neighbors),
         scaled=policy is not None and wire is not None and policy.scaled,
     )
+
+
+def _planned(planner: Planner, specs: list[TensorSpec], ranks: int, align: int) -> Layout:
+    """What the planner makes of these tensors; of layout-planner's own the same object for the same tensors."""
+    if planner is not layout_planner.plan:
+        return planner(specs, ranks, align=align)
+    key = (tuple(specs), ranks, align)
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts[key] = planner(specs, ranks, align=align)
+    return found
 
 
 def _lay_out(
@@ -317,7 +334,7 @@ def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None
 
 def _plan_param(param: ManagedParam[Any], data: DataMesh, geometry: Geometry) -> ParamPlan:
     other: OtherParallelism | None = param.other
-    mesh, placements = place(data, geometry.placement(param.name), other)
+    mesh, placements = place(data, geometry.placements[param.name], other)
     global_shape = param.shape if other is None else tuple(other.shape)
     return ParamPlan(param.name, param.shape, global_shape, mesh, placements, other is not None)
 

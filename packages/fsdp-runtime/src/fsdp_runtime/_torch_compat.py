@@ -106,6 +106,16 @@ def add(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     torch._foreach_add_(to, of)
 
 
+def scale(tensors: list[torch.Tensor], by: torch.Tensor) -> None:
+    """Multiply all by a 0-d tensor on their device."""
+    torch._foreach_mul_(tensors, by)
+
+
+def norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of each, summed in `dtype`: 1-D, on the tensors' device."""
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
 def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude of each, NaN where there is one: 1-D, on the tensors' device."""
     return torch.stack(torch._foreach_norm(tensors, torch.inf))

@@ -1,6 +1,7 @@
 """One `fully_shard` call: its parameters, gathered and freed together."""
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +44,9 @@ class UnitState(enum.Enum):
     UNSHARDED = enum.auto()
     THINNED = enum.auto()
 
+
+# Units that hold more than their shards; few at a time, however many units there are.
+not_at_rest: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 
 # Options that prepared collectives depend on.
 _OF_CALLS = {"gather_by", "reduce_by", "separate_reductions"}
@@ -290,6 +294,7 @@ class Unit:
                     keeps = self._keeps_slices and not self._shrunk
                     group.buffer.keep_codes_for(group.plan.neighbors if keeps else None)
             self.state = UnitState.GATHERING
+            not_at_rest.add(self)
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
             if calls is None:
@@ -331,6 +336,7 @@ class Unit:
             for group in self.groups:
                 assert group.buffer is not None
                 group.buffer.forget_neighbors()
+            not_at_rest.discard(self)
 
     def reshard_for_backward(self) -> None:
         """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
@@ -352,6 +358,8 @@ class Unit:
                 group.buffer.shrink(neighbors)
                 self._shrunk = True
             group.release()
+        if not self._shrunk:
+            not_at_rest.discard(self)
 
     def release_early(self, group: Group) -> None:
         """Free a group that backward is done with, where the unit's own ends much later: around others."""

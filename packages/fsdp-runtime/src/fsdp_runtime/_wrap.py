@@ -21,7 +21,7 @@ from ._errors import WrongCallError
 from ._extension import extension_of
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._mesh_choice import PlacementFn, choose_meshes
-from ._model import Member, member_of, members_around, original_name, owner_of, register, remember_original
+from ._model import Member, gathered_around, member_of, original_name, owner_of, register, remember_original
 from ._module import FSDPModule, mix_in
 from ._param import ManagedParam, Place
 from ._pass import Pass
@@ -118,8 +118,8 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
-    for around in members_around(modules):
-        around.unit.reshard()  # its unsharded parameters would be taken for plain ones
+    for around in gathered_around(modules):
+        around.reshard()  # its unsharded parameters would be taken for plain ones
     managed, around_others = _managed_modules(modules)
     found = _find_params(modules, managed, _checked_ignored(ignored_params), data, shard_placement_fn)
     if count is not None:

@@ -111,9 +111,17 @@ class Geometry:
         """The padding in this rank's slices, given one a segment."""
         return [flats[segment].narrow(0, begin, length) for segment, begin, length in self.gaps]
 
+    @cached_property
+    def placements(self) -> Mapping[str, RaggedShard]:
+        """The placement of every tensor on the axis that cuts the buffer."""
+        found = {}
+        for name, one in self.slices.items():
+            found[name] = RaggedShard(tuple(range(one.num_cut_dims)), self.layout.local_units(name))
+        return MappingProxyType(found)
+
     def placement(self, name: str) -> RaggedShard:
         """The placement of a tensor on the axis that cuts the buffer. Raises KeyError for an unknown name."""
-        return RaggedShard(tuple(range(self.slices[name].num_cut_dims)), self.layout.local_units(name))
+        return self.placements[name]
 
     def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor, in its local shape; shares memory where the tensor is contiguous."""
