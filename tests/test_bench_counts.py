@@ -133,6 +133,30 @@ def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
     assert found.memory.peak()[1] == {"state": 40, "temporaries": 80}
 
 
+def test_the_floor_has_one_unit_gathered_one_of_gradients_all_reduced_ones_and_nothing_parked():
+    kept = []
+
+    def life():
+        kept.extend(torch.zeros(size) for size in (100, 10, 300, 50, 20))
+
+    with tally.Tally(2, lambda: 4000) as found:
+        life()
+        found.mark("gathered", kept[:2])
+        found.mark("gradients", kept[2:4])
+        found.mark_shards(kept[3:4])
+        torch.zeros(1)
+    assert found.memory.floor(4 * 60) == 4 * (60 + 60 + 50 + 20 + 1)
+    assert found.memory.peak()[0] == 4000 + 4 * (100 + 10 + 300 + 50 + 20 + 1)
+
+
+def test_the_least_memory_of_ours_is_near_the_floor(bases):
+    found = counts.compare("gate", 8, ("ours", "ours-lean"), bases["gate"])
+    assert found["ours-lean"]["peak"] < found["ours"]["peak"]
+    floor = min(one["floor"] for one in found.values())
+    head = 4 * 64 * 512  # too small for a buffer of its own: its gradients wait for the end of backward
+    assert floor <= found["ours-lean"]["peak"] <= 1.05 * (floor + head)
+
+
 def test_collectives_count_by_kind_with_what_a_rank_receives():
     with fake_ranks(4) as mesh:
         whole, own = torch.zeros(16), torch.zeros(4)
@@ -187,7 +211,7 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
         "written": {"y": 12},
         "wire_bytes": 70,
     }
-    common = {"parameter_bytes": 10, "peak": 1, "at_peak": {}, "each": {}}
+    common = {"parameter_bytes": 10, "peak": 1, "floor": 1, "at_peak": {}, "each": {}}
     base = {**common, "ranks": 1, "parts": {"forward": part, "backward": part, "update": part}}
     found = {**common, "ranks": 8, "parts": {"forward": more, "backward": part, "update": part}}
     beyond = outside(found, base)

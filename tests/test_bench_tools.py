@@ -22,7 +22,7 @@ from bench.times import host, rounds, speed
 
 from ragged_shard.testing import RankError, run_ranks
 
-OURS = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
+OURS = ["ours", "ours-lean", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
 
 
 # -- the same work for all ------------------------------------------------------------------------------------------
@@ -32,16 +32,17 @@ OURS = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
 def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
     request = {
         "workload": workload,
-        "systems": ["ddp", *OURS, "fsdp2"],
+        "systems": ["alone", "ddp", *OURS, "fsdp2"],
         "rounds": 1,
         "steps": 1,
         "check_steps": 3,
     }
     found = run_ranks(ranks, rounds.run, {**request, "options": {"block_policy": "rows:2"}}, timeout=200)[0]
     assert found["skipped"] == {}
+    assert found["losses"].pop("alone") != found["losses"]["ddp"]
     for name, losses in found["losses"].items():
         assert losses == pytest.approx(found["losses"]["ddp"], rel=1e-4), name
-    assert set(found["samples"]) == {"ddp", *OURS, "fsdp2"}
+    assert set(found["samples"]) == {"alone", "ddp", *OURS, "fsdp2"}
 
 
 def test_a_system_whose_losses_differ_is_dropped_with_both_losses_in_the_reason():

@@ -34,6 +34,7 @@ def count(name: str, job: Job) -> dict[str, Any]:
         with tally.part("backward"):
             trainer.backward(loss)
         tally.mark("gradients", (p.grad for p in trainer.module.parameters()))
+        tally.mark_shards(p.grad for p in trainer.module.parameters())
         with tally.part("update"):
             trainer.update()
     tally.sort_writes()
@@ -43,9 +44,16 @@ def count(name: str, job: Job) -> dict[str, Any]:
         "parameter_bytes": sum(p.numel() * p.element_size() for p in trainer.module.parameters()),
         "parts": {part: _plain(tally.parts[part]) for part in ("forward", "backward", "update")},
         "peak": peak,
+        "floor": tally.memory.floor(largest_unit(trainer.module)),
         "at_peak": at_peak,
         "each": each,
     }
+
+
+def largest_unit(module: Any) -> int:
+    """Bytes of the largest of a model's layers and of what it has around them, in the parameters' dtype."""
+    parts = [*module.blocks, *(child for name, child in module.named_children() if name != "blocks")]
+    return max(sum(p.numel() * p.element_size() for p in part.parameters()) for part in parts)
 
 
 def parked_bytes(module: Any) -> int:
@@ -133,7 +141,13 @@ def outside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
                 out[key][part] = sum(mine[key].values()) - sum(base[key].values())
     gathered = found["parts"]["forward"]["wire_bytes"] * found["ranks"] / max(found["ranks"] - 1, 1)
     out["padding"] = gathered / plain["parameter_bytes"] - 1 if found["ranks"] > 1 else 0.0
-    return {**out, "peak": found["peak"], "at_peak": found["at_peak"], "each": found["each"]}
+    return {
+        **out,
+        "peak": found["peak"],
+        "floor": found["floor"],
+        "at_peak": found["at_peak"],
+        "each": found["each"],
+    }
 
 
 def _difference(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:

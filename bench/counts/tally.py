@@ -86,6 +86,7 @@ class Block:
 
     kind: str = "temporaries"
     nbytes: int = 0
+    is_shard: bool = False  # of gradients: what a reduction leaves
 
 
 class Memory:
@@ -141,6 +142,20 @@ class Memory:
         kinds = {kind: nbytes for kind, nbytes in sorted(at_peak.items()) if nbytes}
         return most, kinds, {kind: nbytes for kind, nbytes in sorted(each.items()) if nbytes}
 
+    def floor(self, unit: int) -> int:
+        """Most bytes at once of what no runtime can do without.
+
+        That is all but parked memory, what of gathered parameters is more than `unit` bytes, and the same of gradients
+        apart from their shards. A runtime's own temporaries count with the activations.
+        """
+        now: Counter[str] = Counter()
+        most = 0
+        for block, change in self._events:
+            now["shards" if block.is_shard else block.kind] += change
+            spared = now["parked"] + sum(max(now[kind] - unit, 0) for kind in ("gathered", "gradients"))
+            most = max(most, sum(now.values()) - spared)
+        return most
+
 
 class Tally(TorchDispatchMode):
     """Counts while entered; see the module's docstring."""
@@ -169,6 +184,13 @@ class Tally(TorchDispatchMode):
                 block = self.memory.block(local.untyped_storage())
                 if force or block.kind == "temporaries":
                     block.kind = kind
+
+    def mark_shards(self, gradients: Iterable[Any]) -> None:
+        """Say which gradients are shards that a reduction has left."""
+        for tensor in gradients:
+            local = _local(tensor)
+            if local is not None:
+                self.memory.block(local.untyped_storage()).is_shard = True
 
     def sort_writes(self) -> None:
         """Call when all kinds are known."""

@@ -110,6 +110,7 @@ def _ours(
     late: bool = False,
     blocks: Any = None,
     optimizers: Callable[[Any, Job], list[Any]] | None = None,
+    wrap: Callable[[Any], Any] = lambda model: model,
     **options: Any,
 ) -> Trainer:
     """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
@@ -119,8 +120,21 @@ def _ours(
 
     given = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
     system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **given)
-    trainer = _finish(name, job, system, optimizers=optimizers)
+    trainer = _finish(name, job, system, optimizers=optimizers, wrap=wrap)
     trainer.module.set_copy_gradients_late(late)
+    return trainer
+
+
+def _lean(name: str, job: Job) -> Trainer:
+    """No gathers ahead; the embedding is a unit of its own, which backward does not need."""
+    from fsdp_runtime import fully_shard
+
+    def embedding_apart(model: Any) -> Any:
+        fully_shard(model.embed, mesh=job.mesh, reshard_after_forward=True).set_unshard_in_backward(False)
+        return model
+
+    trainer = _ours(name, job, wrap=embedding_apart)
+    trainer.module.set_prefetch_depth(0)
     return trainer
 
 
@@ -323,15 +337,20 @@ class System:
     label: str
     build: Callable[[str, Job], Trainer]
     why_not: Callable[[Job], str | None] = _always
+    communicates: bool = True  # else each rank trains by itself, and its losses are nobody else's
 
 
 SYSTEMS = {
     "plain": System("no sharding, one rank", partial(_as_compared, "one"), _one_rank),
+    "alone": System("alone: no communication at all", partial(_as_compared, "one"), communicates=False),
     "ddp": System("DDP (not sharded)", partial(_as_compared, "ddp")),
     "ours": System("fsdp_runtime", _ours),
     "ours-collectives": System(
         "fsdp_runtime, gloo's collectives only", partial(_ours, transport="collectives")
     ),
+    "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
+    "ours-sends": System("fsdp_runtime, sends only", partial(_ours, transport="sends")),
+    "ours-lean": System("fsdp_runtime, least memory", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=seams.staged)),
     "ours-held": System("gradients not fused", partial(_ours, late=True)),
     "ours-given-order": System("planner off: given order", _given_order),

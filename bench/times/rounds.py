@@ -3,6 +3,7 @@
 Every rank builds every system from the same weights. Then
 
     check     the same batches through each: losses must agree, or the system is dropped and the difference reported
+              (of those that communicate)
     rounds    in each round every system does some steps, in an order that rotates
 
 In a simulated world each measurement is repeated with a network that takes no time, so that what is exposed shows.
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..systems.adapters import Job
+from ..systems.adapters import SYSTEMS, Job
 from ..systems.workloads import describe
 from .clock import Clock, build_all, in_turns
 
@@ -30,7 +31,8 @@ def run(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     check_steps = request.get("check_steps", 3)
     losses = {name: clock.mean_losses(trainer, check_steps) for name, trainer in trainers.items()}
     if simulation is None:  # in a simulated world layouts differ in what they repeat, so losses do
-        differ = compare_losses(losses, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
+        compared = {name: found for name, found in losses.items() if SYSTEMS[name].communicates}
+        differ = compare_losses(compared, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
         skipped.update(differ)
         for name in differ:
             del trainers[name]

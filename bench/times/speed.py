@@ -2,6 +2,8 @@
 
 python -m bench speed [--workload dense] [--ranks 2] ...      table; writes results/speed-WORKLOAD-RANKS.json
 
+"Alone" is the same model on each rank by itself, which does not communicate: the limit of what any system can reach.
+
 Times: one launch, every system built in the same ranks, in alternating rounds; ratios are taken within a round and
 the median over rounds is reported, so that a slow minute hits all alike. Memory: one launch for each system, since
 a process's peak cannot be told apart by system. Exit code 3, and nothing written, when the machine was too busy
@@ -17,7 +19,9 @@ from ..systems.adapters import OPTIMIZERS, SYSTEMS
 from ..systems.workloads import WORKLOADS
 from . import footprint, rounds
 
-ALL = ["ddp", "ours", "ours-collectives", "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
+OURS = ["ours", "ours-peer-memory", "ours-sends", "ours-collectives"]
+ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
+PEERS = ("alone", "ddp", "fsdp2")  # of which ratios are taken
 
 
 def measure(
@@ -61,7 +65,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
             out[name]["exposed"] = statistics.median(
                 with_wire["wall"] - without["wall"] for with_wire, without in pairs
             )
-        for peer in ("fsdp2", "ddp"):
+        for peer in PEERS:
             if peer in samples:
                 for key in ("wall", "cpu"):
                     pairs = zip(samples[peer], found, strict=True)
@@ -74,6 +78,7 @@ def as_table(figures: dict[str, Any]) -> str:
     header = [
         "system",
         "tokens/s",
+        "of alone",
         "x FSDP2",
         "x DDP",
         "CPU s/step",
@@ -89,7 +94,10 @@ def as_table(figures: dict[str, Any]) -> str:
             [
                 SYSTEMS[name].label,
                 f"{t['tokens_per_second']:,.0f}",
-                *(f"{t[key]:.2f}" if key in t else "" for key in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
+                *(
+                    f"{t[f'wall_ratio_{peer}']:.2f}" if f"wall_ratio_{peer}" in t else ""
+                    for peer in ("alone", "fsdp2", "ddp")
+                ),
                 f"{t['cpu']:.3f}",
                 *(f"{1e3 * t[part]:.0f}" for part in ("forward", "backward", "update")),
                 f"{t['spread']:.1%}",

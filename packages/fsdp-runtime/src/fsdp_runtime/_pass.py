@@ -169,6 +169,8 @@ class Pass:
             observer.before()
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
+            if not self._order.upcoming():
+                self.streams.recycler.trim()  # nothing more is expected to be gathered
         if observer is not None:
             observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():

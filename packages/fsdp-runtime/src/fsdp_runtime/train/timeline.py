@@ -230,6 +230,8 @@ class Replay:
     def _leave(self, unit: int) -> None:
         if not self.units[unit].keeps:
             self._release(unit)
+            if unit == len(self.units) - 1:
+                self._pool.trim()
 
     def _backward(self, unit: int) -> None:
         self._finish_running()
