@@ -71,6 +71,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("Stateful._complete", "self.synchronize()"): (
         "no: a state dict without it holds values from before the refresh, in order; other tests compare the values"
     ),
+    ("OffloadedBlocks.__init__", "optimizer.synchronize()"): (
+        "no: on a CPU work next to the step is jobs of a thread, which have what they need when the step ends"
+    ),
     ("Gradients.discard", "self.memory.buffer.wait()"): (
         "no: no reduction uses memory that accepts gradients; only an interrupt of the host could leave one there"
     ),
