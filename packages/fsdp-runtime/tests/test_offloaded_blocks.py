@@ -16,6 +16,7 @@ KINDS = {
     "adamw8bit": lambda groups: block_optim.AdamW8bit(groups, lr=0.01, **EIGHT_BIT),
     "muon": lambda groups: block_optim.Muon(groups, lr=0.01),
     "shampoo": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=2),
+    "overlapped": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=1, overlap=True),
     "soap": lambda groups: block_optim.SOAP(groups, lr=0.01, precondition_frequency=2),
 }
 ALONE = ("adamw", "adamw8bit")
@@ -113,6 +114,26 @@ def test_an_update_that_does_not_wait_for_its_states_is_a_race(kind, monkeypatch
         with pytest.raises(RaceError):
             optimizer.step()
         monkeypatch.undo()
+
+
+def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some():
+    with alone_or_one("overlapped"):
+        found = []
+        for with_it in (False, True):
+            model, optimizer = prepared("overlapped", False)
+            train(model, optimizer, range(2))
+            found.append(train(model, OffloadedOptimizer(optimizer) if with_it else optimizer, range(2, 4)))
+        assert same(*found)
+
+
+def test_the_host_waits_for_the_copies_and_the_updates_before_it_reads_states(monkeypatch):
+    with device() as simulated:
+        model, optimizer = prepared("adamw", True)
+        train(model, optimizer, range(1))
+        waited = []
+        monkeypatch.setattr(simulated, "wait_on_host", lambda event: waited.append(event is not None))
+        optimizer.state_dict()
+        assert waited == [True, True]
 
 
 def test_parameters_that_begin_to_train_and_groups_that_are_added_are_offloaded_too():

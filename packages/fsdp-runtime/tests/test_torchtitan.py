@@ -296,6 +296,10 @@ def options_and_names(folder):
     dims.spmd_backend = "full_dtensor"
     with pytest.raises(ValueError, match='"full_dtensor"'):
         ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
+    for name, degrees in (("pipeline", {"pp": 2, "cp": 1}), ("context", {"pp": 1, "cp": 2})):
+        dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=1, ep=1, world_size=2, **degrees)
+        with pytest.raises(ValueError, match=f"{name}_parallel_degree is more than 1"):
+            ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2)
     with pytest.raises(ValueError, match='"spmd_types" with tensor or expert'):
         ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)

@@ -139,7 +139,7 @@ def same_training(folder):
 
 
 def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
-    run_ranks(3, same_training, tmp_path)
+    run_ranks(3, same_training, tmp_path, timeout=280)
 
 
 def reductions(folder):

@@ -5,8 +5,9 @@
     Trainer.Config(model_spec=spec, ...)                          everything else stays as it is
 
 torchtitan's own function still decides which modules are units, their meshes (`fsdp`, `efsdp`, `dp_replicate`), mixed
-precision, resharding, offload, prefetching, and that gradients are summed, not divided. Tensor, expert and context
-parallelism, activation checkpointing and compilation are applied before, by the same function.
+precision, resharding, offload, prefetching, and that gradients are summed, not divided. Tensor and expert parallelism,
+activation checkpointing and compilation are applied before, by the same function. Pipelines and context parallelism are
+refused.
 
 Tried with torchtitan 0.3.0: `parallelism.spmd_backend` "partial_dtensor", and "spmd_types" without tensor and expert
 parallelism.
@@ -42,8 +43,9 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
         A function with the arguments of `theirs`, which returns the sharded model.
 
     Raises:
-        ValueError: an option that torchtitan passes itself. When called: an `spmd_backend` that is not supported,
-            before anything is changed; or `theirs` did not shard the model with `fully_shard`.
+        ValueError: an option that torchtitan passes itself. When called: pipelines, context parallelism or an
+            `spmd_backend` that are not supported, before anything is changed; or `theirs` did not shard the model with
+            `fully_shard`.
     """
     if taken := [name for name in _OF_TORCHTITAN if name in options]:
         raise ValueError(
@@ -53,7 +55,7 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
 
     @functools.wraps(theirs)
     def parallelized(model: nn.Module, **named: Any) -> nn.Module:
-        _check_backend(named["parallel_dims"])
+        _check_dims(named["parallel_dims"])
         with replaced_fully_shard(theirs, **options):
             sharded = theirs(model, **named)
         if not isinstance(sharded, FSDPModule):
@@ -66,8 +68,14 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
     return parallelized
 
 
-def _check_backend(parallel_dims: Any) -> None:
-    """Refuse the backends in which parameters and activations are cut in a way that fully_shard does not know."""
+def _check_dims(parallel_dims: Any) -> None:
+    """Refuse what nobody has tried, and backends that cut parameters and activations as fully_shard does not know."""
+    for name, enabled in (("pipeline", parallel_dims.pp_enabled), ("context", parallel_dims.cp_enabled)):
+        if enabled:
+            raise ValueError(
+                f"parallelize_fn: parallelism.{name}_parallel_degree is more than 1, which has not been tried with "
+                "fsdp_runtime in torchtitan; set it to 1, or keep torchtitan's own parallelize_fn"
+            )
     backend = parallel_dims.spmd_backend
     if backend == "full_dtensor":
         raise ValueError(

@@ -96,6 +96,7 @@ class OffloadedBlocks:
         self._known: list[int] = []
         self._at_host: dict[int, torch.Tensor] = {}
         self.state: dict[Any, Any] = {}
+        optimizer.synchronize()
         self.find()
 
     def step(self, grad_norm: torch.Tensor | float | None) -> None:
@@ -200,7 +201,6 @@ class OffloadedBlocks:
 
     def find(self) -> None:
         """Find blocks again where states were made or dropped; move to the CPU those that are not there."""
-        self._optimizer.synchronize()
         tensors = [tensor for tensors in self._tensors().values() for tensor in tensors]
         if [id(tensor) for tensor in tensors] == self._known:
             return
@@ -224,11 +224,10 @@ class OffloadedBlocks:
                 moved.bring()
 
     def _leave(self) -> None:
-        """Take all states back, and wait."""
+        """Take all states back."""
         for block in self._blocks:
             for moved in block.moved:
                 moved.take_back()
-        self._layer.synchronize()
         for block in self._blocks:
             for moved in block.moved:
                 moved.close()
@@ -239,8 +238,7 @@ class OffloadedBlocks:
         self._layer.wait_on_host(self._layer.record())
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, with states in CPU memory."""
-        self.wait()
+        """The optimizer's own, with states in CPU memory; after `wait`."""
         self._optimizer.states_moved()
         found = self._optimizer.state_dict()
         return {**found, "state": self._shown(found["state"])}
@@ -312,13 +310,14 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def _wrapped(like: Any, local: torch.Tensor) -> torch.Tensor:
     """A tensor like another one, with other memory in which its local part is."""
+    found: Any = local
     if isinstance(like, RaggedDTensor):
-        return like.detach().with_local(local)
-    if not isinstance(like, DTensor):
-        return local
-    with (
-        torch.no_grad()
-    ):  # in which to_local is the tensor itself; from_local would move it to the mesh's device
-        found: DTensor = torch.empty_like(like, device=local.device)
-        found.to_local().set_(local)
-    return found
+        found = like.detach().with_local(local)
+    elif isinstance(like, DTensor):
+        with (
+            torch.no_grad()
+        ):  # in which to_local is the tensor itself; from_local would move it to the mesh's device
+            found = torch.empty_like(like, device=local.device)
+            found.to_local().set_(local)
+    wrapped: torch.Tensor = found
+    return wrapped
