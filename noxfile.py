@@ -178,10 +178,20 @@ def soak(session: nox.Session) -> None:
     _reliability(session, "soak.py")
 
 
-def _reliability(session: nox.Session, script: str) -> None:
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Give FSDP2, DeepSpeed and ours the same faults, and write what each says into RELIABILITY.md."""
+    session.env["DS_BUILD_OPS"] = "0"
+    _reliability(session, "peers.py", "deepspeed>=0.19")
+
+
+def _reliability(session: nox.Session, script: str, *others: str) -> None:
     """Run one of the long commands that write sections of RELIABILITY.md."""
     _prepare(session)
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    if others:  # whose builds look for torch
+        session.install("setuptools", "wheel")
+        session.install("--no-build-isolation", *others)
     session.env["OMP_NUM_THREADS"] = "1"
     folder = _folder("fsdp-runtime") / "tests" / "reliability"
     session.run("python", str(folder / script), *(session.posargs or ["--write"]))
@@ -198,6 +208,7 @@ def integrations(session: nox.Session) -> None:
         "torchao>=0.18",
         "lightning-fabric>=2.6",
         "torchtitan>=0.3",
+        "torchft>=0.2",
         "triton",
     )
     session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
@@ -205,6 +216,7 @@ def integrations(session: nox.Session) -> None:
         "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
         "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py",
         "train/test_train_float8.py", "parity/test_hf.py", "parallel/test_parallel.py", "integrations",
+        "reliability/test_torchft.py",
     )  # fmt: skip
     session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
 
