@@ -113,7 +113,7 @@ def same_as_one_rank(accumulate):
         x = torch.full((2, 8), step + 1.0)
         for one in models:
             one(x).sum().backward()
-    for mine, theirs in zip(*(one.parameters() for one in models), strict=True):
+    for theirs, mine in zip(*(one.parameters() for one in models), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
