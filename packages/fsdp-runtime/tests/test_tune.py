@@ -64,7 +64,7 @@ def marks(layers, live):
     order += [("leave", 0), ("backward", 0)]
     order += [(what, unit) for unit in reversed(units) for what in ("backward", "done")]
     computes = {(what, unit) for unit in units for what in ("enter", "backward")}
-    return [Mark(*slot, live, float(slot in computes)) for slot in [*order, ("done", 0)]]
+    return [Mark(what, unit, live, float((what, unit) in computes)) for what, unit in [*order, ("done", 0)]]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 6])

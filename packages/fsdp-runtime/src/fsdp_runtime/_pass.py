@@ -59,6 +59,7 @@ class Pass:
         self._root: Unit | None = None  # of the forward under way
         self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
         self._order: Schedule[Unit] = Schedule()  # of the forward under way
+        self._nothing_ahead = False  # in this forward, after the unit that entered last
         self._backward: Schedule[Unit] = Schedule()
         self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
         self._in_backward_of: set[Unit] = set()  # entered, and not left
@@ -135,6 +136,7 @@ class Pass:
             self._order.enter(unit)
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
+            self._nothing_ahead = explicit is None and not expected
             if expected:
                 self._prefetch("forward", unit, expected, explicit is None)
             if observer is not None:
@@ -169,8 +171,8 @@ class Pass:
             observer.before()
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
-            if not self._order.upcoming():
-                self.streams.recycler.trim()  # nothing more is expected to be gathered
+            if self._nothing_ahead:
+                self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
         if observer is not None:
             observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():
