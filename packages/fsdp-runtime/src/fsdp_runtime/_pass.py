@@ -60,6 +60,7 @@ class Pass:
         self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
         self._order: Schedule[Unit] = Schedule()  # of the forward under way
         self._nothing_ahead = False  # in this forward, after the unit that entered last
+        self._trimmed = False  # since then nothing was parked
         self._backward: Schedule[Unit] = Schedule()
         self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
         self._in_backward_of: set[Unit] = set()  # entered, and not left
@@ -137,6 +138,7 @@ class Pass:
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
             self._nothing_ahead = explicit is None and not expected
+            self._trimmed = False
             if expected:
                 self._prefetch("forward", unit, expected, explicit is None)
             if observer is not None:
@@ -173,6 +175,7 @@ class Pass:
             unit.reshard_for_backward()
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
+                self._trimmed = True
         if observer is not None:
             observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():
@@ -184,13 +187,15 @@ class Pass:
 
     def _end_forward(self) -> None:
         """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
+        trimmed = self._trimmed and not self._ahead
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
         self._ahead.clear()
         self._order.end()
         self._root = None
-        self.streams.recycler.trim()  # the loss has the memory to itself
+        if not trimmed:
+            self.streams.recycler.trim()  # the loss has the memory to itself
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
