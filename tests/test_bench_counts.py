@@ -134,7 +134,7 @@ def test_memory_is_booked_under_the_kind_it_turned_out_to_be():
 
 
 def test_the_floor_has_one_unit_gathered_one_of_gradients_all_reduced_ones_and_nothing_parked():
-    kept = []
+    kept: list[torch.Tensor] = []
 
     def life():
         kept.extend(torch.zeros(size) for size in (100, 10, 300, 50, 20))

@@ -125,6 +125,14 @@ def _ours(
     return trainer
 
 
+def _compiled(build: Callable[[str, Job], Trainer], name: str, job: Job) -> Trainer:
+    """The same with torch.compile on each block, after sharding."""
+    trainer = build(name, job)
+    for block in trainer.module.blocks:
+        block.compile(backend="inductor")
+    return trainer
+
+
 def _lean(name: str, job: Job) -> Trainer:
     """No gathers ahead; the embedding is a unit of its own, which backward does not need."""
     from fsdp_runtime import fully_shard
@@ -357,6 +365,11 @@ SYSTEMS = {
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
     "ours-gathering": System("blocks ignored", _gathering),
     "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),
+    "ours-compiled": System("fsdp_runtime, blocks compiled", partial(_compiled, _ours)),
+    "fsdp2-compiled": System("FSDP2, blocks compiled", partial(_compiled, partial(_as_compared, "fsdp2"))),
+    "alone-compiled": System(
+        "alone, blocks compiled", partial(_compiled, partial(_as_compared, "one")), communicates=False
+    ),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
     "deepspeed": System("DeepSpeed ZeRO-3", partial(_as_compared, "deepspeed"), _deepspeed_can),
     "megatron-fsdp": System("Megatron-FSDP", _megatron, _megatron_can),

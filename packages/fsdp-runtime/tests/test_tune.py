@@ -1,5 +1,7 @@
 """Which units stay gathered, by budget: what is chosen fits, is the same on every rank, and changes no value."""
 
+from typing import Any
+
 import pytest
 import torch
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
@@ -57,12 +59,12 @@ def measured(model):
 def marks(layers, live):
     """A root around layers of one second each way; `live` bytes in all of a lean step."""
     units = range(1, layers + 1)
-    order = [("enter", 0)]
+    order: list[Any] = [("enter", 0)]
     order += [(what, unit) for unit in units for what in ("enter", "leave")]
     order += [("leave", 0), ("backward", 0)]
     order += [(what, unit) for unit in reversed(units) for what in ("backward", "done")]
     computes = {(what, unit) for unit in units for what in ("enter", "backward")}
-    return [Mark(*slot, live, float(slot in computes)) for slot in [*order, ("done", 0)]]
+    return [Mark(what, unit, live, float((what, unit) in computes)) for what, unit in [*order, ("done", 0)]]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 6])
@@ -183,7 +185,8 @@ def test_ranks_that_run_units_in_different_orders_are_told():
 
 def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned():
     with simulated_ranks(4):
-        model = fully_shard(nn.Linear(8, 8))
+        model = nn.Linear(8, 8)
+        fully_shard(model)
         found = tune(model, lambda: model(torch.ones(2, 8)).sum().backward(), memory_budget=1 << 20)
         assert found.kept == ("Linear",)
 

@@ -59,6 +59,8 @@ class Pass:
         self._root: Unit | None = None  # of the forward under way
         self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
         self._order: Schedule[Unit] = Schedule()  # of the forward under way
+        self._nothing_ahead = False  # in this forward, after the unit that entered last
+        self._trimmed = False  # since then nothing was parked
         self._backward: Schedule[Unit] = Schedule()
         self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
         self._in_backward_of: set[Unit] = set()  # entered, and not left
@@ -135,6 +137,8 @@ class Pass:
             self._order.enter(unit)
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
+            self._nothing_ahead = explicit is None and not expected
+            self._trimmed = False
             if expected:
                 self._prefetch("forward", unit, expected, explicit is None)
             if observer is not None:
@@ -169,8 +173,9 @@ class Pass:
             observer.before()
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
-            if not self._order.upcoming():
-                self.streams.recycler.trim()  # nothing more is expected to be gathered
+            if self._nothing_ahead:
+                self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
+                self._trimmed = True
         if observer is not None:
             observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():
@@ -182,13 +187,15 @@ class Pass:
 
     def _end_forward(self) -> None:
         """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
+        trimmed = self._trimmed and not self._ahead
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
         self._ahead.clear()
         self._order.end()
         self._root = None
-        self.streams.recycler.trim()  # the loss has the memory to itself
+        if not trimmed:
+            self.streams.recycler.trim()  # the loss has the memory to itself
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
