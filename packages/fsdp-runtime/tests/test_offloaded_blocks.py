@@ -1,5 +1,7 @@
 """block_optim's optimizers with states in CPU memory: each block comes to the (simulated) device for its update."""
 
+from typing import Any
+
 import pytest
 import torch
 from runtime_helpers import device, loss_of, seeded, tokens
@@ -10,7 +12,7 @@ from layout_planner import Elements
 from ragged_shard.testing import RaceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
-EIGHT_BIT = {"block": Elements(16), "min_8bit_numel": 64}
+EIGHT_BIT: dict[str, Any] = {"block": Elements(16), "min_8bit_numel": 64}
 KINDS = {
     "adamw": lambda groups: block_optim.AdamW(groups, lr=0.01),
     "adamw8bit": lambda groups: block_optim.AdamW8bit(groups, lr=0.01, **EIGHT_BIT),
@@ -35,7 +37,9 @@ def prepared(kind, offloaded):
         fully_shard(block, block_policy=policy)
     fully_shard(model, block_policy=policy)
     units = [*model.blocks, model.embed, model.head]
-    groups = [{"params": [p for p in unit.parameters() if p.ndim == 2 or kind != "muon"]} for unit in units]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in unit.parameters() if p.ndim == 2 or kind != "muon"]} for unit in units
+    ]
     groups[-1]["lr"] = 0.1
     optimizer = KINDS[kind](groups)
     return model, OffloadedOptimizer(optimizer) if offloaded else optimizer

@@ -22,10 +22,10 @@ def on_ranks(kind):
             again.load_state_dict(plain.state_dict())
             loaded.load_state_dict(given)
             same_states(loaded.state_dict(), theirs)
-            expected = prepared(kind, False)
-            expected[0].load_state_dict(plain.state_dict())
-            expected[1].load_state_dict(theirs)
-            assert same(train(*expected, range(4, 6)), train(again, loaded, range(4, 6)))
+            other, own = prepared(kind, False)
+            other.load_state_dict(plain.state_dict())
+            own.load_state_dict(theirs)
+            assert same(train(other, own, range(4, 6)), train(again, loaded, range(4, 6)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
