@@ -231,6 +231,14 @@ def test_a_run_json_without_an_optimizer_is_of_another_run(run):
     about["config"]["optimizer"] = config["optimizer"]
     with pytest.raises(TrainError, match="was made with --data the standard library"):
         check_same_run(newest(run), about, config, {"data": "other"})
+    about["config"]["data"] = [10**30]
+    with pytest.raises(TrainError, match=f"was made with --data {10**30}, whose files"):
+        check_same_run(newest(run), about, config, {"data": "other"})
+
+
+def test_a_device_of_no_kind_is_one_line_also_with_resume(run, capsys):
+    assert main(["--device", "rows:2", "--resume", "--out", str(run)]) == 2
+    assert capsys.readouterr().err == "fsdp-train: --device 'rows:2': expected one of auto, cpu, cuda\n"
 
 
 def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):
@@ -275,6 +283,15 @@ def test_a_token_array_that_is_none_is_named_in_one_line(data, tmp_path):
     with pytest.raises(
         TrainError, match=r"cannot read .*tokens\.npy: it is not a \.npy file of plain numbers"
     ):
+        read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
+
+
+@pytest.mark.parametrize("kind", [b"|V0", b"<U0", b"|S0", b"<f4"])
+def test_an_array_of_anything_but_integers_is_refused_before_it_is_mapped(kind, tmp_path):
+    """numpy divides by the size of an element, which may be 0: a signal ended the process."""
+    path = tmp_path / "tokens.npy"
+    path.write_bytes(npy(b"{'descr': '" + kind + b"', 'fortran_order': False, 'shape': (100,), }"))
+    with pytest.raises(TrainError, match=r"tokens\.npy holds .* of shape \(100,\), expected integer tokens"):
         read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
 
 

@@ -286,7 +286,9 @@ def check_same_run(
     for name, mine in identity.items():
         before = about["identity"].get(name)
         if before != mine and name == "data":
-            was, now = (" ".join(c.get("data") or ()) or "the standard library" for c in (theirs, config))
+            was, now = (
+                " ".join(map(str, c.get("data") or ())) or "the standard library" for c in (theirs, config)
+            )
             raise TrainError(
                 f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
             )

@@ -182,9 +182,10 @@ def _open(path: Path, dtype: str) -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TrainError(f"{path} holds {array.dtype} of shape {array.shape}, expected integer tokens (n,)")
     return array
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def _map_npy(path: Path) -> Any:
@@ -192,13 +193,21 @@ def _map_npy(path: Path) -> Any:
 
     Raises:
         OSError, ValueError: it cannot be read, or it is no such file.
+        TrainError: it holds something else than integers in one dimension.
     """
     try:
-        return np.lib.format.open_memmap(path, mode="r")
+        with path.open("rb") as file:
+            shape, _, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
     except OSError:
         raise
     except Exception as error:  # a header is Python source: numpy raises what its tokenizer and parser do
         raise ValueError(type(error).__name__) from error
+    # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape}")
+    if dtype.kind not in "iu" or len(shape) != 1:
+        raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
+    return np.lib.format.open_memmap(path, mode="r")
 
 
 def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:

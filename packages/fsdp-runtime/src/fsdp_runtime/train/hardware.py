@@ -40,9 +40,16 @@ PEAK_BF16: tuple[tuple[str, float], ...] = (
 
 
 def pick_device(asked: str) -> torch.device:
-    """The kind of device of a run."""
+    """The kind of device of a run.
+
+    Raises:
+        TrainError: torch knows no such kind.
+    """
     if asked != "auto":
-        return torch.device(asked)
+        try:
+            return torch.device(asked)
+        except RuntimeError:
+            raise TrainError(f"--device {asked!r}: expected one of auto, {', '.join(DEVICES)}") from None
     found: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
     return CPU if found is None else torch.device(found.type)
 
