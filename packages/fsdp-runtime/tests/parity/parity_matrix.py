@@ -64,7 +64,7 @@ def runs_of(model: str, ranks: int) -> list[Run]:
     return [replace(run, blocks=POLICIES[(turn + i) % len(POLICIES)]) for i, run in enumerate(features)]
 
 
-def tested_runs(model: str, ranks: int) -> list[Run]:
+def suite_runs(model: str, ranks: int) -> list[Run]:
     """Those that the suite runs: of models with experts on four ranks, which are slow, a third and what needs four."""
     runs = runs_of(model, ranks)
     if ranks < 4 or model == "dense":

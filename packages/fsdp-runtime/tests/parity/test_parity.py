@@ -1,7 +1,7 @@
 """Ten steps on 1 to 4 ranks end where one process ends, and where FSDP2 ends, for each feature of each model."""
 
 import pytest
-from parity_matrix import TESTED, tested_runs
+from parity_matrix import TESTED, suite_runs
 from parity_runs import Report, Run, compare_all
 
 from ragged_shard._torch_compat import TORCH_VERSION
@@ -35,7 +35,7 @@ def problems(run: Run, report: Report) -> list[str]:
     ("model", "ranks"), [(model, ranks) for ranks, models in TESTED.items() for model in models]
 )
 def test_ten_steps_end_where_one_process_and_fsdp2_end(model: str, ranks: int) -> None:
-    runs = tested_runs(model, ranks)
+    runs = suite_runs(model, ranks)
     reports = run_ranks(ranks, compare_all, runs, timeout=280)[0]
     if ranks <= 2:  # a sum of two is the same in either order
         differing = [run for run, report in zip(runs, reports, strict=True) if not report.same_bits]

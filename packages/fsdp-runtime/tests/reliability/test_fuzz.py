@@ -1,5 +1,6 @@
 """Damaged input of every kind: a short form of `fuzz.py`, and what it has found."""
 
+import collections
 import functools
 import io
 import json
@@ -19,6 +20,7 @@ from fuzz import Target, fuzz, limited_memory
 from fuzz_targets import all_targets
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime import read_safetensors
@@ -28,7 +30,7 @@ from fsdp_runtime.train.checksums import find_damage
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.config import RunConfig
 from fsdp_runtime.train.corpus import read_data
-from fsdp_runtime.train.dcp_files import Reader
+from fsdp_runtime.train.dcp_files import Reader, _unpickle
 from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.report import read_metrics
 from fsdp_runtime.train.runs import saved_config
@@ -112,6 +114,23 @@ def test_a_pickle_in_metadata_is_not_run(run, tmp_path):
     with pytest.raises(AttributeError):  # what torch's own reader does with it
         FileSystemReader(checkpoint).read_metadata()
     assert made.exists()
+
+
+class GotFrom:
+    """Pickled as what `getattr` gives."""
+
+    def __init__(self, owner, name):
+        self.got = owner, name
+
+    def __reduce__(self):
+        return getattr, self.got
+
+
+def test_an_enum_as_python_before_3_11_4_pickles_it_is_read_and_no_other_attribute():
+    kind = _MEM_FORMAT_ENCODING
+    assert _unpickle(pickle.dumps(GotFrom(kind, "TORCH_CONTIGUOUS_FORMAT"))) is kind.TORCH_CONTIGUOUS_FORMAT
+    with pytest.raises(ValueError, match="asks for 'fromkeys' of .*OrderedDict.*, which is not part"):
+        _unpickle(pickle.dumps(GotFrom(collections.OrderedDict, "fromkeys")))
 
 
 def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, tmp_path):

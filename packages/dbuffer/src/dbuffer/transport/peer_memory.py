@@ -17,6 +17,7 @@ if it is still there, what it read was what was given.
 
 import atexit
 import contextlib
+import mmap
 import os
 import select
 import selectors
@@ -193,7 +194,7 @@ class _Answering:
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self._piece: torch.Tensor | None = None  # made for the first reduction
+        self._piece: mmap.mmap | None = None  # of a peer's memory, made for the first reduction
 
     # -- called by other threads ------------------------------------------------------------------------------------
 
@@ -388,12 +389,13 @@ class _Answering:
     def _add(self, total: Sum, process: int, places: Places) -> None:
         """Add what a peer gives, a piece at a time."""
         if self._piece is None:
-            self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            self._piece = mmap.mmap(-1, PIECE_BYTES)
+        piece = torch.frombuffer(self._piece, dtype=torch.uint8)
         for index, ((address, nbytes), own) in enumerate(zip(places, total.own, strict=True)):
             for begin in range(0, nbytes, PIECE_BYTES):
                 size = min(PIECE_BYTES, nbytes - begin)
-                read_memory(process, address + begin, self._piece.data_ptr(), size)
-                total.add(index, begin // own.itemsize, self._piece[:size].view(own.dtype))
+                read_memory(process, address + begin, piece.data_ptr(), size)
+                total.add(index, begin // own.itemsize, piece[:size].view(own.dtype))
 
     def _end_if_done(self, exchange: PeerExchange) -> None:
         if not (exchange.untaken or exchange.unread):

@@ -204,7 +204,7 @@ def _map_npy(path: Path) -> Any:
         raise ValueError(type(error).__name__) from error
     # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
     if min(shape, default=0) < 0:
-        raise ValueError(f"shape {shape}")
+        raise ValueError
     if dtype.kind not in "iu" or len(shape) != 1:
         raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
     return np.lib.format.open_memmap(path, mode="r")

@@ -5,6 +5,7 @@ DCP keeps two kinds of pickles: `.metadata`, which its own reader unpickles as i
 is made of are unpickled, and what they say is compared with the files before memory is taken for it.
 """
 
+import enum
 import io
 import math
 import os
@@ -88,10 +89,20 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return pathlib.PurePath  # where it was saved, on whatever system
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise ValueError(f"it names {module}.{name}, which is not part of a checkpoint")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """A member of an enum of torch's, which Python before 3.11.4 pickles as `getattr(kind, name)`."""
+    if isinstance(kind, enum.EnumMeta):
+        found: enum.Enum = kind[name]
+        return found
+    raise ValueError(f"it asks for {name!r} of {kind!r}, which is not part of a checkpoint")
 
 
 def _unpickle(data: bytes) -> Any:
