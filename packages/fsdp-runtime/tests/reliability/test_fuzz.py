@@ -129,7 +129,7 @@ class GotFrom:
 def test_an_enum_as_python_before_3_11_4_pickles_it_is_read_and_no_other_attribute():
     kind = _MEM_FORMAT_ENCODING
     assert _unpickle(pickle.dumps(GotFrom(kind, "TORCH_CONTIGUOUS_FORMAT"))) is kind.TORCH_CONTIGUOUS_FORMAT
-    with pytest.raises(ValueError, match="asks for 'fromkeys' of .*OrderedDict.*, which is not part"):
+    with pytest.raises(ValueError, match=r"asks for 'fromkeys' of .*OrderedDict.*, which is not part"):
         _unpickle(pickle.dumps(GotFrom(collections.OrderedDict, "fromkeys")))
 
 
