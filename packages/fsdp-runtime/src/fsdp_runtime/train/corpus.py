@@ -198,16 +198,14 @@ def _map_npy(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             shape, _, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+        # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
+        if dtype.kind in "iu" and len(shape) == 1 and shape[0] >= 0:
+            return np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
     except Exception as error:  # a header is Python source: numpy raises what its tokenizer and parser do
         raise ValueError(type(error).__name__) from error
-    # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
-    if min(shape, default=0) < 0:
-        raise ValueError
-    if dtype.kind not in "iu" or len(shape) != 1:
-        raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
-    return np.lib.format.open_memmap(path, mode="r")
+    raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
 
 
 def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
