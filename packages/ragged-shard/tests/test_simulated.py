@@ -67,6 +67,17 @@ def test_bytes_received_are_those_of_the_collectives():
         assert simulation.received == 12 * 40
 
 
+def test_an_equal_mesh_of_a_later_world_uses_its_own_groups():
+    """Groups are known by name, and torch remembers what follows for equal meshes, with the mesh that it saw first."""
+    for groups_before in (30, 0):
+        with simulated_ranks(4):
+            for _ in range(groups_before):
+                dist.new_group([0, 1])
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            sharded = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0), Shard(1)])
+            assert sharded.sum(0).full_tensor().tolist() == [6.0] * 10
+
+
 def test_distributed_tensors_work_on_simulated_ranks():
     with simulated_ranks(4):
         mesh = init_device_mesh("cpu", (4,))

@@ -4,8 +4,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over),
 `OpOverload` (the type of an op), `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit
-replication is allowed), `_sleep` of CUDA, and for the test harness `distributed_c10d._world` (which groups there are)
-and `torch._C._set_print_stack_traces_on_fatal_signal`.
+replication is allowed), `_sleep` of CUDA, and for the test harness `distributed_c10d._world` (which groups there are),
+what DTensor remembers of ops (`_clear_sharding_prop_cache`), and `torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Spec = DTensorSpec
@@ -145,6 +146,11 @@ def implicitly_replicated() -> bool:
 def num_groups() -> int:
     """How many process groups this process has, the default one included."""
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def forget_meshes() -> None:
+    """Forget what DTensor remembers of ops, and with it meshes whose groups are gone."""
+    _clear_sharding_prop_cache()
 
 
 def print_native_stacks_on_fatal_signals() -> None:

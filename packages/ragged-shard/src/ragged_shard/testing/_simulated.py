@@ -318,6 +318,7 @@ def simulated_ranks(
         yield _active
     finally:
         dist.destroy_process_group()
+        compat.forget_meshes()
         _active = None
 
 
