@@ -75,7 +75,8 @@ def test_an_equal_mesh_of_a_later_world_uses_its_own_groups():
                 dist.new_group([0, 1])
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             sharded = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0), Shard(1)])
-            assert sharded.sum(0).full_tensor().tolist() == [6.0] * 10
+            summed: Any = sharded.sum(0)
+            assert summed.full_tensor().tolist() == [6.0] * 10
 
 
 def test_distributed_tensors_work_on_simulated_ranks():
