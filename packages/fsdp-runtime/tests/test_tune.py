@@ -1,5 +1,6 @@
 """Which units stay gathered, by budget: what is chosen fits, is the same on every rank, and changes no value."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime import StepMeter, fully_shard, gathered_memory, optimizer_in_backward, tune
+from fsdp_runtime import BudgetError, StepMeter, fully_shard, gathered_memory, optimizer_in_backward, tune
 from fsdp_runtime._budget import Cost, Mark, best, predictions
 from ragged_shard.testing import run_ranks, simulated_ranks
 
@@ -99,7 +100,9 @@ def test_an_impossible_budget_names_the_least_that_is_possible_and_changes_nothi
         assert tune(model, lambda: backward(model), memory_budget=least).peak <= least
 
 
-def test_generators_buffers_and_gradients_are_as_before():
+@pytest.mark.parametrize("budget", [1 << 30, 1000])
+def test_generators_buffers_and_gradients_are_as_before_also_where_nothing_fits(budget):
+    fits = budget > 1000
     with simulated_ranks(2):
         model = seeded(Deep, blocks=2)
         model.norm.register_buffer("seen", torch.zeros(()))
@@ -111,7 +114,8 @@ def test_generators_buffers_and_gradients_are_as_before():
             torch.rand(1)
             backward(model)
 
-        tune(model, step, memory_budget=1 << 30)
+        with contextlib.nullcontext() if fits else pytest.raises(BudgetError):
+            tune(model, step, memory_budget=budget)
         assert torch.rand(1).equal(torch.rand(1, generator=torch.Generator().manual_seed(3)))
         assert model.norm.seen == 0
         assert all(param.grad is None for param in model.parameters())

@@ -177,11 +177,13 @@ class _Trial:
         """Afterwards random generators and buffers are as before."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [] if is_cpu(self._device) else [self._device]
-        with torch.random.fork_rng(devices, device_type=self._device.type):
-            yield
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        try:
+            with torch.random.fork_rng(devices, device_type=self._device.type):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
     def apply(self, kept: Sequence[int], depth: int) -> None:
         """Keep these units gathered between forward and backward."""
