@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Spec = DTensorSpec
@@ -150,6 +149,8 @@ def num_groups() -> int:
 
 def forget_meshes() -> None:
     """Forget what DTensor remembers of ops, and with it meshes whose groups are gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # needs numpy, which sharding does not
+
     _clear_sharding_prop_cache()
 
 
