@@ -23,6 +23,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ragged_shard import DeviceLayer
 
@@ -62,12 +63,12 @@ class CollectiveOrder:
         completed: the number of the last that this rank waited for, and the device's event at the end of the wait.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, store: dist.Store) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, store: Store) -> None:
         self.titles: list[str] = []
         self.number = 0
         self.completed: tuple[int, Any] = (0, None)
         self._ranks, self._rank = list(ranks), rank
-        self._store: dist.Store | None = dist.PrefixStore("dbuffer-order", store)
+        self._store: Store | None = PrefixStore("dbuffer-order", store)
         self._agreed: set[tuple[str, ...]] = set()
         self._keys: dict[tuple[str, ...], str] = {}  # of what was told
         self._waiting: list[_Told] = []
@@ -120,12 +121,12 @@ class CollectiveOrder:
         self._store = None
         _log.warning("ranks' orders of collectives are compared no more: the store failed: %s", error)
 
-    def _tell(self, store: dist.Store, started: tuple[str, ...]) -> _Told:
+    def _tell(self, store: Store, started: tuple[str, ...]) -> _Told:
         key = self._keys.get(started)
         if key is None:
             text = "\n".join(started).encode()
             number = len(self._keys)
-            store.set(f"rank/{self._rank}/{number}", zlib.compress(text))
+            store.set(f"rank/{self._rank}/{number}", zlib.compress(text).hex())
             key = self._keys[started] = "order/" + hashlib.sha256(text).hexdigest()[:32]
             store.add(key, 1)
             store.add(f"number/{number}", 1)
@@ -135,7 +136,7 @@ class CollectiveOrder:
             self._waiting.append(told)
         return told
 
-    def _others_told(self, store: dist.Store, told: _Told, seconds: float) -> bool:
+    def _others_told(self, store: Store, told: _Told, seconds: float) -> bool:
         """Whether every rank has told as many orders as this one, after waiting so long for them at most."""
         number = list(self._keys).index(told.titles)
         end, pause = time.monotonic() + seconds, 0.001
@@ -146,7 +147,7 @@ class CollectiveOrder:
             pause = min(2 * pause, 0.05)
         return True
 
-    def _check(self, store: dist.Store, layer: DeviceLayer, latest: _Told | None) -> str:
+    def _check(self, store: Store, layer: DeviceLayer, latest: _Told | None) -> str:
         """Look which orders all ranks have told; returns what differs. Instead of `latest` others may have told one."""
         number, event = self.completed
         for told in self._waiting.copy():
@@ -164,7 +165,7 @@ class CollectiveOrder:
                 self._discards = discards  # a rank has begun again, and may tell this order in its next pass
         return ""
 
-    def _difference(self, store: dist.Store, mine: tuple[str, ...]) -> str:
+    def _difference(self, store: Store, mine: tuple[str, ...]) -> str:
         here, told = self._ranks[self._rank], list(self._keys).index(mine)
         end = (
             "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all "
@@ -174,7 +175,8 @@ class CollectiveOrder:
             key = f"rank/{place}/{told}"
             if place == self._rank or not store.check([key]):
                 continue
-            theirs = zlib.decompress(store.get(key)).decode().split("\n")
+            text = zlib.decompress(bytes.fromhex(store.get(key).decode()))
+            theirs = text.decode().split("\n")
             for at, (ours, other) in enumerate(zip_longest(mine, theirs, fillvalue=_NOTHING)):
                 if ours != other:
                     return (
