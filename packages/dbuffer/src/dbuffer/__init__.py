@@ -11,6 +11,7 @@ from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_re
 from ._collectives import Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
+from ._order import CollectiveOrder, watch_order
 from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
@@ -53,6 +54,7 @@ __all__ = [
     "CastOnWire",
     "CastReduction",
     "CodePlanes",
+    "CollectiveOrder",
     "Collectives",
     "DBuffer",
     "DebugRecycler",
@@ -97,4 +99,5 @@ __all__ = [
     "shared_recycler",
     "times_started",
     "waiting",
+    "watch_order",
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from . import _progress as progress
 from . import _torch_compat as compat
 from ._memory import BufferMemory
+from ._order import CollectiveOrder, watched
 from .transport.protocol import Work, is_quiet, is_under_way
 
 
@@ -59,6 +60,8 @@ class Handle:
         self._event: Any = None
         self._error: RuntimeError | None = None
         self._launched = False
+        self._order: CollectiveOrder | None = None  # where others compare it with theirs
+        self._number = 0  # there
         for memory in memories:
             memory.in_flight = self
 
@@ -74,6 +77,11 @@ class Handle:
         """
         self._finish = finish
         progress.started[self.title] += 1
+        order = None if self.group is None else watched.get(self.group)
+        if order is not None:
+            order.titles.append(self.title)
+            order.number += 1
+            self._order, self._number = order, order.number
         try:
             self._work = start()
             if self._layer.asynchronous:
@@ -143,6 +151,8 @@ class Handle:
             if self._layer.asynchronous:
                 self._event = self._layer.record()
             self.state = HandleState.COMPLETED
+            if self._order is not None and self._number > self._order.completed[0]:
+                self._order.completed = (self._number, self._event)
         except BaseException as error:
             self._fail(f"was interrupted while its result was written: {error!r}", quiet=True)
             raise

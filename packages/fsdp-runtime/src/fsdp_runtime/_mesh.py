@@ -69,6 +69,14 @@ class DataMesh:
         """Whether no data move (torch's fake process group)."""
         return compat.is_simulated(self.mesh.get_group(self.mesh.ndim - 1))
 
+    @property
+    def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:
+        """These, and those that were made in addition: of neighbors, and of reductions by themselves."""
+        found = list(self.groups)
+        if self.groups[-1] in _REDUCTIONS:
+            found.append(_REDUCTIONS[self.groups[-1]])
+        return (*found, *(mesh.get_group(1) for mesh in _NEIGHBORS.get(self.groups[-1], {}).values()))
+
     def neighbors(self, count: int) -> dist.ProcessGroup | None:
         """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dbuffer import CollectiveOrder, watch_order
+
 from . import _torch_compat as compat
 from ._amax import share_amax
 from ._backward import Backward
@@ -22,6 +24,7 @@ from ._streams import Streams
 from ._unit import Unit, UnitState
 
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
+_PATIENCE = 1.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 
@@ -67,6 +70,7 @@ class Pass:
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
         self._last_backward: list[Unit] = []
+        self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
 
     def gather_after(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
@@ -116,8 +120,23 @@ class Pass:
             if quantized:
                 share_amax(quantized, self.streams, _AT_ONCE)
             self._root = root
-            self._order = self._forward.setdefault(root, Schedule())
+            if root not in self._forward:
+                self._forward[root] = Schedule()
+                self._watch_order()
+            self._order = self._forward[root]
             self._order.begin()
+
+    def _watch_order(self) -> None:
+        """A root's first forward begins: compare from now on the order of what all units communicate."""
+        groups = {group: None for unit in self.units for data in unit.meshes for group in data.groups_in_use}
+        found = map(watch_order, groups)
+        self._compared = [order for order in found if order is not None]
+        for order in self._compared:
+            order.titles = []  # of another model, perhaps of one that failed
+
+    def _compare_order(self, patience: float = 0.0) -> None:
+        for order in self._compared:
+            order.compare(self.streams.layer, patience)
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Unshard a unit, and gather ahead what is expected next.
@@ -196,6 +215,7 @@ class Pass:
         self._root = None
         if not trimmed:
             self.streams.recycler.trim()  # the loss has the memory to itself
+        self._compare_order()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -276,6 +296,7 @@ class Pass:
         self.backward.finish()
         self._left = []
         self.streams.recycler.trim()  # the optimizer has the memory to itself
+        self._compare_order(_PATIENCE)
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
@@ -315,3 +336,5 @@ class Pass:
             units.clear()
         for unit in self.units:
             unit.reset()
+        for order in self._compared:
+            order.discard()

@@ -149,7 +149,8 @@ def num_groups() -> int:
 
 def forget_meshes() -> None:
     """Forget what DTensor remembers of ops, and with it meshes whose groups are gone."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # needs numpy, which sharding does not
+    # Not at the top: it imports numpy.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 

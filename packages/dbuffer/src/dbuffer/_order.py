@@ -1,0 +1,205 @@
+"""Whether all ranks of a process group start the same collectives in the same order.
+
+Torch's collectives carry no name. Where ranks start two of equal size in another order, each takes the other's bytes
+for its own and nothing fails. So each rank keeps the titles of what it starts, and where a program says `compare`,
+tells the others through the process group's store. An order is told once; a pass that repeats it costs nothing.
+
+titles --compare--> told --every rank told it--> agreed
+                      |--every rank told one since, and not all this one--> RuntimeError
+                      '--a collective started later has completed, and not every rank told it--> RuntimeError
+
+That collective has completed on this rank, so every rank has started it, and has told its order before. The first kind
+is seen sooner, but not where the other ranks go on in an order that was agreed before.
+"""
+
+import hashlib
+import logging
+import time
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+
+from ragged_shard import DeviceLayer
+
+_log = logging.getLogger("dbuffer.order")
+_NAMED = 64  # ranks that an error compares this one's order with
+_NOTHING = "nothing"
+
+
+@dataclass
+class _Told:
+    """An order that not every rank is known to have.
+
+    Attributes:
+        titles: of the collectives.
+        key: where the store counts the ranks that have told it.
+        number: how many collectives had been started by then.
+        witness: the event of one that was started later and that this rank waited for, in a list of one; or empty.
+    """
+
+    titles: tuple[str, ...]
+    key: str
+    number: int
+    witness: list[Any]
+
+
+class CollectiveOrder:
+    """The order of the collectives that the `DBuffer`s of this process start on one process group.
+
+    Args:
+        ranks: those of the group, as ranks of the whole job.
+        rank: this process's place among them.
+        store: one that they share.
+
+    Attributes:
+        titles: what was started since the last `compare`. Appended to by each launch.
+        number: how many have been started.
+        completed: the number of the last that this rank waited for, and the device's event at the end of the wait.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, store: dist.Store) -> None:
+        self.titles: list[str] = []
+        self.number = 0
+        self.completed: tuple[int, Any] = (0, None)
+        self._ranks, self._rank = list(ranks), rank
+        self._store: dist.Store | None = dist.PrefixStore("dbuffer-order", store)
+        self._agreed: set[tuple[str, ...]] = set()
+        self._keys: dict[tuple[str, ...], str] = {}  # of what was told
+        self._waiting: list[_Told] = []
+        self._discards = 0  # of all ranks, as far as known
+
+    def compare(self, layer: DeviceLayer, patience: float = 0.0) -> None:
+        """End a sequence of collectives that every rank starts in one order, and check this and earlier ones.
+
+        Every rank calls this at the same points of its program. A sequence that is new takes five requests of the
+        process group's store (some hundred bytes, and the titles compressed), more while this waits, and one at each
+        further call until all ranks are known to have it; any other takes none. Nothing while a graph is captured.
+
+        Args:
+            layer: of the device that the collectives run on.
+            patience: seconds to wait for what the others tell, where this sequence is new. Without, a difference
+                shows in a later call, after collectives that were started since.
+
+        Raises:
+            RuntimeError: another rank started other collectives, or the same in another order.
+        """
+        started, self.titles = tuple(self.titles), []
+        if (not self._waiting and (not started or started in self._agreed)) or self._store is None:
+            return
+        if layer.capturing:
+            return
+        difference = ""
+        try:
+            latest = None
+            if started and started not in self._agreed:
+                told = self._tell(self._store, started)
+                if patience > 0 and self._others_told(self._store, told, patience):
+                    latest = told
+            difference = self._check(self._store, layer, latest)
+        except RuntimeError as error:
+            self._give_up(error)
+        if difference:
+            raise RuntimeError(difference)
+
+    def discard(self) -> None:
+        """Forget what was started since the last `compare`: a pass ended early here, and perhaps not on other ranks."""
+        self.titles = []
+        self._waiting = []
+        if self._store is not None and self._keys:
+            try:
+                self._discards = self._store.add("discards", 1)
+            except RuntimeError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self._store = None
+        _log.warning("ranks' orders of collectives are compared no more: the store failed: %s", error)
+
+    def _tell(self, store: dist.Store, started: tuple[str, ...]) -> _Told:
+        key = self._keys.get(started)
+        if key is None:
+            text = "\n".join(started).encode()
+            number = len(self._keys)
+            store.set(f"rank/{self._rank}/{number}", zlib.compress(text))
+            key = self._keys[started] = "order/" + hashlib.sha256(text).hexdigest()[:32]
+            store.add(key, 1)
+            store.add(f"number/{number}", 1)
+        told = next((one for one in self._waiting if one.key == key), None)
+        if told is None:
+            told = _Told(started, key, self.number, [])
+            self._waiting.append(told)
+        return told
+
+    def _others_told(self, store: dist.Store, told: _Told, seconds: float) -> bool:
+        """Whether every rank has told as many orders as this one, after waiting so long for them at most."""
+        number = list(self._keys).index(told.titles)
+        end, pause = time.monotonic() + seconds, 0.001
+        while store.add(f"number/{number}", 0) < len(self._ranks):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+
+    def _check(self, store: dist.Store, layer: DeviceLayer, latest: _Told | None) -> str:
+        """Look which orders all ranks have told; returns what differs. Instead of `latest` others may have told one."""
+        number, event = self.completed
+        for told in self._waiting.copy():
+            if store.add(told.key, 0) >= len(self._ranks):
+                self._agreed.add(told.titles)
+                self._waiting.remove(told)
+                continue
+            if not told.witness and number > told.number:
+                told.witness.append(event)
+            if told is latest or (told.witness and layer.has_completed(told.witness[0])):
+                self._waiting.remove(told)
+                discards = store.add("discards", 0)
+                if discards == self._discards:
+                    return self._difference(store, told.titles)
+                self._discards = discards  # a rank has begun again, and may tell this order in its next pass
+        return ""
+
+    def _difference(self, store: dist.Store, mine: tuple[str, ...]) -> str:
+        here, told = self._ranks[self._rank], list(self._keys).index(mine)
+        end = (
+            "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all "
+            "ranks, and go on from the last checkpoint"
+        )
+        for place, rank in enumerate(self._ranks[:_NAMED]):
+            key = f"rank/{place}/{told}"
+            if place == self._rank or not store.check([key]):
+                continue
+            theirs = zlib.decompress(store.get(key)).decode().split("\n")
+            for at, (ours, other) in enumerate(zip_longest(mine, theirs, fillvalue=_NOTHING)):
+                if ours != other:
+                    return (
+                        "the ranks do not agree on the order of collectives: as number "
+                        f"{at + 1} of a pass rank {here} starts {ours}, rank {rank} {other}; {end}"
+                    )
+        return (
+            f"the ranks do not agree on the order of collectives: rank {here} starts {', '.join(mine[:4])}"
+            f"{' ...' if mine[4:] else ''}, and not all of ranks {self._ranks} do so; {end}"
+        )
+
+
+watched: "weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder]" = weakref.WeakKeyDictionary()
+
+
+def watch_order(group: dist.ProcessGroup) -> CollectiveOrder | None:
+    """Keep the order of the collectives that this process starts on a group from now on. Does not communicate.
+
+    Returns:
+        the same at each call; None where there is nothing to compare with: one rank, torch's fake group, or a process
+        group without a store.
+    """
+    known = watched.get(group)
+    if known is None and group.size() > 1 and dist.get_backend(group) != "fake":
+        store = group.get_group_store()
+        if store is not None:
+            known = watched[group] = CollectiveOrder(dist.get_process_group_ranks(group), group.rank(), store)
+    return known

@@ -1,0 +1,152 @@
+"""Ranks that run equal units in another order: torch's collectives mix their values up, and an error says so."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_runtime import fully_shard
+from ragged_shard.testing import run_ranks
+
+USUAL, OTHER = (0, 1, 2), (1, 0, 2)
+
+
+class Net(nn.Module):
+    """Equal blocks that run in a given order."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in USUAL)
+        self.order = USUAL
+        self.fails = False
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.blocks[index](x).relu()
+        if self.fails:
+            raise ArithmeticError("a forward that fails here alone")
+        return x.sum()
+
+
+def sharded(replicas=1):
+    """On process groups of its own: what ranks know of each other's orders stays with the group."""
+    world = dist.get_world_size()
+    if replicas == 1:
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    else:
+        shape = (replicas, world // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def error_of(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def first_step(replicas):
+    """Rank 1 runs its blocks in another order from the start."""
+    net = sharded(replicas)
+    if dist.get_rank() == 1:
+        net.order = OTHER
+    loss = net(torch.ones(2, 8))
+    return error_of(loss.backward)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+def test_another_order_in_the_first_step_is_an_error_on_every_rank_before_the_optimizer(ranks, replicas):
+    messages = run_ranks(ranks, first_step, replicas)
+    for rank, message in enumerate(messages[:2]):  # with replicas: the shard group of rank 1
+        assert re.search(rf"as number [12] of a pass rank {rank} starts \w+ of .*, rank", message)
+
+
+def without_gradients():
+    net = sharded()
+    if dist.get_rank() == 1:
+        net.order = OTHER
+    with torch.no_grad():
+        net(torch.ones(2, 8))
+        return error_of(lambda: net(torch.ones(2, 8)))
+
+
+def test_another_order_without_gradients_is_an_error_on_every_rank_in_the_second_forward():
+    assert all("do not agree on the order" in message for message in run_ranks(2, without_gradients))
+
+
+def later():
+    """Rank 1 leaves the order in the second step. Each rank's error in the third forward."""
+    net = sharded()
+    net(torch.ones(2, 8)).backward()
+    if dist.get_rank() == 1:
+        net.order = OTHER
+    net(torch.ones(2, 8)).backward()
+    return error_of(lambda: net(torch.ones(2, 8)))
+
+
+def test_a_rank_that_leaves_the_order_later_raises_in_the_next_forward():
+    usual, other = run_ranks(2, later)
+    assert usual == ""
+    assert "rank 1 starts all_gather of blocks.2, all_gather of blocks.1" in other
+    assert "not all of ranks [0, 1] do so" in other
+
+
+def changes_everywhere():
+    """All ranks change the order, back and forth, train and evaluate; gradients are accumulated."""
+    net = sharded()
+    for order in (USUAL, OTHER, (2, 1, 0), OTHER, USUAL):
+        net.order = order
+        with torch.no_grad():
+            net(torch.ones(2, 8))
+        net.set_requires_gradient_sync(False)
+        net(torch.ones(2, 8)).backward()
+        net.set_requires_gradient_sync(True)
+        net(torch.ones(2, 8)).backward()
+    return True
+
+
+def test_an_order_that_changes_on_all_ranks_is_no_error():
+    assert all(run_ranks(3, changes_everywhere))
+
+
+def fails_on_one_rank():
+    net = sharded()
+    net.fails = dist.get_rank() == 1
+    try:
+        net(torch.ones(2, 8))
+    except ArithmeticError:
+        net.fails = False
+    for _ in range(3):
+        net(torch.ones(2, 8)).backward()
+    return True
+
+
+def test_a_forward_that_failed_on_one_rank_after_it_had_gathered_is_no_disagreement():
+    assert all(run_ranks(2, fails_on_one_rank))
+
+
+def collectives_of_first_steps():
+    """What the store is asked, after the first steps."""
+    net = sharded()
+    asked = []
+    for _ in range(4):
+        net(torch.ones(2, 8)).backward()
+        store = dist.PrefixStore(
+            "dbuffer-order", net.blocks[0].weight.device_mesh.get_group().get_group_store()
+        )
+        asked.append(store.num_keys())
+    return asked
+
+
+def test_an_order_that_all_ranks_have_is_told_once():
+    _, second, *rest = run_ranks(2, collectives_of_first_steps)[0]
+    assert set(rest) == {second}
