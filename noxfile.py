@@ -227,6 +227,9 @@ def verl(session: nox.Session) -> None:
     _prepare(session)
     served = ("uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec")  # which verl imports for its delta sync
     session.install(*_workspace(*_test_requirements(*PACKAGES), "verl>=0.9.1", *served))
+    session.run(
+        "python", "-c", "import verl.workers.engine"
+    )  # compiled once, not by all ranks at the same time
     tests = (
         "packages/fsdp-runtime/tests/test_verl.py",
         "packages/fsdp-runtime/tests/integrations",

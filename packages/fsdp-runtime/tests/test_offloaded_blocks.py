@@ -130,6 +130,27 @@ def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some():
         assert same(*found)
 
 
+def test_work_next_to_the_steps_has_ended_before_its_states_move(monkeypatch):
+    with alone_or_one("overlapped"):
+        model, optimizer = prepared("overlapped", False)
+        train(model, optimizer, range(2))
+        sizes, theirs = [], type(optimizer).synchronize
+
+        def synchronize(self):
+            states = [local(value) for state in self.state.values() for value in tensors_in(state)]
+            sizes.append(min(value.untyped_storage().nbytes() for value in states if value.numel() > 1))
+            theirs(self)
+
+        monkeypatch.setattr(type(optimizer), "synchronize", synchronize)
+        OffloadedOptimizer(optimizer)
+        assert sizes
+        assert sizes[0] > 0
+
+
+def tensors_in(tree):
+    return [value for value in torch.utils._pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)]
+
+
 def test_the_host_waits_for_the_copies_and_the_updates_before_it_reads_states(monkeypatch):
     with device() as simulated:
         model, optimizer = prepared("adamw", True)

@@ -187,6 +187,35 @@ def test_ranks_that_run_units_in_different_orders_are_told():
     run_ranks(2, different_orders)
 
 
+def what_one_rank_finds():
+    last = torch.distributed.get_world_size() - 1
+    alone = torch.distributed.get_rank() == last
+    model = sharded()
+
+    def told(message, model=model, budget=1 << 30):
+        with pytest.raises(ValueError, match=message):
+            tune(model, lambda: pytest.fail("a step ran"), memory_budget=budget)
+
+    if alone:
+        param = model.head.weight
+        param.grad = torch.zeros_like(param)
+    told(rf"tune on rank {last}: gradients are dropped, and head.weight has one")
+    model.zero_grad()
+    told(rf"tune on rank {last}: Deep is not a root", model=seeded(Deep, blocks=6) if alone else model)
+    told(rf"tune on rank {last}: memory_budget=0: expected a positive number", budget=0 if alone else 1 << 30)
+    told(
+        rf"rank {last} has 7 units and memory_budget=1,000, rank 0 has 7 units and memory_budget=9,000",
+        budget=1000 if alone else 9000,
+    )
+    one = fully_shard(nn.Linear(4, 4))
+    told(rf"rank {last} has 1 units", model=one if alone else model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank(ranks):
+    run_ranks(ranks, what_one_rank_finds, timeout=60)
+
+
 def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned():
     with simulated_ranks(4):
         model = nn.Linear(8, 8)

@@ -18,6 +18,7 @@ from ._memory import unit_memory
 from ._model import member_of
 from ._pass import Pass
 from ._unit import Unit
+from .weights.agreement import agree
 
 _TRIES = 4  # choices that are measured
 
@@ -61,7 +62,9 @@ class BudgetError(ValueError):
         self.least = least
 
 
-def tune(model: nn.Module, step: Callable[[], Any], *, memory_budget: int) -> Tuning:
+def tune(
+    model: nn.Module, step: Callable[[], Any], *, memory_budget: int, group: dist.ProcessGroup | None = None
+) -> Tuning:
     """Keep as many units gathered between forward and backward as a memory budget allows, and set the prefetch depth.
 
         tune(model, lambda: loss_of(model, batch).backward(), memory_budget=8 << 30)
@@ -75,21 +78,26 @@ def tune(model: nn.Module, step: Callable[[], Any], *, memory_budget: int) -> Tu
     taking as long as they can. What the optimizer makes in its step is seen where it is there already: call this after
     the first step, or subtract it. Batches that need more activations than this one need more than the budget.
 
-    Calls `step` 4 to 7 times. In addition to what that communicates, gathers each unit twice, and all-reduces 64 bytes
-    a unit once and 8 bytes for each measured choice over the ranks of the units' meshes.
+    Before the first step ranks tell each other what they found: one all-gather of pickled objects (8 bytes a rank for
+    the sizes, then under 100 bytes a rank, or as many as the longest error message takes). What one rank alone finds,
+    such as a leftover gradient, is the same error on all. Then `step` is called 4 to 7 times. In addition to what that
+    communicates, each unit is gathered twice, and 64 bytes a unit once and 8 bytes for each measured choice are
+    all-reduced.
 
     Args:
         model: the root, sharded with `fully_shard`, each unit with a bool or None as `reshard_after_forward`.
         step: runs forward and backward as training will, on all ranks; gradients are dropped afterwards. No optimizer.
-        memory_budget: bytes that may be live on each rank.
+        memory_budget: bytes that may be live on each rank, the same number on all.
+        group: the ranks that call this together. None: all ranks.
 
     Raises:
         BudgetError: the budget is below what a lean step takes. Nothing is changed.
-        ValueError: ranks ran units in different orders; the model is not a root, keeps parts among neighbors,
-            prefetches by hand, has gradients, or an optimizer in backward. Nothing is changed.
+        ValueError: ranks ran units in different orders, have different numbers of units or different budgets; on some
+            rank the model is not a root, keeps parts among neighbors, prefetches by hand, has gradients, or has an
+            optimizer in backward. The same on every rank, with the rank's name. Nothing is changed.
     """
-    passes = _checked(model, memory_budget)
-    trial = _Trial(model, passes, step)
+    passes = _agreed(model, memory_budget, group)
+    trial = _Trial(model, passes, step, group)
     before = [(unit, unit.options.reshard_after_forward) for unit in passes.units], passes.prefetch_depth
     try:
         with trial.undone():
@@ -141,33 +149,52 @@ def _curve(choices: Sequence[Choice]) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
+def _agreed(model: nn.Module, budget: int, group: dist.ProcessGroup | None) -> Pass:
+    problem, units = None, 0
+    try:
+        passes = _checked(model, budget)
+        units = len(passes.units)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    answers = agree("tune", problem, (units, budget), group)
+    for rank, (others, allowed) in enumerate(answers):
+        if (others, allowed) != answers[0]:
+            raise ValueError(
+                f"tune: rank {rank} has {others} units and memory_budget={allowed:,}, rank 0 has {answers[0][0]} units "
+                f"and memory_budget={answers[0][1]:,}; all ranks must have the same"
+            )
+    return passes
+
+
 def _checked(model: nn.Module, budget: int) -> Pass:
     member = member_of(model)
     if member is None or not member.unit.root:
         raise ValueError(
-            f"tune: {type(model).__name__} is not a root; pass the outermost module that fully_shard was called on"
+            f"{type(model).__name__} is not a root; pass the outermost module that fully_shard was called on"
         )
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ValueError(f"memory_budget={budget!r}: expected a positive number of bytes")
     for unit in member.passes.units:
         options = unit.options
         if unit.keeps_slices:
-            raise ValueError(f"tune: {unit.name} has an integer as reshard_after_forward; shard with a bool")
+            raise ValueError(f"{unit.name} has an integer as reshard_after_forward; shard with a bool")
         if options.forward_prefetch is not None or options.backward_prefetch is not None:
-            raise ValueError(f"tune: {unit.name} prefetches by hand (set_modules_to_..._prefetch)")
+            raise ValueError(f"{unit.name} prefetches by hand (set_modules_to_..._prefetch)")
         if options.update is not None:
-            raise ValueError("tune: an optimizer in backward would update parameters; tune before it")
+            raise ValueError("an optimizer in backward would update parameters; tune before it")
     for name, param in model.named_parameters():
         if param.grad is not None:
-            raise ValueError(f"tune drops gradients, and {name} has one; call zero_grad() first")
+            raise ValueError(f"gradients are dropped, and {name} has one; call zero_grad() first")
     return member.passes
 
 
 class _Trial:
     """Steps of one model that leave nothing behind."""
 
-    def __init__(self, model: nn.Module, passes: Pass, step: Callable[[], Any]) -> None:
-        self.model, self.passes, self._step = model, passes, step
+    def __init__(
+        self, model: nn.Module, passes: Pass, step: Callable[[], Any], group: dist.ProcessGroup | None
+    ) -> None:
+        self.model, self.passes, self._step, self._group = model, passes, step, group
         recycler = passes.streams.recycler
         self._device = recycler.device
         self._meter = StepMeter(self._device, lambda: recycler.stats.lent_bytes + recycler.stats.parked_bytes)
@@ -264,11 +291,7 @@ class _Trial:
     def _largest(self, values: list[float]) -> list[float]:
         """Of each value the largest on any rank."""
         found = torch.tensor(values, dtype=torch.float64, device=self._device)
-        groups = dict.fromkeys(
-            group for unit in self.passes.units for data in unit.meshes for group in data.groups
-        )
-        for group in groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         listed: list[float] = found.tolist()
         return listed
 
