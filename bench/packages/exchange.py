@@ -1,8 +1,9 @@
-"""Large gathers and reductions on CPU by each transport of dbuffer, the three taking turns on 2, 3 and 4 ranks.
+"""Large gathers and reductions on CPU by each transport of dbuffer, the three taking turns on 2 to 16 ranks.
 
-python -m bench exchange      a table
+python -m bench exchange [--ranks 2,3,4,8,16] [--mib 12]      a table
 
-Wall milliseconds of one gather or reduction of 12 MiB, the median over rounds on rank 0, one thread a rank.
+Milliseconds of one gather or reduction of so many MiB gathered, medians over rounds, one thread a rank. Wall is rank
+0's; CPU is that of all ranks together, which tells more where there are more ranks than cores.
 """
 
 import statistics
@@ -12,15 +13,15 @@ from typing import Any
 from ..common import store
 from ..common.ranks import launch
 
-NBYTES = 12 << 20
-RANKS = (2, 3, 4)
+RANKS = (2, 3, 4, 8, 16)
 TRANSPORTS = ("collectives", "sends", "peer_memory")
 KINDS = ("gather", "reduce")
 WARM_UP = 3
+REPEATS = 4  # of one move between barriers, which take time themselves
 
 
-def run(request: dict[str, Any]) -> dict[str, list[float | None]]:
-    """On a rank: `{kind: [milliseconds by each transport]}`; None where this machine does not allow it."""
+def run(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | None]]:
+    """On a rank: `{kind: {transport: (wall, CPU) milliseconds}}`; None where this machine does not allow it."""
     import torch
     import torch.distributed as dist
 
@@ -28,7 +29,7 @@ def run(request: dict[str, Any]) -> dict[str, list[float | None]]:
 
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
-    full = torch.randn(NBYTES // 4 // ranks * ranks)
+    full = torch.randn(request["nbytes"] // 4 // ranks * ranks)
     shard = torch.randn(full.numel() // ranks)
 
     def move(kind: str, transport: Transport) -> None:
@@ -37,24 +38,32 @@ def run(request: dict[str, Any]) -> dict[str, list[float | None]]:
         else:
             transport.reduce_scatter([(shard, full)], "sum", "full").wait()
 
-    times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in KINDS for name in TRANSPORTS}
+    walls: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in KINDS for name in TRANSPORTS}
+    cpus: dict[tuple[str, str], list[float]] = {key: [] for key in walls}
     missing: set[str] = set()
-    for _ in range(request["rounds"] + WARM_UP):
-        for (kind, name), found in times.items():
+    for turn in range(request["rounds"] + WARM_UP):
+        for kind, name in sorted(walls, reverse=bool(turn % 2)):
             if name in missing:
                 continue
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             try:
-                move(kind, transport_of(group, name))
+                for _ in range(REPEATS):
+                    move(kind, transport_of(group, name))
             except ValueError as error:  # the same on all ranks
                 print(error, flush=True)
                 missing.add(name)
-            found.append(1e3 * (time.perf_counter() - began))
+            walls[kind, name].append(1e3 * (time.perf_counter() - began) / REPEATS)
+            dist.barrier()  # peers may be busy with this rank's memory
+            cpus[kind, name].append(1e3 * (time.process_time() - cpu) / REPEATS)
+
+    def medians(key: tuple[str, str]) -> tuple[float, float]:
+        everyones = torch.tensor(cpus[key], dtype=torch.float64)
+        dist.all_reduce(everyones)
+        return statistics.median(walls[key][WARM_UP:]), float(everyones[WARM_UP:].quantile(0.5))
+
     return {
-        kind: [
-            None if name in missing else statistics.median(times[kind, name][WARM_UP:]) for name in TRANSPORTS
-        ]
+        kind: {name: None if name in missing else medians((kind, name)) for name in TRANSPORTS}
         for kind in KINDS
     }
 
@@ -63,10 +72,20 @@ def main(arguments: list[str]) -> int:
     """Print the table."""
     parser = store.parser_of("exchange", __doc__)
     parser.add_argument("--rounds", type=int, default=27)
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="separated by commas")
+    parser.add_argument("--mib", default="12", help="gathered; several are separated by commas")
     options = parser.parse_args(arguments)
     rows = []
-    for ranks in RANKS:
-        found = launch(run, ranks, {"rounds": options.rounds})
-        rows.append([ranks, *("-" if ms is None else f"{ms:.1f}" for kind in KINDS for ms in found[kind])])
-    print(store.table(["ranks", *(f"{kind}: {name}, ms" for kind in KINDS for name in TRANSPORTS)], rows))
+    for ranks in map(int, options.ranks.split(",")):
+        for mib in map(float, options.mib.split(",")):
+            found = launch(run, ranks, {"rounds": options.rounds, "nbytes": int(mib * 2**20)})
+            for kind, by_transport in found.items():
+                cells = [
+                    "-" if both is None else f"{both[of]:.2f}"
+                    for of in (0, 1)
+                    for both in by_transport.values()
+                ]
+                rows.append([ranks, f"{mib:g}", kind, *cells])
+    header = [f"{what}: {name}, ms" for what in ("wall", "CPU") for name in TRANSPORTS]
+    print(store.table(["ranks", "MiB", "", *header], rows))
     return 0

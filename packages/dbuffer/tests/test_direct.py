@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dbuffer_helpers import mesh_of
 
 from dbuffer import Collectives, DBuffer, prepare_gather, prepare_reduction, reduction_scratch_bytes
-from dbuffer.transport import choice, direct, transport_of
+from dbuffer.transport import choice, direct, peer_memory, transport_of
 from dbuffer.transport.peer_memory import PIECE_BYTES
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
@@ -84,11 +84,10 @@ def collective_kinds(rows, transport):
         (2, 16384, "auto", []),
         (2, 512, "auto", ["all_gather"]),  # small
         (2, 16384, "collectives", ["all_gather"]),
-        (5, 16384, "auto", ["all_gather"]),  # many ranks
-        (5, 16384, "peer_memory", []),  # unless asked for
+        (8, 16384, "auto", []),
     ],
 )
-def test_only_large_exchanges_among_few_ranks_go_directly(ranks, rows, transport, kinds):
+def test_only_large_exchanges_go_directly(ranks, rows, transport, kinds):
     assert run_ranks(ranks, collective_kinds, rows, transport) == [kinds] * ranks
 
 
@@ -154,11 +153,11 @@ def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
     run_ranks(2, a_gather_and_a_reduction_of_their_own_way)
 
 
-def odd_sums(transport, op, dtype):
+def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
     """Slices of more than two pieces and of less than one, in one call; added in the order of ranks before this one."""
-    world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    assert world is not None
-    numels = (2 * PIECE_BYTES // dtype.itemsize + 13, 7, 1)
+    group, rank, size = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    usual, peer_memory.PIECE_BYTES = peer_memory.PIECE_BYTES, piece
+    numels = (2 * piece // dtype.itemsize + 13, 7, 1)
     generator = torch.Generator().manual_seed(rank)
     sends = [torch.randn(size * n, generator=generator).to(dtype) for n in numels]
     everyones = [[torch.empty_like(send) for _ in range(size)] for send in sends]
@@ -174,7 +173,8 @@ def odd_sums(transport, op, dtype):
     receives = [send.chunk(size)[rank] for send in sends[:2]] + [
         torch.empty(1, dtype=dtype)
     ]  # in place, and not
-    transport_of(world, transport).reduce_scatter(list(zip(receives, sends, strict=True)), op, "odd").wait()
+    transport_of(group, transport).reduce_scatter(list(zip(receives, sends, strict=True)), op, "odd").wait()
+    peer_memory.PIECE_BYTES = usual
     return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
 
 
@@ -184,7 +184,12 @@ def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype
     assert run_ranks(ranks, odd_sums, transport, op, dtype) == [[True] * 3] * ranks
 
 
-def logged(transport):
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_many_ranks_read_and_add_in_that_order_too(ranks):
+    assert run_ranks(ranks, odd_sums, "auto", "avg", torch.float32, 1 << 16) == [[True] * 3] * ranks
+
+
+def logged(transport, most=choice.READ_RANKS):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage().split(": ", 1)[1])
@@ -192,23 +197,25 @@ def logged(transport):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     group = dist.new_group()
+    usual, choice.READ_RANKS = choice.READ_RANKS, most
     full, mine = torch.zeros(LARGE * dist.get_world_size()), torch.ones(LARGE)
     for _ in range(2):
         transport_of(group, transport).all_gather([(full, mine)], "x").wait()
+    choice.READ_RANKS = usual
     logger.removeHandler(handler)
     return records
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport", "line"),
+    ("given", "line"),
     [
-        (2, "auto", "peer_memory for large exchanges"),
-        (2, "sends", "sends for large exchanges, as chosen"),
-        (5, "auto", "collectives; no direct exchange: it has 5 ranks, and more than 4 gain nothing"),
+        (["auto"], "peer_memory for large exchanges"),
+        (["sends"], "sends for large exchanges, as chosen"),
+        (["auto", 1], "collectives; no direct exchange: it has 2 ranks, more than 1"),
     ],
 )
-def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(ranks, transport, line):
-    assert run_ranks(ranks, logged, transport) == [[line]] * ranks
+def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(given, line):
+    assert run_ranks(2, logged, *given) == [[line]] * 2
 
 
 def unequal_histories(transport):
@@ -258,7 +265,8 @@ def test_what_a_reduction_holds_in_addition_is_a_piece_or_what_the_others_give()
     assert reduction_scratch_bytes(6 << 20, 3) == reduction_scratch_bytes(60 << 20, 3) == PIECE_BYTES
     assert reduction_scratch_bytes(3 << 20, 3, choice="sends") == 2 << 20
     assert reduction_scratch_bytes(1 << 19, 2) == 0
-    assert reduction_scratch_bytes(5 << 20, 5) == 0
+    assert reduction_scratch_bytes(16 << 20, 16) == PIECE_BYTES
+    assert reduction_scratch_bytes(17 << 20, 17) == 0
     assert reduction_scratch_bytes(5 << 20, 5, choice="sends") == 4 << 20
     assert reduction_scratch_bytes(4 << 20, 4, choice="collectives") == 0
     assert reduction_scratch_bytes(4 << 20, 4, backend="nccl") == 0

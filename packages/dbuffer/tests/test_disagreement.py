@@ -69,15 +69,15 @@ def test_two_groups_of_the_same_ranks_do_not_meet(transport):
     assert run_ranks(2, two_groups, transport) == [[[0.0], [1.0]]] * 2
 
 
-def three_disagree(what, transport):
-    """Rank 2 leaves a call out, makes two in the other order, or has another dtype of the same size."""
+def last_disagrees(what, transport):
+    """The last rank leaves a call out, makes two in the other order, or has another dtype of the same size."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     a, b = (build_large(name, group, transport) for name in "ab")
     odd = build_large("a", group, transport, dtype=torch.int32)
     for value, buffer in enumerate((a, b)):
         buffer.load_full({"w": torch.full((1024, 1024), float(value))})
     mine = [a, b]
-    if dist.get_rank() == 2:
+    if dist.get_rank() == dist.get_world_size() - 1:
         mine = {"count": [b], "order": [b, a], "dtype": [odd, b]}[what]
     begin, raised = time.monotonic(), False
     handles = []
@@ -101,7 +101,11 @@ def three_disagree(what, transport):
 @BOTH
 @pytest.mark.parametrize("what", ["count", "order", "dtype"])
 def test_where_one_of_three_ranks_disagrees_all_raise(what, transport):
-    assert run_ranks(3, three_disagree, what, transport) == [True] * 3
+    assert run_ranks(3, last_disagrees, what, transport) == [True] * 3
+
+
+def test_where_one_of_eight_ranks_disagrees_all_raise():
+    assert run_ranks(8, last_disagrees, "order", "auto") == [True] * 8
 
 
 class Slow:

@@ -150,18 +150,21 @@ def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises():
 
 def one_is_frozen():
     """Rank 1 is stopped by a signal in the middle; rank 0 gives up, changes its memory and lets it go on."""
-    peers = peers_of(timeout=2.0)
-    mine, theirs = torch.full((SIZE,), float(dist.get_rank() + 1)), torch.zeros(SIZE)
-    pids: list = [None, None]
+    peers, size = peers_of(timeout=2.0), dist.get_world_size()
+    mine, theirs = torch.full((SIZE,), float(dist.get_rank() + 1)), [torch.zeros(SIZE)] * (size - 1)
+    pids: list = [None] * size
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:
+        for other in range(1, size):  # which may still be in that gather, and need rank 1 to leave it
+            dist.recv(torch.zeros(1), other)
         os.kill(pids[1], signal.SIGSTOP)
-        said = error_of(swap(peers, mine, [theirs]).wait)
+        said = error_of(swap(peers, mine, theirs).wait)
         mine.fill_(-1.0)
         os.kill(pids[1], signal.SIGCONT)
     else:
+        dist.send(torch.zeros(1), 0)
         time.sleep(0.5)
-        said = error_of(swap(peers, mine, [theirs]).wait)
+        said = error_of(swap(peers, mine, theirs).wait)
     dist.barrier()
     return said
 
@@ -170,6 +173,13 @@ def test_a_frozen_peer_fails_both():
     first, second = run_ranks(2, one_is_frozen)
     assert first == "rank(s) [1] of the group did not take part in x within 2 s"
     assert "given up" in second or "closed" in second
+
+
+def test_a_frozen_peer_fails_all_of_eight():
+    said = run_ranks(8, one_is_frozen)
+    assert said[0] == "rank(s) [1] of the group did not take part in x within 2 s"
+    for other in said[1:]:
+        assert "rank(s) [1] of" in other or "given up" in other or "closed" in other
 
 
 def a_peer_is_stopped_for_a_while():
@@ -195,8 +205,8 @@ def test_a_peer_that_is_stopped_for_a_while_costs_only_time():
 
 def one_is_killed(when):
     """Rank 2 is killed in a read of its own, or while rank 0 reads from it; raises what `wait` says."""
-    peers = peers_of()
-    pids: Any = [None] * 3
+    peers, size = peers_of(), dist.get_world_size()
+    pids: Any = [None] * size
     dist.all_gather_object(pids, os.getpid())
     usual, rank = peer_memory.read_memory, dist.get_rank()
 
@@ -209,15 +219,15 @@ def one_is_killed(when):
             time.sleep(0.2)
 
     peer_memory.read_memory = deadly
-    swap(peers, torch.ones(SIZE), [torch.zeros(SIZE), torch.zeros(SIZE)]).wait()
+    swap(peers, torch.ones(SIZE), [torch.zeros(SIZE)] * (size - 1)).wait()
     if rank == 2:
         time.sleep(10)  # it may have all it needs before it is killed
 
 
-@pytest.mark.parametrize("when", ["it reads", "it is read"])
-def test_where_a_rank_is_killed_the_others_raise_at_once(when):
+@pytest.mark.parametrize(("ranks", "when"), [(3, "it reads"), (3, "it is read"), (8, "it is read")])
+def test_where_a_rank_is_killed_the_others_raise_at_once(ranks, when):
     with pytest.raises(RankError) as caught:
-        run_ranks(3, one_is_killed, when, timeout=20)
+        run_ranks(ranks, one_is_killed, when, timeout=20)
     assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
     assert 0 in caught.value.causes
     for cause in caught.value.causes.values():

@@ -64,7 +64,7 @@ class LateReads:
             self.written.set()
             return got
 
-        vars(transport_of(group, "peer_memory"))["_mover"]._timeout = peer_memory.GRACE = 0.2
+        vars(transport_of(group, "peer_memory"))["_chosen"][0]._timeout = peer_memory.GRACE = 0.2
         process_memory.system_call = lambda: late  # type: ignore[assignment]
 
 

@@ -17,7 +17,6 @@ from dbuffer.transport import handshake, process_memory, transport_of
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from dbuffer.transport.process_memory import read_memory
-from dbuffer.transport.sends import Sends
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -80,7 +79,7 @@ def test_where_the_platform_cannot_read_that_is_said(monkeypatch):
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
-def one_may_not_read():
+def one_may_not_read(moved_by):
     """Rank 1 is refused the others' memory, as ptrace_scope would."""
     usual, lines = handshake.read_memory, []
 
@@ -95,22 +94,41 @@ def one_may_not_read():
     if dist.get_rank() == 1:
         handshake.read_memory = refused
     group = dist.new_group()
-    full, mine = torch.zeros(3 << 18), torch.full((1 << 18,), float(dist.get_rank()))
+    size = dist.get_world_size()
+    full, mine = torch.zeros(size << 18), torch.full((1 << 18,), float(dist.get_rank()))
     transport = transport_of(group, "auto")
-    transport.all_gather([(full, mine)], "x").wait()
+    for _ in range(2):
+        transport.all_gather([(full, mine)], "x").wait()
     handshake.read_memory = usual
     logger.removeHandler(handler)
-    assert isinstance(vars(transport)["_mover"], Sends)
-    assert torch.equal(full, torch.arange(3.0).repeat_interleave(1 << 18))
+    assert transport.name == moved_by
+    assert torch.equal(full, torch.arange(float(size)).repeat_interleave(1 << 18))
     (line,) = lines
     return line.split(": ", 1)[1]
 
 
-def test_where_one_rank_may_not_read_all_send_and_say_why():
-    for line in run_ranks(3, one_may_not_read):
+@pytest.mark.parametrize(("ranks", "moved_by"), [(3, "sends"), (5, "collectives")])
+def test_where_one_rank_may_not_read_few_send_and_more_use_collectives_and_say_why(ranks, moved_by):
+    for line in run_ranks(ranks, one_may_not_read, moved_by):
         assert line.startswith(
-            "sends for large exchanges; no peer memory: rank 1: may not read rank 0's memory (Operation not permitted; "
+            f"{moved_by} for large exchanges; no peer memory: rank 1: may not read rank 0's memory (Operation not "
+            "permitted; "
         )
+
+
+def one_is_elsewhere():
+    usual = handshake.machine
+    if dist.get_rank() == 2:
+        handshake.machine = lambda: "another"
+    begin = time.monotonic()
+    found = connect(dist.group.WORLD)  # type: ignore[arg-type]
+    handshake.machine = usual
+    assert time.monotonic() - begin < handshake.PATIENCE
+    return found
+
+
+def test_ranks_of_another_machine_are_not_waited_for():
+    assert run_ranks(3, one_is_elsewhere) == [({}, "rank 2 is on another machine than rank 0")] * 3
 
 
 def one_cannot_be_reached():
@@ -188,13 +206,13 @@ def test_an_exchange_completes_when_all_have_started_it():
     run_ranks(2, others_are_read_while_this_rank_computes)
 
 
-def many_at_once():
+def many_at_once(times):
     """Ranks at different paces, several exchanges under way, each of its own size and value."""
     rank, size = dist.get_rank(), dist.get_world_size()
     peers, others = peers_of(), [r for r in range(size) if r != rank]
     generator = torch.Generator().manual_seed(rank)
     under_way = []
-    for number in range(400):
+    for number in range(times):
         numel = 1 + number * 37 % 5000
         gives = {r: [torch.full((numel,), 1000.0 * number + 10 * rank + r)] * 2 for r in others}
         takes = {r: [torch.zeros(numel), torch.zeros(numel)] for r in others}
@@ -211,9 +229,9 @@ def many_at_once():
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_many_exchanges_under_way_bring_each_its_own_bytes(ranks):
-    run_ranks(ranks, many_at_once, timeout=60)
+@pytest.mark.parametrize(("ranks", "times"), [(2, 400), (3, 400), (4, 400), (16, 30)])
+def test_many_exchanges_under_way_bring_each_its_own_bytes(ranks, times):
+    run_ranks(ranks, many_at_once, times, timeout=60)
 
 
 def many_buffers(count):

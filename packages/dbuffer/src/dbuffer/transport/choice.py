@@ -1,6 +1,6 @@
 """Which transport a process group gets: chosen once, the same on all ranks, and logged.
 
-"auto"          peer memory, else sends, for large exchanges among 2 to 4 gloo ranks; collectives for the rest
+"auto"          for large exchanges of a gloo group peer memory (2 to 16 ranks), else sends (2 to 4); else collectives
 "collectives"   torch.distributed's own for everything
 "sends"         sends and receives for large exchanges of a gloo group
 "peer_memory"   reading peers' memory for them; an error where that is not possible
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from .collectives import Collectives
-from .direct import MAX_RANKS, Direct, Mover, is_large
+from .direct import Direct, Mover, is_large
 from .handshake import connect
 from .peer_memory import PIECE_BYTES, PeerMemory
 from .process_memory import system_call
@@ -24,6 +24,8 @@ from .protocol import Transport
 from .sends import Sends
 
 TRANSPORT_VARIABLE = "DBUFFER_TRANSPORT"
+READ_RANKS = 16  # most for which "auto" reads peers' memory: where it was measured
+SEND_RANKS = 4  # most for which "auto" sends: each sends to each
 TransportChoice = str | Callable[[dist.ProcessGroup], Transport]
 
 _NAMES = ("auto", "collectives", "sends", "peer_memory")
@@ -74,8 +76,8 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     if choice == "collectives" or group.size() == 1:
         return Collectives(group)
     obstacle = "" if compat.is_gloo(group) else f"its backend is {dist.get_backend(group)}, not gloo"
-    if choice == "auto" and not obstacle and group.size() > MAX_RANKS:
-        obstacle = f"it has {group.size()} ranks, and more than {MAX_RANKS} gain nothing"
+    if choice == "auto" and not obstacle and group.size() > READ_RANKS:
+        obstacle = f"it has {group.size()} ranks, more than {READ_RANKS}"
     if not obstacle:
         return Direct(group, choice, _CONNECT[choice])
     if choice != "auto":
@@ -87,15 +89,15 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     return Collectives(group)
 
 
-def _peer_memory_or_sends(group: dist.ProcessGroup) -> Mover:
+def _chosen_by_trying(group: dist.ProcessGroup) -> Mover | None:
     peers, trouble = connect(group)
-    if trouble:
-        _log.info(
-            "process group %s: sends for large exchanges; no peer memory: %s", group.group_name, trouble
-        )
-        return Sends(group)
-    _log.info("process group %s: peer_memory for large exchanges", group.group_name)
-    return PeerMemory(peers, compat.timeout_seconds(group))
+    if not trouble:
+        _log.info("process group %s: peer_memory for large exchanges", group.group_name)
+        return PeerMemory(peers, compat.timeout_seconds(group))
+    few = group.size() <= SEND_RANKS
+    name = Sends.name if few else Collectives.name
+    _log.info("process group %s: %s for large exchanges; no peer memory: %s", group.group_name, name, trouble)
+    return Sends(group) if few else None
 
 
 def _peer_memory(group: dist.ProcessGroup) -> Mover:
@@ -111,8 +113,8 @@ def _sends(group: dist.ProcessGroup) -> Mover:
     return Sends(group)
 
 
-_CONNECT: dict[str, Callable[[dist.ProcessGroup], Mover]] = {
-    "auto": _peer_memory_or_sends,
+_CONNECT: dict[str, Callable[[dist.ProcessGroup], Mover | None]] = {
+    "auto": _chosen_by_trying,
     "sends": _sends,
     "peer_memory": _peer_memory,
 }
@@ -123,14 +125,16 @@ def reduction_scratch_bytes(
 ) -> int:
     """What a reduction of so many gathered bytes holds in addition while it is under way; 0 for collectives.
 
-    With peer memory one piece of what a peer gives; with sends all that peers give. "auto" counts as peer memory where
-    the platform has it: whether ranks may read each other's memory is known only when they have tried. Of torch's own
-    collectives it is not known what the backend holds inside. For plans made before there is a group.
+    With peer memory one piece of what a peer gives; with sends all that peers give. "auto" counts as peer memory for up
+    to 16 ranks where the platform has it: whether ranks may read each other's memory is known only when they have
+    tried. Of torch's own collectives it is not known what the backend holds inside. For plans made before there is a
+    group.
     """
     chosen = resolved(choice)
-    direct = backend == "gloo" and chosen != "collectives" and (chosen != "auto" or ranks <= MAX_RANKS)
-    if not direct or ranks == 1 or not is_large(gathered_bytes):
+    if chosen == "auto" and ranks <= READ_RANKS and system_call() is not None:
+        chosen = "peer_memory"
+    elif chosen == "auto":
+        chosen = "sends" if ranks <= SEND_RANKS else "collectives"
+    if backend != "gloo" or chosen == "collectives" or ranks == 1 or not is_large(gathered_bytes):
         return 0
-    if chosen == "peer_memory" or (chosen == "auto" and system_call() is not None):
-        return PIECE_BYTES
-    return gathered_bytes // ranks * (ranks - 1)
+    return PIECE_BYTES if chosen == "peer_memory" else gathered_bytes // ranks * (ranks - 1)

@@ -1,4 +1,4 @@
-"""Large gathers and reductions straight from rank to rank, for few ranks of a gloo group.
+"""Large gathers and reductions straight from rank to rank, among the ranks of a gloo group.
 
 gloo reduces a copy of the whole input over all ranks and hands out a slice; its gather copies through buffers of its
 own. Here the same bytes go from where they lie to where they belong: read from the other rank's memory
@@ -21,8 +21,7 @@ from .collectives import Collectives
 from .protocol import Op, Pairs, Work, living
 from .sums import Sum
 
-MAX_RANKS = 4  # each exchanges with each
-MIN_BYTES = 1 << 20  # below, one call is cheaper than many
+MIN_BYTES = 1 << 20  # below, sends cost more than one collective, and peer memory saves little time
 
 
 class Mover(Protocol):
@@ -63,11 +62,12 @@ class Direct:
     Args:
         group: of gloo.
         name: until a mover is chosen.
-        connect: chooses the mover. Called at the first large exchange, on all ranks; may communicate.
+        connect: chooses the mover, or None for torch's collectives. Called at the first large exchange, on all ranks;
+            may communicate.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, connect: Callable[[dist.ProcessGroup], Mover]
+        self, group: dist.ProcessGroup, name: str, connect: Callable[[dist.ProcessGroup], Mover | None]
     ) -> None:
         self.name = name
         self._group = weakref.ref(group)
@@ -76,11 +76,12 @@ class Direct:
         self._others = [(self._rank - step) % self._size for step in range(1, self._size)]
         self._small = Collectives(group)
         self._connect = connect
-        self._mover: Mover | None = None
+        self._chosen: list[Mover | None] = []  # one, from the first large exchange on
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         """See `Transport`. Large ones copy this rank's `send` into `receive` unless it lies there."""
-        if not self._pays(pairs):
+        mover = self._mover_for(pairs)
+        if mover is None:
             return self._small.all_gather(pairs, label)
         takes: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
         for receive, send in pairs:
@@ -90,11 +91,12 @@ class Direct:
             if slices[self._rank].data_ptr() != send.data_ptr():
                 slices[self._rank].copy_(send)
         sends = [send for _, send in pairs]
-        return self._moving().exchange(f"all_gather of {label}", dict.fromkeys(self._others, sends), takes)
+        return mover.exchange(f"all_gather of {label}", dict.fromkeys(self._others, sends), takes)
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
         """See `Transport`."""
-        if not self._pays(pairs):
+        mover = self._mover_for(pairs)
+        if mover is None:
             return self._small.reduce_scatter(pairs, op, label)
         gives: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -103,33 +105,33 @@ class Direct:
             for other in self._others:
                 gives[other].append(slices[other])
             own.append((receive, slices[self._rank]))
-        return self._moving().reduce(f"reduce_scatter ({op}) of {label}", gives, Sum(own, self._others, op))
+        return mover.reduce(f"reduce_scatter ({op}) of {label}", gives, Sum(own, self._others, op))
 
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
         """See `Transport`."""
-        if not self._pays([(receive, send)]):
+        mover = self._mover_for([(receive, send)])
+        if mover is None:
             return self._small.all_to_all(receive, send, label)
         taken, given = receive.chunk(self._size), send.chunk(self._size)
         taken[self._rank].copy_(given[self._rank])
         gives = {other: [given[other]] for other in self._others}
         takes = {other: [taken[other]] for other in self._others}
-        return self._moving().exchange(f"all_to_all of {label}", gives, takes)
+        return mover.exchange(f"all_to_all of {label}", gives, takes)
 
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """See `Transport`. Always torch's."""
         return self._small.all_reduce(tensors, op, label)
 
-    def _pays(self, pairs: Pairs) -> bool:
-        """Whether an exchange is large; the same answer on all ranks."""
+    def _mover_for(self, pairs: Pairs) -> Mover | None:
+        """What moves this exchange; None: torch's collectives do. The same answer on all ranks."""
         if not is_cpu(pairs[0][0].device):
-            return False
-        return is_large(sum(max(one.nbytes, other.nbytes) for one, other in pairs))
-
-    def _moving(self) -> Mover:
-        if self._mover is None:
-            self._mover = self._connect(living(self._group))
-            self.name = self._mover.name
-        return self._mover
+            return None
+        if not is_large(sum(max(one.nbytes, other.nbytes) for one, other in pairs)):
+            return None
+        if not self._chosen:
+            self._chosen.append(self._connect(living(self._group)))
+            self.name = (self._chosen[0] or self._small).name
+        return self._chosen[0]
 
 
 def is_large(nbytes: int) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from .process_memory import obstacles, read_memory, system_call
+from .process_memory import machine, obstacles, read_memory, system_call
 
 PATIENCE = 5.0  # seconds for the others to connect, after all said that they can
 _RANK = struct.Struct("<Q")
@@ -41,12 +41,14 @@ class _Card:
     Attributes:
         name: of its listening socket, in the abstract namespace: it ends with its process and needs no folder.
         address, secret: where in its memory the secret lies, by which a reader knows that it reads the right one.
+        machine: tells its machine from others, where that is known.
         trouble: why this rank cannot take part, or "".
     """
 
     name: str
     address: int
     secret: bytes
+    machine: str
     trouble: str
 
 
@@ -62,8 +64,9 @@ def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
     secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
     listener, name, trouble = _listen()
     with contextlib.closing(listener):
-        cards = _gathered(group, _Card(name, ctypes.addressof(secret), secret.raw, trouble))
+        cards = _gathered(group, _Card(name, ctypes.addressof(secret), secret.raw, machine(), trouble))
         trouble = _first(f"rank {other}: {one.trouble}" for other, one in enumerate(cards) if one.trouble)
+        trouble = trouble or _elsewhere(cards)
         if trouble:
             return {}, trouble
         peers: dict[int, Peer] = {}
@@ -86,6 +89,14 @@ def _gathered(group: dist.ProcessGroup, item: T) -> list[T]:
     items = [item] * group.size()
     dist.all_gather_object(items, item, group=group)
     return items
+
+
+def _elsewhere(cards: Sequence[_Card]) -> str:
+    """Which rank is on another machine, as far as that is known without waiting for connections; or ""."""
+    for other, card in enumerate(cards):
+        if card.machine and cards[0].machine and card.machine != cards[0].machine:
+            return f"rank {other} is on another machine than rank 0"
+    return ""
 
 
 def _first(texts: Iterable[str]) -> str:

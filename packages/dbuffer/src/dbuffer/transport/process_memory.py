@@ -50,6 +50,11 @@ def read_memory(process: int, address: int, into: int, nbytes: int) -> None:
         done += got
 
 
+def machine() -> str:
+    """The same for all processes of a running kernel; "" where that is not known."""
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
 def obstacles(process: int) -> str:
     """What is known to forbid this process to read another one's memory; for a log line."""
     found = []
