@@ -92,7 +92,25 @@ def test_while_a_graph_is_captured_nothing_is_told():
     layer.capturing = True
     pass_of(one, layer, ["gather a"], ["reduce a"], ["gather a"])
     layer.capturing = False
-    assert not one._keys
+    assert not one._scopes[""].told
+
+
+def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
+    one, two = ranks_of(2)
+    layer = Layer()
+    for model in "12":
+        for order in (one, two):
+            order.begin(model)
+            run(order, ["gather a", "gather b"])
+        for order in (one, two):
+            order.compare(layer)
+    for order in (one, two):
+        order.begin("3")
+    pass_of(one, layer, ["gather a", "gather b"])
+    pass_of(two, layer, ["gather b", "gather a"])
+    for order in (one, two):
+        with pytest.raises(RuntimeError, match="as number 1 of a pass"):
+            pass_of(order, layer, ["reduce a"])
 
 
 def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):

@@ -1,6 +1,8 @@
 """Which units stay gathered, by budget: what is chosen fits, is the same on every rank, and changes no value."""
 
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -179,12 +181,27 @@ def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss(ranks):
 def different_orders():
     model = sharded()
     order = [0, 1, 2, 3, 4, 5] if torch.distributed.get_rank() else [1, 0, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="different orders"):
+    with pytest.raises((ValueError, RuntimeError), match=r"different orders|order of collectives"):
         tune(model, lambda: loss_of(model, tokens(), order=order).backward(), memory_budget=1 << 30)
 
 
 def test_ranks_that_run_units_in_different_orders_are_told():
     run_ranks(2, different_orders)
+
+
+def model_lives_after_tune():
+    def tuned():
+        model = sharded()
+        tune(model, lambda: loss_of(model, tokens()).backward(), memory_budget=1 << 30)
+        return weakref.ref(model)
+
+    known = tuned()
+    gc.collect()
+    return known() is not None
+
+
+def test_nothing_keeps_a_model_that_was_tuned():
+    assert not any(run_ranks(2, model_lives_after_tune))
 
 
 def what_one_rank_finds():

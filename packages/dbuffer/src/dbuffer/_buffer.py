@@ -24,6 +24,7 @@ from ._collectives import AllReduce, Gather, ReduceScatter
 from ._handle import Handle
 from ._memory import BufferMemory
 from ._mesh import MeshView, view_mesh
+from ._order import count_compared
 from ._spec import BufferSpec
 from .memory.gathered import NeighborSlices
 from .memory.geometry import Geometry
@@ -118,6 +119,8 @@ class DBuffer:
             raise ValueError(f"{name}: the recycler is on {recycler.device}, not {layer.device}")
         #: What the functions of this package work on.
         self.memory = BufferMemory(name or layout.tensors[0].name, spec, recycler)
+        groups = [group for group in (view.group, view.replica_group) if group is not None]
+        self._numbers = {group: count_compared(group) for group in groups if check_ranks}
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
@@ -129,6 +132,14 @@ class DBuffer:
     @name.setter
     def name(self, name: str) -> None:
         self.memory.name = name
+
+    def number_on(self, group: dist.ProcessGroup) -> int:
+        """How many buffers had been compared over a process group with this one: the same on all of its ranks.
+
+        Args:
+            group: of the mesh; any other counts as the one over which the buffer is cut. 0 without `check_ranks`.
+        """
+        return self._numbers.get(group) or self._numbers.get(self.memory.spec.view.group, 0)
 
     @property
     def layout(self) -> Layout:

@@ -2,7 +2,7 @@
 
 Torch's collectives carry no name. Where ranks start two of equal size in another order, each takes the other's bytes
 for its own and nothing fails. So each rank keeps the titles of what it starts, and where a program says `compare`,
-tells the others through the process group's store. An order is told once; a pass that repeats it costs nothing.
+tells the others through the process group's store. A model's order is told once; a pass that repeats it costs nothing.
 
 titles --compare--> told --every rank told it--> agreed
                       |--every rank told one since, and not all this one--> RuntimeError
@@ -18,7 +18,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -38,15 +38,25 @@ class _Told:
 
     Attributes:
         titles: of the collectives.
+        scope: the name it was told under.
         key: where the store counts the ranks that have told it.
         number: how many collectives had been started by then.
         witness: the event of one that was started later and that this rank waited for, in a list of one; or empty.
     """
 
     titles: tuple[str, ...]
+    scope: str
     key: str
     number: int
     witness: list[Any]
+
+
+@dataclass
+class _Scope:
+    """What this rank has told under one name, each with its number; and what all ranks have."""
+
+    told: dict[tuple[str, ...], int] = field(default_factory=dict)
+    agreed: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class CollectiveOrder:
@@ -70,9 +80,22 @@ class CollectiveOrder:
         self._ranks, self._rank = list(ranks), rank
         self._store: Store | None = PrefixStore("dbuffer-order", store)
         self._agreed: set[tuple[str, ...]] = set()
-        self._keys: dict[tuple[str, ...], str] = {}  # of what was told
+        self._known: set[tuple[str, ...]] = set()  # told since `begin`
+        self._told: dict[
+            tuple[str, ...], tuple[str, int, int]
+        ] = {}  # the key, how often, and the number of the last
+        self._tellings = 0
         self._waiting: list[_Told] = []
         self._discards = 0  # of all ranks, as far as known
+
+    def begin(self, scope: str) -> None:
+        """Forget what was started since the last `compare`, and tell what follows under a name that all ranks give it.
+
+        An order that the ranks have agreed on under one name is told again under another.
+        """
+        self.titles = []
+        self._scope = scope
+        self._scopes.setdefault(scope, _Scope())
 
     def compare(self, layer: DeviceLayer, patience: float = 0.0) -> None:
         """End a sequence of collectives that every rank starts in one order, and check this and earlier ones.
@@ -90,14 +113,15 @@ class CollectiveOrder:
             RuntimeError: another rank started other collectives, or the same in another order.
         """
         started, self.titles = tuple(self.titles), []
-        if (not self._waiting and (not started or started in self._agreed)) or self._store is None:
+        new = started and started not in self._scopes[self._scope].agreed
+        if not (new or self._waiting) or self._store is None:
             return
         if layer.capturing:
             return
         difference = ""
         try:
             latest = None
-            if started and started not in self._agreed:
+            if new:
                 told = self._tell(self._store, started)
                 if patience > 0 and self._others_told(self._store, told, patience):
                     latest = told
@@ -111,7 +135,7 @@ class CollectiveOrder:
         """Forget what was started since the last `compare`: a pass ended early here, and perhaps not on other ranks."""
         self.titles = []
         self._waiting = []
-        if self._store is not None and self._keys:
+        if self._store is not None:
             try:
                 self._discards = self._store.add("discards", 1)
             except RuntimeError as error:
@@ -122,25 +146,25 @@ class CollectiveOrder:
         _log.warning("ranks' orders of collectives are compared no more: the store failed: %s", error)
 
     def _tell(self, store: Store, started: tuple[str, ...]) -> _Told:
-        key = self._keys.get(started)
-        if key is None:
-            text = "\n".join(started).encode()
-            number = len(self._keys)
-            store.set(f"rank/{self._rank}/{number}", zlib.compress(text).hex())
-            key = self._keys[started] = "order/" + hashlib.sha256(text).hexdigest()[:32]
+        scope = self._scopes[self._scope]
+        text = "\n".join(started).encode()
+        key = f"{self._scope}/{hashlib.sha256(text).hexdigest()[:32]}"
+        if started not in scope.told:
+            number = scope.told[started] = len(scope.told)
+            store.set(f"{self._scope}/rank {self._rank}/{number}", zlib.compress(text).hex())
             store.add(key, 1)
-            store.add(f"number/{number}", 1)
+            store.add(f"{self._scope}/number {number}", 1)
         told = next((one for one in self._waiting if one.key == key), None)
         if told is None:
-            told = _Told(started, key, self.number, [])
+            told = _Told(started, self._scope, key, self.number, [])
             self._waiting.append(told)
         return told
 
     def _others_told(self, store: Store, told: _Told, seconds: float) -> bool:
         """Whether every rank has told as many orders as this one, after waiting so long for them at most."""
-        number = list(self._keys).index(told.titles)
+        number = self._scopes[told.scope].told[told.titles]
         end, pause = time.monotonic() + seconds, 0.001
-        while store.add(f"number/{number}", 0) < len(self._ranks):
+        while store.add(f"{told.scope}/number {number}", 0) < len(self._ranks):
             if time.monotonic() > end:
                 return False
             time.sleep(pause)
@@ -152,7 +176,7 @@ class CollectiveOrder:
         number, event = self.completed
         for told in self._waiting.copy():
             if store.add(told.key, 0) >= len(self._ranks):
-                self._agreed.add(told.titles)
+                self._scopes[told.scope].agreed.add(told.titles)
                 self._waiting.remove(told)
                 continue
             if not told.witness and number > told.number:
@@ -161,18 +185,19 @@ class CollectiveOrder:
                 self._waiting.remove(told)
                 discards = store.add("discards", 0)
                 if discards == self._discards:
-                    return self._difference(store, told.titles)
+                    return self._difference(store, told)
                 self._discards = discards  # a rank has begun again, and may tell this order in its next pass
         return ""
 
-    def _difference(self, store: Store, mine: tuple[str, ...]) -> str:
-        here, told = self._ranks[self._rank], list(self._keys).index(mine)
+    def _difference(self, store: Store, told: _Told) -> str:
+        here, mine = self._ranks[self._rank], told.titles
+        number = self._scopes[told.scope].told[mine]
         end = (
             "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all "
             "ranks, and go on from the last checkpoint"
         )
         for place, rank in enumerate(self._ranks[:_NAMED]):
-            key = f"rank/{place}/{told}"
+            key = f"{told.scope}/rank {place}/{number}"
             if place == self._rank or not store.check([key]):
                 continue
             text = zlib.decompress(bytes.fromhex(store.get(key).decode()))
@@ -189,6 +214,7 @@ class CollectiveOrder:
         )
 
 
+_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 watched: "weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder]" = weakref.WeakKeyDictionary()
 
 
@@ -205,3 +231,9 @@ def watch_order(group: dist.ProcessGroup) -> CollectiveOrder | None:
         if store is not None:
             known = watched[group] = CollectiveOrder(dist.get_process_group_ranks(group), group.rank(), store)
     return known
+
+
+def count_compared(group: dist.ProcessGroup) -> int:
+    """Count one more buffer that all ranks of a group have made together; returns how many there are."""
+    _compared[group] = found = _compared.get(group, 0) + 1
+    return found

@@ -20,15 +20,19 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make inside it, until they are freed; real, fake and meta tensors alike.
 
     Attributes:
-        now: bytes at the moment.
         peak: the most bytes, with those of `pool`, looked at after every operation.
     """
 
     def __init__(self, pool: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self.pool = pool
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self.peak = 0
+        self._storages = _Storages()
+
+    @property
+    def now(self) -> int:
+        """Bytes at the moment."""
+        return self._storages.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_storage(value)._cdata for value in _tensors((args, kwargs))}
@@ -42,14 +46,24 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._sizes or not nbytes:
+        if key in self._storages.sizes or not nbytes:
             return
-        self._sizes[key] = nbytes
-        self.now += nbytes
-        weakref.finalize(storage, self._freed, key)
+        self._storages.sizes[key] = nbytes
+        self._storages.nbytes += nbytes
+        # Python keeps finalizers and what they refer to until they have run: so no method of this object, whose `pool`
+        # may refer to the model.
+        weakref.finalize(storage, self._storages.forget, key).atexit = False
 
-    def _freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
+
+class _Storages:
+    """Those that live, by identity."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.nbytes = 0
+
+    def forget(self, key: int) -> None:
+        self.nbytes -= self.sizes.pop(key, 0)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dbuffer import CollectiveOrder, watch_order
@@ -24,7 +25,7 @@ from ._streams import Streams
 from ._unit import Unit, UnitState
 
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
-_PATIENCE = 1.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
+_PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 
@@ -128,11 +129,18 @@ class Pass:
 
     def _watch_order(self) -> None:
         """A root's first forward begins: compare from now on the order of what all units communicate."""
-        groups = {group: None for unit in self.units for data in unit.meshes for group in data.groups_in_use}
-        found = map(watch_order, groups)
-        self._compared = [order for order in found if order is not None]
-        for order in self._compared:
-            order.titles = []  # of another model, perhaps of one that failed
+        scopes: dict[dist.ProcessGroup, str] = {}  # what tells this model from others, on all ranks of the group
+        for unit in self.units:
+            for group in unit.groups:
+                if group.buffer is not None and not group.plan.data.simulated:
+                    for ranks in group.plan.data.groups_in_use:
+                        scopes.setdefault(ranks, f"buffer {group.buffer.number_on(ranks)}")
+        self._compared = []
+        for ranks, scope in scopes.items():
+            order = watch_order(ranks)
+            if order is not None:
+                order.begin(scope)
+                self._compared.append(order)
 
     def _compare_order(self, patience: float = 0.0) -> None:
         for order in self._compared:
