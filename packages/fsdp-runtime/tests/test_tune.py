@@ -186,6 +186,7 @@ def different_orders():
 
 
 def test_ranks_that_run_units_in_different_orders_are_told():
+    """By the first pass, or else by what `tune` compares."""
     run_ranks(2, different_orders)
 
 

@@ -79,21 +79,19 @@ class CollectiveOrder:
         self.completed: tuple[int, Any] = (0, None)
         self._ranks, self._rank = list(ranks), rank
         self._store: Store | None = PrefixStore("dbuffer-order", store)
-        self._agreed: set[tuple[str, ...]] = set()
-        self._known: set[tuple[str, ...]] = set()  # told since `begin`
-        self._told: dict[
-            tuple[str, ...], tuple[str, int, int]
-        ] = {}  # the key, how often, and the number of the last
-        self._tellings = 0
+        self._scopes = {"": _Scope()}
+        self._scope = ""
         self._waiting: list[_Told] = []
         self._discards = 0  # of all ranks, as far as known
 
     def begin(self, scope: str) -> None:
         """Forget what was started since the last `compare`, and tell what follows under a name that all ranks give it.
 
-        An order that the ranks have agreed on under one name is told again under another.
+        An order that the ranks have agreed on under one name is told again under another. What another name still waits
+        for is looked at when it recurs: the model it belongs to may have failed.
         """
         self.titles = []
+        self._waiting = [one for one in self._waiting if one.scope == scope]
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
 

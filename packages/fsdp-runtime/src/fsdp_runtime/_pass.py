@@ -129,7 +129,9 @@ class Pass:
 
     def _watch_order(self) -> None:
         """A root's first forward begins: compare from now on the order of what all units communicate."""
-        scopes: dict[dist.ProcessGroup, str] = {}  # what tells this model from others, on all ranks of the group
+        scopes: dict[
+            dist.ProcessGroup, str
+        ] = {}  # what tells this model from others, on all ranks of the group
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:

@@ -95,6 +95,7 @@ def tune(
         ValueError: ranks ran units in different orders, have different numbers of units or different budgets; on some
             rank the model is not a root, keeps parts among neighbors, prefetches by hand, has gradients, or has an
             optimizer in backward. The same on every rank, with the rank's name. Nothing is changed.
+        RuntimeError: the order of units differs, and the first step's own comparison finds it.
     """
     passes = _agreed(model, memory_budget, group)
     trial = _Trial(model, passes, step, group)
