@@ -248,3 +248,18 @@ def test_wrapping_takes_as_many_calls_for_each_further_unit_however_many_there_a
     wrap.wrap("ours", 2)  # what is looked up once
     few, twice, four_times = (wrap.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
     assert four_times - twice == 2 * (twice - few)
+
+
+def test_a_peer_that_fails_is_named_below_the_table_and_others_are_not_excused(monkeypatch):
+    def count(name, job):
+        raise ValueError(f"{name} is tired")
+
+    monkeypatch.setattr(counts, "why_not", lambda name, job: None)
+    monkeypatch.setattr(counts, "count", count)
+    found = counts.compare("tiny", 8, ("deepspeed",), {})
+    table = counts.as_table({"8 simulated": found})
+    assert (
+        "DeepSpeed ZeRO-3 on 8 simulated ranks is not in the table: ValueError: deepspeed is tired." in table
+    )
+    with pytest.raises(ValueError, match="ours is tired"):
+        counts.compare("tiny", 8, ("ours",), {})

@@ -63,6 +63,11 @@ def test_a_system_that_cannot_run_says_why():
     assert "not distributed" in found["skipped"]["plain"]
 
 
+def test_after_its_time_no_further_round_begins():
+    request = {"workload": "tiny", "systems": ["fsdp2"], "rounds": 5, "steps": 1, "seconds": 0.0}
+    assert len(run_ranks(2, rounds.run, request, timeout=200)[0]["samples"]["fsdp2"]) == 1
+
+
 def test_batches_differ_between_ranks_and_steps_and_not_between_calls():
     tiny = WORKLOADS["tiny"]
     assert batch_of(tiny, 3, 1)[0].equal(batch_of(tiny, 3, 1)[0])

@@ -1,5 +1,6 @@
 """One system's exact counts in one step, in a simulated world or a real one."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..systems.adapters import Job, Trainer, build
@@ -41,7 +42,7 @@ def count(name: str, job: Job) -> dict[str, Any]:
     peak, at_peak, each = tally.memory.peak()
     return {
         "ranks": tally.ranks,
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in trainer.module.parameters()),
+        "parameter_bytes": nbytes_of(trainer.module.parameters()),
         "parts": {part: _plain(tally.parts[part]) for part in ("forward", "backward", "update")},
         "peak": peak,
         "floor": tally.memory.floor(largest_unit(trainer.module)),
@@ -53,7 +54,12 @@ def count(name: str, job: Job) -> dict[str, Any]:
 def largest_unit(module: Any) -> int:
     """Bytes of the largest of a model's layers and of what it has around them, in the parameters' dtype."""
     parts = [*module.blocks, *(child for name, child in module.named_children() if name != "blocks")]
-    return max(sum(p.numel() * p.element_size() for p in part.parameters()) for part in parts)
+    return max(nbytes_of(part.parameters()) for part in parts)
+
+
+def nbytes_of(parameters: Iterable[Any]) -> int:
+    """Bytes of whole parameters; DeepSpeed's own are empty and remember their size."""
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
 
 
 def parked_bytes(module: Any) -> int:
@@ -66,8 +72,10 @@ def parked_bytes(module: Any) -> int:
 
 def mark_persistent(tally: Any, trainer: Trainer) -> None:
     """Say which memory is parameters (this rank's part) and which the optimizer's state."""
-    tally.mark("sharded", trainer.module.parameters(), force=True)
+    tally.mark("sharded", (getattr(p, "ds_tensor", p) for p in trainer.module.parameters()), force=True)
     for optimizer in trainer.optimizers:
+        # DeepSpeed's optimizers have copies of their own in fp32; all others the module's parameters.
+        tally.mark("sharded", (p for group in optimizer.param_groups for p in group["params"]), force=True)
         for state in optimizer.state.values():
             tally.mark("state", (value for value in state.values() if hasattr(value, "untyped_storage")))
 

@@ -181,6 +181,14 @@ def _fsdp1(name: str, job: Job) -> Trainer:
     return _finish(name, job, system, wrap=wrap, casts=True)
 
 
+def _deepspeed(name: str, job: Job) -> Trainer:
+    """As compared; also in a process without a launcher, which stands for rank 0."""
+    import os
+
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed refuses to start without
+    return _as_compared("deepspeed", name, job)
+
+
 def _megatron(name: str, job: Job) -> Trainer:
     import torch
     from megatron_fsdp import fully_shard
@@ -371,6 +379,6 @@ SYSTEMS = {
         "alone, blocks compiled", partial(_compiled, partial(_as_compared, "one")), communicates=False
     ),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
-    "deepspeed": System("DeepSpeed ZeRO-3", partial(_as_compared, "deepspeed"), _deepspeed_can),
+    "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
     "megatron-fsdp": System("Megatron-FSDP", _megatron, _megatron_can),
 }

@@ -36,6 +36,7 @@ class Clock:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._began = time.perf_counter()
         self._done: dict[str, int] = {}
 
     def batch(self, trainer: Trainer) -> Any:
@@ -45,6 +46,12 @@ class Clock:
         step = self._done.get(trainer.name, 0)
         self._done[trainer.name] = step + 1
         return batch_of(self.job.workload, step, dist.get_rank(), self.job.device)
+
+    def elapsed(self) -> float:
+        """Seconds since the start by rank 0's clock; the same on all ranks."""
+        import torch.distributed as dist
+
+        return self._sum(time.perf_counter() - self._began if dist.get_rank() == 0 else 0.0)
 
     def calibrate(self) -> float:
         """Rank 0's fixed loop while the others wait: four ranks on two cores would only measure each other."""

@@ -3,10 +3,11 @@
 python -m bench host          writes results/host.json
 python -m bench host --tiny   only prints what units of tiny parameters and one gradient cost
 
-One process stands for rank 0 of 8, 64 and 1024 (torch's fake process group); the model without sharding, ours and FSDP2
-take turns. Time is the main thread's CPU time, so that a busy machine disturbs it less than it does a clock; few
-tokens, so that what is added shows. Then the same for 64 units so small that all of it is added, and for units of 2
-and 32 tiny parameters: what differs between the two is the way of single gradients into the buffer and to `.grad`.
+One process stands for rank 0 of 8, 64 and 1024 (torch's fake process group); the model without sharding, ours, FSDP2
+and DeepSpeed ZeRO-3 take turns. Time is the main thread's CPU time, so that a busy machine disturbs it less than it
+does a clock; few tokens, so that what is added shows. Then for ours and FSDP2 the same for 64 units so small that all
+of it is added, and for units of 2 and 32 tiny parameters: what differs between the two is the way of single gradients
+into the buffer and to `.grad`.
 """
 
 import resource
@@ -15,23 +16,31 @@ import time
 from typing import Any
 
 from ..common import machine, store
-from ..common.ranks import fake_ranks
-from ..systems.adapters import SYSTEMS, Job, Trainer, build, build_plain
+from ..common.ranks import fake_ranks, launch
+from ..systems.adapters import SYSTEMS, Job, Trainer, build_plain
 from ..systems.workloads import WORKLOADS, batch_of
+from .clock import build_all
 
 SIMULATED = (8, 64, 1024)
 COMPARED = ("ours", "fsdp2")
+WHOLE = [*COMPARED, "deepspeed"]  # of which whole models are measured
 PARTS = ("forward", "backward", "update")
 UNITS, WIDTH = 64, 8
 UNITS_GOAL = 0.6  # of FSDP2's, at most
 FEW, MANY, STACK = 2, 32, 8  # parameters of a unit; units
 
 
-def measure(ranks: int, rounds: int, workload: str) -> dict[str, list[dict[str, float]]]:
-    """Thread CPU seconds of each part, round by round."""
-    with fake_ranks(ranks) as mesh:
-        job = Job(WORKLOADS[workload], mesh)
-        trainers = {"plain": build_plain(job), **{name: build(name, job) for name in COMPARED}}
+def measure(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+    """In a new process: thread CPU seconds of each part, round by round; who is not there, and why."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    rounds = request["rounds"]
+    with fake_ranks(request["simulated"]) as mesh:
+        job = Job(WORKLOADS[request["workload"]], mesh)
+        plain = build_plain(job)
+        trainers, skipped = build_all(WHOLE, job)
+        trainers = {"plain": plain, **trainers}
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
         for turn in range(rounds + 2):
             batch = batch_of(job.workload, turn, 0)
@@ -39,7 +48,7 @@ def measure(ranks: int, rounds: int, workload: str) -> dict[str, list[dict[str, 
                 found = _step(trainer, batch)
                 if turn >= 2:
                     samples[name].append(found)
-    return samples
+    return samples, skipped
 
 
 def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
@@ -186,6 +195,8 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         " that torch's CPU allocator took from the kernel again; on a GPU there are none."
     )
     header.append("spread")
+    for name, reason in figures.get("skipped", {}).items():
+        text += f" {SYSTEMS[name].label} is not in the table: {reason}."
     out = [{"title": "Host time with nothing on the wire", "text": text, "header": header, "rows": rows}]
     if units := figures.get("units"):
         rows = [
@@ -232,13 +243,19 @@ def main(arguments: list[str]) -> int:
         return 0
     before = machine.busy_share()
     calibration = [machine.calibrate() for _ in range(8)]
-    samples = {str(ranks): measure(ranks, options.rounds, options.workload) for ranks in SIMULATED}
+    request = {"workload": options.workload, "rounds": options.rounds}
+    samples: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for ranks in SIMULATED:  # each in a process of its own: DeepSpeed remembers the groups of the first world
+        samples[str(ranks)], missing = launch(measure, 1, {**request, "simulated": ranks})
+        skipped |= missing
     units = measure_units(5 * options.rounds)
     params = measure_params(5 * options.rounds)
     calibration += [machine.calibrate() for _ in range(8)]
     figures: dict[str, Any] = {
         "workload": options.workload,
         "samples": samples,
+        "skipped": skipped,
         "units": units,
         "params": params,
     }

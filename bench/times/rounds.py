@@ -42,6 +42,8 @@ def run(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     calibration: list[float] = []
     for names in in_turns(list(trainers), request["rounds"]):
+        if calibration and clock.elapsed() > request.get("seconds", float("inf")):
+            break
         calibration.append(clock.calibrate())
         for name in names:
             samples[name].append(clock.measure(trainers[name], request["steps"]))

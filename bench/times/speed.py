@@ -31,12 +31,14 @@ def measure(
     systems: list[str],
     num_rounds: int = 8,
     steps: int = 2,
+    seconds: float = float("inf"),
     memory: bool = True,
     **job: Any,
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures of one workload, and why their times are not to be trusted (empty: they are)."""
     before = machine.busy_share()
     request = {"workload": workload, "systems": systems, "rounds": num_rounds, "steps": steps, **job}
+    request["seconds"] = seconds
     raw = launch(rounds.run, ranks, request)
     foreign = [sample["foreign"] for samples in raw["samples"].values() for sample in samples]
     noise = machine.verdict(before, raw["calibration"], foreign)
@@ -120,6 +122,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="of each system in each round")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further round after so many"
+    )
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
     options = parser.parse_args(arguments)
     figures, noise = measure(
@@ -128,11 +133,15 @@ def main(arguments: list[str]) -> int:
         systems=options.systems.split(","),
         num_rounds=options.rounds,
         steps=options.steps,
+        seconds=options.seconds,
         memory=not options.no_memory,
         optimizer=options.optimizer,
         precision=options.precision,
     )
-    print(f"{options.workload}, {options.ranks} ranks, {options.optimizer}, {options.precision}\n")
+    done = max(map(len, figures["samples"].values()))
+    print(
+        f"{options.workload}, {options.ranks} ranks, {options.optimizer}, {options.precision}; {done} rounds\n"
+    )
     print(as_table(figures))
     suffix = "".join(
         f"-{x}" for x, plain in ((options.optimizer, "adamw"), (options.precision, "float32")) if x != plain

@@ -4,10 +4,12 @@ python -m bench wrap                        Llama 405B by layers, on 1024 ranks,
 python -m bench wrap --tensors 50000        and ours alone, with as many layers as make so many tensors
 
 One process stands for rank 0 (torch's fake process group). Thread CPU time of all `fully_shard` calls, and Python calls
-of our own code in them, which are exact.
+of our own code in them, which are exact. DeepSpeed is tried on one layer, and its error printed.
 """
 
 import gc
+import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -41,8 +43,6 @@ def llama(layers: int) -> Any:
 
 def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
     """Thread CPU seconds, and our own Python calls where they are counted, which takes longer."""
-    import importlib
-
     import torch.distributed.fsdp as fsdp2
 
     import fsdp_runtime
@@ -62,6 +62,27 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
         finally:
             sys.setprofile(None)
         return time.thread_time() - began, sum(calls.functions.values())
+
+
+def why_not_deepspeed() -> str:
+    """What its `zero.Init` says of one layer of the same model.
+
+    Raises:
+        RuntimeError: nothing, so it can be measured like the others.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return "the package deepspeed is not installed"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed
+    import torch
+
+    config = {"train_batch_size": RANKS, "zero_optimization": {"stage": 3}}
+    with fake_ranks(RANKS):
+        try:
+            deepspeed.zero.Init(module=llama(1), config_dict_or_path=config, dtype=torch.float32)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".!")
+    raise RuntimeError("DeepSpeed shards a model on meta now: measure it like the others")
 
 
 def main(arguments: list[str]) -> int:
@@ -86,4 +107,5 @@ def main(arguments: list[str]) -> int:
         each = f"{1e6 * seconds / tensors:.0f}"
         rows.append([label, layers + 1, tensors, f"{seconds:.2f}", each, f"{calls:,}" if calls else ""])
     print(store.table(["system", "units", "tensors", "CPU s", "us a tensor", "own Python calls"], rows))
+    print(f"\nDeepSpeed ZeRO-3 is not in the table: {why_not_deepspeed()}.")
     return 0
