@@ -149,7 +149,9 @@ def num_groups() -> int:
 
 def forget_meshes() -> None:
     """Forget what DTensor remembers of ops, and with it meshes whose groups are gone."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # needs numpy, which sharding does not
+    from torch.distributed.tensor.debug import (
+        _clear_sharding_prop_cache,
+    )  # needs numpy, which sharding does not
 
     _clear_sharding_prop_cache()
 
