@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -335,3 +336,25 @@ def test_state_bytes_for_each_parameter(block, per_parameter):
     state = AdamW8bit([p], block=block).state[p]
     total = sum(t.numel() * t.element_size() for t in state.values()) - state["step"].element_size()
     assert total / p.numel() == pytest.approx(per_parameter, abs=6e-4)
+
+
+@pytest.mark.parametrize(("new_gradients", "expected"), [(False, 0), (True, 4)])
+def test_a_further_parameter_of_a_run_costs_few_python_calls(new_gradients, expected):
+    def calls_of_a_step(number):
+        params = [torch.nn.Parameter(p) for p in torch.randn(number * 16).split(16)]
+        gradients = torch.randn(number * 16)
+        optimizer = AdamW(params, fused=True)
+        found = []
+        for step in range(4):
+            if step == 0 or new_gradients:
+                for p, grad in zip(params, gradients.split(16), strict=True):
+                    p.grad = grad.detach()
+            if step == 3:
+                sys.setprofile(lambda frame, event, argument: found.append(event))
+            try:
+                optimizer.step(grad_norm=1.0)
+            finally:
+                sys.setprofile(None)
+        return found.count("call")
+
+    assert calls_of_a_step(40) - calls_of_a_step(20) == 20 * expected

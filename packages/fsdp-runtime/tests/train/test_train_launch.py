@@ -17,6 +17,7 @@ from train_helpers import TINY, text_folder
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, from_all, lost_contact, named
+from fsdp_runtime.train.launch import _environment
 from fsdp_runtime.train.processes import LOST, Ended, Failure, Outcome, Processes, cause
 from fsdp_runtime.train.report import read_metrics
 from ragged_shard.testing import run_ranks
@@ -222,3 +223,10 @@ def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=60)
     assert running.returncode == 143
+
+
+def test_ranks_ask_for_huge_pages_unless_the_user_has_tuned_malloc(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert _environment(0, 2)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert _environment(0, 2)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"

@@ -228,7 +228,7 @@ class FusedKernel:
     def __init__(self, batch: _Batch, tails: "_Tails | None" = None) -> None:
         self.batch = batch
         self.kind = batch.slices[0].kind
-        self.counters = [s.counter for s in batch.slices]
+        self.counters = [batch.slices[0].counter] * len(batch.slices)  # of one kind, so they are the same
         self.tails = tails
 
     @staticmethod

@@ -43,14 +43,17 @@ class Counts:
         Counts on a device are read when something else has written them; between that they are added up here too,
         those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
         """
-        if not self.on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
+        on_device = self.on_device
+        if not on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
             self._known = [count for buffer in self.buffers for count in buffer.tolist()]
         for buffer in self.buffers if counters is None else counters:
             buffer.add_(1)
-        for slot in slots:
-            self._known[slot] += 1
-        self._versions = [compat.version_of(b) for b in self.buffers]
-        return [self._known[slot] for slot in slots]
+        counts = [self._known[slot] + 1 for slot in slots]
+        if on_device:
+            for slot, count in zip(slots, counts, strict=True):
+                self._known[slot] = count
+            self._versions = [compat.version_of(b) for b in self.buffers]
+        return counts
 
     def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
         """Do not count the step after all where ``skipped`` is 1."""
@@ -160,8 +163,9 @@ class StepPlan(Generic[EntryT]):
         """Build again where options or counts that were equal no longer are, or became so."""
         kinds = {h: i for i, h in reversed(list(enumerate(hypers)))}
         group_kinds = [kinds[h] for h in hypers]
-        ages = {count: i for i, count in reversed(list(enumerate(counts)))}
-        pattern = (group_kinds, [ages[count] for count in counts] if len(ages) > 1 else None)
+        alike = counts.count(counts[0]) == len(counts)
+        ages = {counts[0]: 0} if alike else {count: i for i, count in reversed(list(enumerate(counts)))}
+        pattern = (group_kinds, None if alike else [ages[count] for count in counts])
         if pattern == self.pattern:
             return
         keys = [(group_kinds[g], ages[count]) for g, count in zip(self.group_of, counts, strict=True)]

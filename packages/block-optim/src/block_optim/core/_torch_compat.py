@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
-under a distributed one (`_local_tensor`, without the view that `to_local()` costs), and the hooks that
-`Optimizer.load_state_dict` runs.
+under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), and the
+hooks that `Optimizer.load_state_dict` runs.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
 
-DISTRIBUTED = (DTensor, RaggedDTensor)
+DISTRIBUTED = (RaggedDTensor, DTensor)  # isinstance is fastest for the first
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 foreach_add_: Callable[..., None] = torch._foreach_add_
@@ -39,6 +39,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DISTRIBUTED) else tensor
     return local if type(local) in _PLAIN else _inside(local)
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_of` of each."""
+    found: list[torch.Tensor] = [t._local_tensor if isinstance(t, DISTRIBUTED) else t for t in tensors]
+    return [t if type(t) in _PLAIN else _inside(t) for t in found]
+
+
+def share_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two distributed tensors are known to have one mesh, placements, shape and dtype, without a comparison."""
+    spec = getattr(one, "_spec", None)
+    return spec is not None and spec is getattr(other, "_spec", None)
 
 
 def _inside(tensor: Any) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The gradients of a step: which parameters have one, and whether they are where they were in the last step."""
 
+import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from block_optim.core._torch_compat import local_of
+from block_optim.core._torch_compat import locals_of
 from block_optim.core.params import Param
 
 
@@ -45,13 +46,17 @@ class Active:
 
 
 class Collector:
-    """Looks at the parameters' gradients in each step. The usual answers cost one pass over the parameters' list."""
+    """Looks at the parameters' gradients in each step.
+
+    Where neither a parameter nor a gradient is another object or lies elsewhere, that is a few passes over lists. New
+    gradients, as each backward pass makes them, are looked at one by one; parameters that stayed are not.
+    """
 
     def __init__(self) -> None:
         self._active: Active | None = None
-        self._seen_grads: list[weakref.ref[torch.Tensor] | None] = []
-        self._seen_addresses: list[int] = []
-        self._seen_places: object = None
+        self._seen_grads: list[Callable[[], torch.Tensor | None]] = []
+        self._addresses: tuple[list[int], list[int]] = ([], [])  # of parameters, of gradients
+        self._places: list[object] = []
         self._epoch = 0
         self._version = 0
 
@@ -63,47 +68,52 @@ class Collector:
         """The parameters that have gradients. The object of the last step where nothing but numbers changed."""
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
-        addresses = [local_of(t).data_ptr() for t in tensors]
-        # The address of an empty tensor is 0: a gradient that is not there needs another number.
-        addresses += [-1 if g is None else _address(local_of(g)) for g in grads]
-        active = self._active
-        if active is not None and addresses == self._seen_addresses and self._same_objects(grads):
+        given = [g for g in grads if g is not None]
+        addresses = _addresses(locals_of(tensors)), _addresses(locals_of(given))
+        active, before = self._active, self._addresses
+        if active is not None and addresses == before and self._same_objects(grads):
             if not active.keeps:  # the same objects again: somebody keeps them, so may we
                 active.keeps = self._epoch
-                active.grads = _local_grads(params, grads)
+                active.grads = _local_grads(active.params, given)
             return active
         present = [p for p, g in zip(params, grads, strict=True) if g is not None]
-        local_tensors, local_grads = [p.local for p in present], _local_grads(params, grads)
-        self._seen_grads = [None if g is None else weakref.ref(g) for g in grads]
-        self._seen_addresses = addresses
+        local_grads = _local_grads(present, given)
+        self._seen_grads = [_nothing if g is None else weakref.ref(g) for g in grads]
+        self._addresses = addresses
         self._epoch += 1
-        places = (_places(local_tensors, absolute=True), _places(local_grads, absolute=False))
-        if active is not None and present == active.params and places == self._seen_places:
+        places, places_before = _places(local_grads, addresses[1]), self._places
+        self._places = places
+        stayed = active is not None and addresses[0] == before[0] and present == active.params
+        if active is not None and stayed and places == places_before:
             active.grads, active.keeps = local_grads, 0
             return active
         self._version += 1
-        self._seen_places = places
-        self._active = Active(present, local_tensors, local_grads, self._version)
+        self._active = Active(present, [p.local for p in present], local_grads, self._version)
         return self._active
 
     def _same_objects(self, grads: list[torch.Tensor | None]) -> bool:
-        return all(g is (r and r()) for g, r in zip(grads, self._seen_grads, strict=True))
+        return all(map(operator.is_, grads, map(operator.call, self._seen_grads)))
 
 
-def _address(grad: torch.Tensor) -> int:
-    """Where a gradient lies; a sparse one, which `Param.local_grad` refuses by name, lies nowhere."""
-    return grad.data_ptr() if grad.layout is torch.strided else -1
+def _nothing() -> None:
+    """Stands for the reference to a gradient that was not there."""
 
 
-def _local_grads(params: list[Param], grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    pairs = zip(params, grads, strict=True)
-    return [param.local_grad(grad).detach() for param, grad in pairs if grad is not None]
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # a sparse gradient, which `Param.local_grad` refuses by name, lies nowhere
+        return [-1] * len(tensors)
 
 
-def _places(tensors: list[torch.Tensor], *, absolute: bool) -> list[object]:
-    """Where and how tensors lie: in which storage (or, not absolute, which of them share one), and how in it."""
-    storages = [t.untyped_storage().data_ptr() for t in tensors]
-    if not absolute:
-        order = {pointer: i for i, pointer in reversed(list(enumerate(storages)))}
-        storages = [order[pointer] for pointer in storages]
-    return [(s, t.storage_offset(), t.dtype, t.stride()) for s, t in zip(storages, tensors, strict=True)]
+def _local_grads(params: list[Param], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = [param.local_grad(grad) for param, grad in zip(params, grads, strict=True)]
+    return [g.detach() if g.requires_grad else g for g in found]
+
+
+def _places(grads: list[torch.Tensor], addresses: list[int]) -> list[object]:
+    """How gradients lie: which of them share a storage, at which offsets, in which strides."""
+    offsets = [g.storage_offset() for g in grads]
+    storages = [a - o * g.itemsize for a, o, g in zip(addresses, offsets, grads, strict=True)]
+    first = {storage: i for i, storage in reversed(list(enumerate(storages)))}
+    return [(first[s], o, g.dtype, g.stride()) for s, o, g in zip(storages, offsets, grads, strict=True)]

@@ -4,8 +4,10 @@ Everything that an optimizer derives from `param_groups` and `state` is derived 
 nothing changed is a few list comparisons.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,12 +43,11 @@ class Seen:
         self.states: dict[torch.Tensor, dict[str, Any]] = {}
         self._groups: list[Group] = []
         self._options: dict[int, Group] = {}
-        self._members: list[int] = []
+        self._members: list[Any] = []
         self._frozen: list[torch.Tensor] = []
         self._kept: list[tuple[torch.Tensor, str]] = []
-        self._objects: list[int] = []
-        self._look: list[int] | None = None
-        self._entries: list[dict[str, Any]] = []
+        self._objects: list[torch.Tensor] = []
+        self._values: list[Any] | None = None
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
@@ -62,10 +63,10 @@ class Seen:
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
         ]
-        self._kept, self._objects = [place for place, _ in tensors], [id(value) for _, value in tensors]
-        self._look = None
+        self._kept, self._objects = [place for place, _ in tensors], [value for _, value in tensors]
+        self._values = None
         self._locals = [local_of(value) for _, value in tensors]
-        self._addresses = [local.data_ptr() for local in self._locals]
+        self._addresses = _addresses(self._locals)
 
     def note_options(self, group: Group) -> None:
         """Look at a group's options."""
@@ -84,24 +85,21 @@ class Seen:
     def is_current(self, groups: list[Group], state: State) -> bool:
         """Whether groups have the parameters, and these the states, that they had; and none was unfrozen."""
         return (
-            _members(groups) == self._members
+            _are(_members(groups), self._members)
             and self._has_states(state)
-            and [local.data_ptr() for local in self._locals] == self._addresses
+            and _addresses(self._locals) == self._addresses
             and not any(trains(t) for t in self._frozen)
         )
 
     def _has_states(self, state: State) -> bool:
-        entries = list(state.values())  # looking a tensor up costs more than walking over all
-        look = [*map(id, entries), *(id(value) for entry in entries for value in entry.values())]
-        if look == self._look:
+        # looking a tensor up costs more than walking over all
+        values = list(chain.from_iterable([entry.values() for entry in state.values()]))
+        if self._values is not None and _are(values, self._values):
             return True
         empty: dict[str, Any] = {}
-        if [id(state.get(t, empty).get(key)) for t, key in self._kept] != self._objects:
+        if not _are([state.get(t, empty).get(key) for t, key in self._kept], self._objects):
             return False
-        self._look, self._entries = (
-            look,
-            entries,
-        )  # entries of the user's own differ; held, so that ids stay theirs
+        self._values = values  # what the user added among them
         return True
 
     def check_memory(self, params: Mapping[torch.Tensor, Param]) -> None:
@@ -137,8 +135,17 @@ def _options(group: Group) -> Group:
     return {k: list(v) if isinstance(v, list) else v for k, v in group.items() if k != "params"}
 
 
-def _members(groups: list[Group]) -> list[int]:
-    return [i for group in groups for i in (id(group), *map(id, group["params"]))]
+def _members(groups: list[Group]) -> list[Any]:
+    return [member for group in groups for member in (group, *group["params"])]
+
+
+def _are(found: list[Any], seen: list[Any]) -> bool:
+    """Whether these are the very objects; tensors are not compared."""
+    return len(found) == len(seen) and all(map(operator.is_, found, seen))
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _same(a: Any, b: Any) -> bool:

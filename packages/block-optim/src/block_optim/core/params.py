@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, share_layout
 from block_optim.core.holding import Holding, Range, first_element, holding_of, wrap_local
 from ragged_shard import RaggedDTensor
 
@@ -96,8 +96,11 @@ class Param:
             ValueError: a gradient in another layout than its parameter.
             RuntimeError: a sparse gradient.
         """
-        if isinstance(grad, DISTRIBUTED) and (
-            grad.device_mesh != self.mesh or tuple(grad.placements) != self.placements
+        own = self.tensor
+        if (
+            not share_layout(grad, own)
+            and isinstance(grad, DISTRIBUTED)
+            and (grad.device_mesh != self.mesh or tuple(grad.placements) != self.placements)
         ):
             raise ValueError(
                 f"{self.name}: its gradient lies as {tuple(grad.placements)} and the parameter as {self.placements}; "

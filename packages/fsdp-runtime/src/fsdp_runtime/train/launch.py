@@ -96,12 +96,13 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """As torchrun sets it, but for the address of its store."""
+    """As torchrun sets it, but for the address of its store; glibc's malloc is to ask for huge pages."""
     mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {
         **os.environ,
         **{name: str(value) for name, value in mine.items()},
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES") or "glibc.malloc.hugetlb=1",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
 
