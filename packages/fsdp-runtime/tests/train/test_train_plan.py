@@ -74,8 +74,9 @@ def test_only_the_runtimes_own_buffers_can_be_planned(folder):
         make_plan(tiny(folder, system="fsdp2"), 256, 2)
 
 
-def test_replay_counts_two_units_gathered_and_two_reducing():
-    unit = Buffers(gathered=(100,), reducing=(100,), gradients=50, keeps=False)
+def three_layers(**changes):
+    """The units of a root with three layers, and the moments of a step without activations."""
+    unit = Buffers(gathered=(100,), reducing=(100,), gradients=50, keeps=False, **changes)
     root = Buffers(gathered=(10,), reducing=(10,), gradients=5, keeps=True)
     names = [
         "enter 0",
@@ -90,11 +91,30 @@ def test_replay_counts_two_units_gathered_and_two_reducing():
         "end 0",
     ]
     moments = [Moment(name.split()[0], int(name.split()[1]), 0) for name in names]
-    replay = Replay([root, unit, unit, unit]).run(moments)
+    return [root, unit, unit, unit], moments
+
+
+def test_replay_counts_two_units_gathered_and_two_reducing():
+    units, moments = three_layers()
+    replay = Replay(units).run(moments)
     assert replay.buffers_peak == 10 + 10 + 4 * 100
-    assert replay.peak == 10 + 10 + 4 * 100 + 3 * 50  # when the last layer's gradients are reduced
-    soon = Replay([root, unit, unit, unit], reductions="soon").run(moments)
+    assert replay.peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
+    soon = Replay(units, reductions="soon").run(moments)
     assert soon.buffers_peak == 10 + 10 + 3 * 100  # the buffer of the reduction that is over is taken again
+
+
+def test_replay_frees_parked_blocks_before_the_last_layers_gradients_are_reduced():
+    units, moments = three_layers()
+    replay = Replay(units, accumulated=True, reductions="at once").run(moments)
+    assert replay.peak == 10 + 10 + 3 * 100 + (3 * 50 + 5) + 2 * 50  # not with a third new shard
+
+
+def test_a_reduction_that_ends_at_once_counts_without_its_scratch():
+    (units, moments), (with_scratch, _) = three_layers(), three_layers(received=1000)
+    for ends in ("at once", "soon"):
+        plain = Replay(units, reductions=ends).run(moments).peak
+        found = Replay(with_scratch, reductions=ends).run(moments).peak
+        assert (found == plain) == (ends == "at once")
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

@@ -97,7 +97,10 @@ class MemoryPlan:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The same if reductions end at once, as on the last rank to begin, or after the next unit's last gradient."""
+        """The same if reductions end at once, as on the last rank to begin, or after the next unit's last gradient.
+
+        The lower one counts no scratch of reductions, which a transport may hold where no meter of tensors sees it.
+        """
         least, _, most = self._peaks
         return least, most
 

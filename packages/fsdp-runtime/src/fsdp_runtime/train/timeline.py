@@ -166,7 +166,8 @@ class Replay:
         reductions: when they are over: "at once", when the next unit's first gradient comes ("soon"), or when its
             last has come ("late").
 
-    One unit is gathered ahead; one reduction is under way while the backward goes on.
+    One unit is gathered ahead; one reduction is under way while the backward goes on. A reduction that ends at once
+    counts without its scratch: a lower bound, because a transport may hold that where no meter of tensors sees it.
 
     Attributes:
         peak: the most bytes of activations and buffers together.
@@ -256,14 +257,16 @@ class Replay:
     def _finish(self, unit: int) -> None:
         """A unit's backward is over: its parameters go, its gradients are reduced."""
         self._release(unit)
+        if unit <= 1:  # nothing more is gathered, and the runtime keeps no blocks for it
+            self._pool.trim()
         self._end_reduction()
         self._received = self.units[unit].received
         self._flying = unit
         self._gradients += self.units[unit].gradients
-        # The new shard is there while the gathered gradients still are.
-        self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
         if self._reductions == "at once":
             self._end_reduction()
+        # The new shard is there while the gathered gradients still are.
+        self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
 
     def _end_reduction(self) -> None:
         """The reduction that was under way is over."""
