@@ -119,8 +119,11 @@ class DBuffer:
             raise ValueError(f"{name}: the recycler is on {recycler.device}, not {layer.device}")
         #: What the functions of this package work on.
         self.memory = BufferMemory(name or layout.tensors[0].name, spec, recycler)
-        groups = [group for group in (view.group, view.replica_group) if group is not None]
-        self._numbers = {group: count_compared(group) for group in groups if check_ranks}
+        self._numbers: dict[dist.ProcessGroup, int] = {}
+        if check_ranks:
+            for group in (view.group, view.replica_group):
+                if group is not None:
+                    self._numbers[group] = count_compared(group)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 

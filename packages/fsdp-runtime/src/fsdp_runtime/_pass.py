@@ -144,10 +144,6 @@ class Pass:
                 order.begin(scope)
                 self._compared.append(order)
 
-    def _compare_order(self, patience: float = 0.0) -> None:
-        for order in self._compared:
-            order.compare(self.streams.layer, patience)
-
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Unshard a unit, and gather ahead what is expected next.
 
@@ -225,7 +221,8 @@ class Pass:
         self._root = None
         if not trimmed:
             self.streams.recycler.trim()  # the loss has the memory to itself
-        self._compare_order()
+        for order in self._compared:
+            order.compare(self.streams.layer)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +303,8 @@ class Pass:
         self.backward.finish()
         self._left = []
         self.streams.recycler.trim()  # the optimizer has the memory to itself
-        self._compare_order(_PATIENCE)
+        for order in self._compared:
+            order.compare(self.streams.layer, _PATIENCE)
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
