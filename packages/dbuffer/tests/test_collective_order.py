@@ -2,10 +2,11 @@
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dbuffer._order import CollectiveOrder
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 
 class Layer:
