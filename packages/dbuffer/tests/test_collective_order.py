@@ -85,6 +85,7 @@ def test_a_rank_that_is_slow_is_waited_for_without_blocking():
     two.compare(layer)
     run(one, ["reduce a"])
     one.compare(layer)
+    assert one._scopes[""].agreed == {("gather a",)}
 
 
 def test_while_a_graph_is_captured_nothing_is_told():
@@ -112,6 +113,21 @@ def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
     for order in (one, two):
         with pytest.raises(RuntimeError, match="as number 1 of a pass"):
             pass_of(order, layer, ["reduce a"])
+
+
+def test_a_model_whose_order_is_new_in_each_pass_does_not_fill_the_store(caplog):
+    store, layer = dist.HashStore(), Layer()
+    ranks = [CollectiveOrder([0, 1], rank, store) for rank in range(2)]
+    sizes = []
+    for step in range(300):
+        for order in ranks:
+            run(order, [f"gather {step}"])
+        for order in ranks:
+            order.compare(layer)
+        sizes.append(store.num_keys())
+    assert sizes[255] == sizes[-1] > sizes[254]
+    assert len(ranks[0]._scopes[""].agreed) == 256
+    assert "new ones are compared no more" in caplog.text
 
 
 def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):

@@ -30,6 +30,7 @@ from ragged_shard import DeviceLayer
 _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
 _NOTHING = "nothing"
+_MOST = 256  # orders of a model that are told; the store keeps them all
 
 
 @dataclass
@@ -100,7 +101,8 @@ class CollectiveOrder:
 
         Every rank calls this at the same points of its program. A sequence that is new takes five requests of the
         process group's store (some hundred bytes, and the titles compressed), more while this waits, and one at each
-        further call until all ranks are known to have it; any other takes none. Nothing while a graph is captured.
+        further call until all ranks are known to have it; any other takes none. Nothing while a graph is captured, and
+        for new ones after 256: a model that draws its layers anew in each pass would fill the store.
 
         Args:
             layer: of the device that the collectives run on.
@@ -111,7 +113,8 @@ class CollectiveOrder:
             RuntimeError: another rank started other collectives, or the same in another order.
         """
         started, self.titles = tuple(self.titles), []
-        new = started and started not in self._scopes[self._scope].agreed
+        scope = self._scopes[self._scope]
+        new = started and started not in scope.agreed and (len(scope.told) < _MOST or started in scope.told)
         if not (new or self._waiting) or self._store is None:
             return
         if layer.capturing:
@@ -152,6 +155,10 @@ class CollectiveOrder:
             store.set(f"{self._scope}/rank {self._rank}/{number}", zlib.compress(text).hex())
             store.add(key, 1)
             store.add(f"{self._scope}/number {number}", 1)
+            if number + 1 == _MOST:
+                _log.warning(
+                    "ranks' orders of collectives change all the time: new ones are compared no more"
+                )
         told = next((one for one in self._waiting if one.key == key), None)
         if told is None:
             told = _Told(started, self._scope, key, self.number, [])
