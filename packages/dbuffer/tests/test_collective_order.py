@@ -116,15 +116,14 @@ def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
 
 
 def test_a_model_whose_order_is_new_in_each_pass_does_not_fill_the_store(caplog):
-    store, layer = dist.HashStore(), Layer()
-    ranks = [CollectiveOrder([0, 1], rank, store) for rank in range(2)]
+    ranks, layer = ranks_of(2), Layer()
     sizes = []
     for step in range(300):
         for order in ranks:
             run(order, [f"gather {step}"])
         for order in ranks:
             order.compare(layer)
-        sizes.append(store.num_keys())
+        sizes.append(ranks[0]._store.num_keys())
     assert sizes[255] == sizes[-1] > sizes[254]
     assert len(ranks[0]._scopes[""].agreed) == 256
     assert "new ones are compared no more" in caplog.text
