@@ -1,6 +1,6 @@
 """The shard of a buffer: this rank's slices, one storage a segment, which may be given away and made again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from ragged_shard import DeviceLayer, PinnedMemory
 
 from .geometry import Geometry
+from .huge_pages import prefer_huge_pages
 from .recycler import check_aligned
 
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -38,17 +39,19 @@ class ShardMemory:
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
-        self._allocate(torch.zeros)
+        self._allocate(zeroed=True)
 
-    def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
+    def _allocate(self, *, zeroed: bool = False) -> None:
         geometry = self._geometry
         flats: list[torch.Tensor] = []
         for index, segment in enumerate(geometry.layout.segments):
             if self._pinned:
-                memory = self._pinned[index]
-                flat = memory.zeros() if make is torch.zeros else memory.empty()
+                flat = self._pinned[index].empty()
             else:
-                flat = make(segment.shard_size, dtype=self._dtype, device=self._device)
+                flat = torch.empty(segment.shard_size, dtype=self._dtype, device=self._device)
+                prefer_huge_pages(flat)
+            if zeroed:
+                flat.zero_()
             check_aligned(flat.data_ptr())
             flats.append(flat)
         views: dict[str, torch.Tensor] = {}
@@ -68,4 +71,4 @@ class ShardMemory:
     def renew(self) -> None:
         """Have memory again after `give`; uninitialised, padding too."""
         if not self.flats:
-            self._allocate(torch.empty)
+            self._allocate()

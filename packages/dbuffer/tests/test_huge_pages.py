@@ -1,0 +1,132 @@
+"""Large memory on the host asks for huge pages, and nothing but it."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbuffer import Recycler
+from dbuffer._torch_compat import CAN_SWAP
+from dbuffer.memory import huge_pages
+from dbuffer.memory.geometry import geometry_of
+from dbuffer.memory.shard import ShardMemory
+from layout_planner import TensorSpec, plan
+
+LARGE = huge_pages.SMALLEST
+needs_linux = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel has no transparent huge pages",
+)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the kernel is asked for: pairs of first address and bytes."""
+    calls = []
+
+    def advise(begin, nbytes, advice):
+        calls.append((begin, nbytes))
+        return 0
+
+    monkeypatch.setattr(huge_pages, "_advise", lambda: advise)
+    return calls
+
+
+class Memory:
+    """Stands for host memory at any address."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, address, nbytes):
+        self.address, self.nbytes = address, nbytes
+
+    def data_ptr(self):
+        return self.address
+
+
+@given(st.integers(1, 1 << 40), st.integers(LARGE, 1 << 30))
+def test_only_whole_pages_inside_the_memory_are_asked_for(address, nbytes):
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huge_pages, "_advise", lambda: lambda *call: calls.append(call[:2]))
+        huge_pages.prefer_huge_pages(Memory(address, nbytes))
+    ((begin, asked),) = calls
+    assert begin % huge_pages.PAGE == asked % huge_pages.PAGE == 0
+    assert asked > 0
+    assert address <= begin < address + huge_pages.PAGE
+    assert address + nbytes - huge_pages.PAGE < begin + asked <= address + nbytes
+
+
+def test_small_memory_is_left_alone(asked):
+    huge_pages.prefer_huge_pages(torch.empty(LARGE - 1, dtype=torch.uint8))
+    assert asked == []
+
+
+@pytest.mark.skipif(
+    not CAN_SWAP, reason="this torch cannot exchange memory between storages, so none is parked"
+)
+def test_a_recycler_asks_for_new_blocks_and_not_for_parked_ones(asked):
+    recycler = Recycler("cpu")
+    storage = torch.UntypedStorage(0)
+    for _ in range(3):
+        recycler.lend(storage, LARGE)
+        recycler.take_back(storage)
+    assert len(asked) == 1
+
+
+def new_shard():
+    layout = plan([TensorSpec("weight", (LARGE // 4,))], 1)
+    return ShardMemory(geometry_of(layout, 0), torch.float32, torch.device("cpu"), None)
+
+
+def test_a_shard_asks_each_time_that_it_is_allocated(asked):
+    shard = new_shard()
+    assert len(asked) == 1
+    shard.give()
+    shard.renew()
+    assert len(asked) == 2
+
+
+def test_a_new_shard_is_zero():
+    assert not new_shard().flats[0].any()
+
+
+@needs_linux
+def test_the_kernel_has_noted_the_wish():
+    memory = torch.empty(4 * LARGE, dtype=torch.uint8)
+    huge_pages.prefer_huge_pages(memory)
+    assert "hg" in _flags_of(memory.data_ptr() + LARGE)
+
+
+def test_a_kernel_that_refuses_changes_nothing(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *call: -1)
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+    recycler.lend(storage, LARGE)
+    assert storage.nbytes() == LARGE
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_the_variable_turns_it_off(monkeypatch, value):
+    monkeypatch.setenv(huge_pages.VARIABLE, value)
+    assert huge_pages._advise.__wrapped__() is None
+
+
+def test_a_c_library_without_the_call_changes_nothing(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *given: object())
+    assert huge_pages._advise.__wrapped__() is None
+
+
+def _flags_of(address):
+    """The flags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError(f"no mapping holds {address:#x}")
