@@ -1,4 +1,4 @@
-"""What clipping by the norm of all gradients costs the host: torch's function and ours, next to plain tensors.
+"""What clipping by the norm of all gradients costs the host: ours and torch's function, beside plain tensors and FSDP2.
 
 python -m bench clip                    512 parameters of 1024 elements in 8 units, on rank 0 of 4
 python -m bench clip --elements 16384
@@ -21,6 +21,7 @@ GOALS = {"torch's function": 1.3, "model.clip_grad_norm_": 0.3}
 def measure(elements: int, rounds: int) -> dict[str, float]:
     """Microseconds of each way to clip."""
     import torch
+    import torch.distributed.fsdp
     from torch import nn
 
     import fsdp_runtime
@@ -37,17 +38,24 @@ def measure(elements: int, rounds: int) -> dict[str, float]:
             return x
 
     with fake_ranks(RANKS) as mesh:
-        model: Any = nn.Sequential(*(Sum() for _ in range(UNITS)))
-        for module in (*model, model):
-            fsdp_runtime.fully_shard(module, mesh=mesh)
-        model(torch.ones(2, elements)).sum().backward()
+
+        def trained(fully_shard: Callable[..., Any]) -> Any:
+            model: Any = nn.Sequential(*(Sum() for _ in range(UNITS)))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh)
+            model(torch.ones(2, elements)).sum().backward()
+            return model
+
+        model = trained(fsdp_runtime.fully_shard)
         params = list(model.parameters())
+        theirs = list(trained(torch.distributed.fsdp.fully_shard).parameters())
         plain = [nn.Parameter(param.to_local().detach().clone()) for param in params]
         for one, param in zip(plain, params, strict=True):
             one.grad = param.grad.to_local().clone()
         ways: dict[str, Callable[[], Any]] = {
             "plain tensors": lambda: nn.utils.clip_grad_norm_(plain, 1e9),
             "torch's function": lambda: nn.utils.clip_grad_norm_(params, 1e9),
+            "torch's function, FSDP2": lambda: nn.utils.clip_grad_norm_(theirs, 1e9),
             "fsdp_runtime.clip_grad_norm_": lambda: fsdp_runtime.clip_grad_norm_(params, 1e9),
             "model.clip_grad_norm_": lambda: model.clip_grad_norm_(1e9),
         }

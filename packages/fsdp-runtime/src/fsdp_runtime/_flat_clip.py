@@ -4,6 +4,7 @@ gradients of a unit    | grad | grad |pad| grad |     views of one shard
 runs                   [-------------]   [------]     one kernel each to read and to scale; no padding is in them
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from ._group import Group
 from ._plan import as_sharded
 from ._unit import Unit
 
+# Looked at by functions of C, since there may be thousands.
+_LOCAL, _PLACEMENTS = operator.attrgetter("local"), operator.attrgetter("placements")
+_ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
 _PIECE = 1 << 16  # elements in one sum: over longer ones torch's CPU kernels lose digits
 
 
@@ -94,7 +98,7 @@ def clip(
             _add_group(group, cuts, scaled)
     for param in others:
         _add_other(param, cuts, scaled)
-    if not copies:
+    if not copies and len(cuts.meshes) > 1:
         _check_ranks(cuts.meshes.values())
     norm = _norm(cuts.values(), order, device)
     if pp_mesh is not None:
@@ -111,25 +115,35 @@ def _add_group(group: Group, cuts: _Cuts, scaled: list[torch.Tensor]) -> None:
     """Add the gradients of a group: where they lie next to each other, as one."""
     plan = group.plan
     cut = cuts.of(plan.params[0].mesh, plan.params[0].placements)
+    sharded: list[Any] = [param.sharded for param in group.params]
+    grads: list[Any] = [param.grad for param in sharded]
+    if _as_published(grads, sharded) and not any([planned.cut_by_others for planned in plan.params]):  # noqa: C419
+        _add_runs(list(map(_LOCAL, grads)), cut, scaled)
+        return
     alike: list[torch.Tensor] = []
-    for param, planned in zip(group.params, plan.params, strict=True):
+    for planned, param, grad in zip(plan.params, sharded, grads, strict=True):
         if planned.cut_by_others:
             cut, before = cuts.of(planned.mesh, planned.placements), cut
             if cut is not before:
                 _add_runs(alike, before, scaled)
                 alike = []
-        sharded: Any = param.sharded
-        grad = sharded.grad
         if grad is None:
             continue
         if type(grad) is RaggedDTensor and (
-            grad.placements is sharded.placements or grad.placements == planned.placements
+            grad.placements is param.placements or grad.placements == planned.placements
         ):
             alike.append(grad.local)
         else:  # the user's
-            cut.slices.append(as_sharded(plan, planned, sharded, grad).to_local())
+            cut.slices.append(as_sharded(plan, planned, param, grad).to_local())
             scaled.append(grad)
     _add_runs(alike, cut, scaled)
+
+
+def _as_published(grads: list[Any], sharded: list[Any]) -> bool:
+    """Whether all gradients are there and placed as their parameters are: what backward leaves."""
+    if set(map(type, grads)) != {RaggedDTensor}:
+        return False
+    return all(map(operator.is_, map(_PLACEMENTS, grads), map(_PLACEMENTS, sharded)))
 
 
 def _add_runs(tensors: list[torch.Tensor], cut: _Cut, scaled: list[torch.Tensor]) -> None:
@@ -158,8 +172,10 @@ def _add_other(param: nn.Parameter, cuts: _Cuts, scaled: list[torch.Tensor]) -> 
 
 def runs_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The elements of contiguous tensors in fewer: 1-D views of those that lie next to each other in a storage."""
-    places = [(one.data_ptr(), one.nbytes, number, one) for number, one in enumerate(tensors)]
-    places.sort()
+    tensors = list(tensors)
+    places = sorted(
+        zip(map(_ADDRESS, tensors), map(_NBYTES, tensors), range(len(tensors)), tensors, strict=True)
+    )
     runs: list[torch.Tensor] = []
     first, end, limit = None, -1, -1  # of the run that is open
     for address, nbytes, _, tensor in places:

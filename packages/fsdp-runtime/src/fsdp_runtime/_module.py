@@ -1,6 +1,7 @@
 """`FSDPModule`: what a module can do after `fully_shard`. FSDP2's methods, with FSDP2's meaning."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ._scaling import AllReduceHook
 from ._torch_state import StateForTorch
 from ._unit import Unit
 
+_SHARDED, _UNSHARDED = operator.attrgetter("sharded"), operator.attrgetter("unsharded")
 _initialise_new = True
 
 
@@ -198,12 +200,12 @@ class FSDPModule(fsdp.FSDPModule):
         module: Any = self
         units = _units(module, True)
         params = [param for unit in units for param in unit.params]
-        managed = {id(param.sharded) for param in params} | {id(param.unsharded) for param in params}
+        managed = {*map(id, map(_SHARDED, params)), *map(id, map(_UNSHARDED, params))}
+        held = [one for sub in module.modules() for one in sub._parameters.values()]
         others = {
-            id(one): one
-            for sub in module.modules()
-            for one in sub._parameters.values()
-            if one is not None and id(one) not in managed
+            number: one
+            for number, one in zip(map(id, held), held, strict=True)
+            if number not in managed and one is not None
         }
         return _flat_clip.clip(
             units, others.values(), max_norm, float(norm_type),

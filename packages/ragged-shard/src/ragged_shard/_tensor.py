@@ -58,6 +58,17 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         wrapper._sharding = sharding
         return wrapper
 
+    @classmethod
+    def _wrap_all(cls, locals_: Sequence[torch.Tensor], sharding: Sharding) -> "list[RaggedDTensor]":
+        """`_wrap` for several of one dtype."""
+        wrappers: list[RaggedDTensor] = []
+        if locals_:
+            spec = sharding.spec(locals_[0].dtype)
+            wrappers += [new_wrapper(RaggedDTensor, local, spec, requires_grad=False) for local in locals_]
+        for wrapper in wrappers:
+            wrapper._sharding = sharding
+        return wrappers
+
     @staticmethod
     def from_local(
         local: torch.Tensor,

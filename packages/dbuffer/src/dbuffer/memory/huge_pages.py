@@ -19,14 +19,14 @@ SMALLEST = 2 * PAGE  # bytes: it holds at least one whole page, wherever it begi
 
 
 def prefer_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
-    """Ask the kernel for huge pages in memory on the host that nobody has written yet; before the first write.
+    """Ask the kernel for huge pages in memory that nobody has written yet, of at least `SMALLEST` bytes.
 
     Only whole huge pages inside the memory are asked for, so that none of it takes more than before. A refusal changes
-    nothing. Costs a system call; memory below 4 MiB, or on a device, none.
+    nothing. Costs a system call; on a device nothing.
     """
-    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
-    if nbytes < SMALLEST or memory.device.type != "cpu" or (advise := _advise()) is None:
+    if memory.device.type != "cpu" or (advise := _advise()) is None:
         return
+    nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
     begin = -(-memory.data_ptr() // PAGE) * PAGE
     end = (memory.data_ptr() + nbytes) // PAGE * PAGE
     advise(begin, end - begin, mmap.MADV_HUGEPAGE)

@@ -22,7 +22,7 @@ from ragged_shard import DeviceLayer, device_layer
 
 from .. import _torch_compat as compat
 from .geometry import ALIGNMENT
-from .huge_pages import prefer_huge_pages
+from .huge_pages import SMALLEST, prefer_huge_pages
 
 DEBUG_VARIABLE = "DBUFFER_DEBUG_MEMORY"
 _POISON = 0xA5  # bf16, fp32 and fp64 made of it are tiny negative numbers, integers are nonsense
@@ -143,7 +143,8 @@ class Recycler:
             self._homes[storage] = self._resize_at_home(storage, nbytes)
         else:
             self._layer.resize(storage, nbytes)
-            prefer_huge_pages(storage)
+            if nbytes >= SMALLEST:
+                prefer_huge_pages(storage)
             self._homes[storage] = None
         check_aligned(storage.data_ptr())
         self._allocations += 1

@@ -8,7 +8,7 @@ import torch
 from ragged_shard import DeviceLayer, PinnedMemory
 
 from .geometry import Geometry
-from .huge_pages import prefer_huge_pages
+from .huge_pages import SMALLEST, prefer_huge_pages
 from .recycler import check_aligned
 
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -49,7 +49,8 @@ class ShardMemory:
                 flat = self._pinned[index].empty()
             else:
                 flat = torch.empty(segment.shard_size, dtype=self._dtype, device=self._device)
-                prefer_huge_pages(flat)
+                if flat.nbytes >= SMALLEST:
+                    prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
             check_aligned(flat.data_ptr())

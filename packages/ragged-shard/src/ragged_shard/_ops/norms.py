@@ -47,6 +47,10 @@ def foreach_norm(op: Op) -> Handler:
         order, dtype = float(given.get("ord", 2)), given.get("dtype")
         results: list[Any] = [None] * len(tensors)
         cuts: dict[Any, _Cut] = {}
+        kind, cut = (
+            None,
+            None,
+        )  # the last tensor's, which the next one mostly shares: hashing a mesh takes a while
         plain = []
         for i, tensor in enumerate(tensors):
             sharding = getattr(tensor, "_sharding", None)
@@ -62,7 +66,9 @@ def foreach_norm(op: Op) -> Handler:
             else:
                 plain.append(i)
                 continue
-            cut = cuts.setdefault((mesh, axes, local.dtype), _Cut(mesh, axes, [], []))
+            if cut is None or mesh is not cut.mesh or axes != cut.axes or local.dtype is not kind:
+                kind = local.dtype
+                cut = cuts.setdefault((mesh, axes, kind), _Cut(mesh, axes, [], []))
             cut.positions.append(i)
             cut.locals.append(local)
         if plain:
@@ -98,8 +104,9 @@ def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dt
         for cut, total in zip(members, totals.split([len(v) for v in values]), strict=True):
             finished = norm_over(cut.locals[0], order, dtype, torch.float64).finish(total, 0)
             after = sharding_of(cut.mesh, (_REPLICATE,) * cut.mesh.ndim, torch.Size(()))
-            for i, norm in zip(cut.positions, finished.unbind(), strict=True):
-                results[i] = RaggedDTensor._wrap(norm, after)
+            norms = RaggedDTensor._wrap_all(finished.unbind(), after)
+            for i, norm in zip(cut.positions, norms, strict=True):
+                results[i] = norm
 
 
 def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -108,10 +115,10 @@ def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None
     how = norm_over(locals_[0], order, dtype, torch.float64)
     if order <= 0:
         return torch.stack([local_of(how, x.reshape(-1), [0]).reshape(()) for x in locals_])
-    # torch's norms over no elements are 0, except the infinity norm, which it refuses
-    filled = [x if x.numel() else x.new_zeros(1) for x in locals_]
+    if order == float("inf"):  # torch refuses it over no elements; other norms are 0 there
+        locals_ = [x if x.numel() else x.new_zeros(1) for x in locals_]
     inner = torch.float32 if out in HALVES else out
-    values = torch.stack(torch._foreach_norm(filled, order, dtype=inner))
+    values = torch.stack(torch._foreach_norm(locals_, order, dtype=inner))
     return values if order == float("inf") else values.to(torch.float64).pow_(order)
 
 
@@ -152,6 +159,14 @@ def stack(op: Op) -> Handler:
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(args[0])
+        first = getattr(tensors[0], "_sharding", None) if tensors else None
+        if first is not None and first.replicate and not first.shape:
+            alike = [getattr(t, "_sharding", None) for t in tensors].count(
+                first
+            )  # identity is tested first, in C
+            if alike == len(tensors):
+                result = func([t._local_tensor for t in tensors], *args[1:], **kwargs)
+                return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
         ragged = [t for t in tensors if isinstance(t, RaggedDTensor)]
         if not ragged or not all(t._sharding.replicate for t in ragged) or any(t.ndim for t in tensors):
             return fallback(func, args, kwargs)
