@@ -1,4 +1,4 @@
-"""All figures of the report again, in one go: some 18 minutes on two cores.
+"""All figures of the report again, in one go: some 30 minutes on two cores.
 
 python -m bench record [--keep-noisy]
 
@@ -19,11 +19,13 @@ PARTS: tuple[tuple[str, list[str], bool], ...] = (
     ("calls", [], False),
     ("speed", ["--workload", "dense", "--ranks", "2", "--rounds", "6"], True),
     ("speed", ["--workload", "moe", "--ranks", "2", "--rounds", "5",
-               "--systems", "alone,ddp,ours,ours-peer-memory,ours-sends,ours-collectives,fsdp2,fsdp1"], True),
+               "--systems", "alone,ddp,ours,ours-peer-memory,ours-sends,ours-collectives,fsdp2,fsdp1,deepspeed"], True),
     ("speed", ["--workload", "dense", "--ranks", "4", "--rounds", "4", "--steps", "1",
-               "--systems", "alone,ddp,ours,ours-peer-memory,ours-sends,ours-collectives,fsdp2"], True),
+               "--systems", "alone,ddp,ours,ours-sends,ours-collectives,fsdp2,deepspeed"], True),
     ("speed", ["--workload", "moe", "--ranks", "4", "--rounds", "4", "--steps", "1",
-               "--systems", "alone,ddp,ours,ours-peer-memory,ours-sends,ours-collectives,fsdp2"], True),
+               "--systems", "alone,ddp,ours,ours-sends,ours-collectives,fsdp2"], True),
+    ("speed", ["--workload", "dense", "--ranks", "8", "--rounds", "3", "--steps", "1",
+               "--systems", "alone,ddp,ours,ours-collectives,fsdp2"], True),
     ("host", [], True),
     ("ablation", ["--rounds", "6"], True),
     ("checkpoint", [], True),

@@ -6,8 +6,10 @@ Models that from_pretrained has sharded need no such thing.
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +137,63 @@ def resumed(folder):
 
 def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
     run_ranks(2, resumed, tmp_path)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damaged_on_one_rank(folder):
+    last = dist.get_world_size() - 1
+    trainer_for("ours", folder, llama(), save_strategy="steps", save_steps=2).train()
+    dist.barrier()
+    mine = folder / f"rank{dist.get_rank()}" / "checkpoint-4"
+    shutil.copytree(folder / "checkpoint-4", mine)
+    for rank, name, damage, message in (
+        (0, "pytorch_model_fsdp.bin", truncate, "on rank 0: .*pytorch_model_fsdp.bin cannot be read"),
+        (0, "optimizer.bin", truncate, "on rank 0: .*optimizer.bin cannot be read"),
+        (last, "scheduler.pt", truncate, f"on rank {last}: .*scheduler.pt cannot be read"),
+        (last, f"rng_state_{last}.pth", truncate, f"on rank {last}: .*rng_state_{last}.pth cannot be read"),
+        (last, "trainer_state.json", Path.unlink, f"on rank {last}: .*trainer_state.json"),
+        (last, "optimizer.bin", Path.unlink, f"'scheduler.pt'.* on rank 0, and .* on rank {last}"),
+        (last, "scheduler.pt", Path.unlink, f"on rank 0, and .* on rank {last}; give every rank the same"),
+        (last, "", shutil.rmtree, f"on rank {last}: .*checkpoint-4 is not a folder"),
+    ):
+        if dist.get_rank() == rank:
+            damage(mine / name)
+        trainer = trainer_for("ours", mine.parent, llama(seed=5), max_steps=6)
+        with pytest.raises((OSError, RuntimeError, ValueError), match=f"^resume_from_checkpoint.*{message}"):
+            trainer.train(resume_from_checkpoint=str(mine))
+        if dist.get_rank() == rank:
+            shutil.rmtree(mine, ignore_errors=True)
+            shutil.copytree(folder / "checkpoint-4", mine)
+    trainer = trainer_for("ours", mine.parent, llama(seed=5), max_steps=6)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+    with pytest.raises(ValueError, match=r"None with .* on rank 0, and checkpoint-4 with"):
+        trainer.train(resume_from_checkpoint=str(mine) if dist.get_rank() else None)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        trainer_for("ours", folder / "none", llama()).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
+    run_ranks(3, damaged_on_one_rank, tmp_path)
+
+
+def best_is_damaged(folder):
+    each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_for("ours", folder, llama(), load_best_model_at_end=True, **each)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        truncate(best / "pytorch_model_fsdp.bin")
+    with pytest.raises(RuntimeError, match=r"load_best_model_at_end on rank 0: .* cannot be read"):
+        trainer._load_best_model()
+
+
+def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
+    run_ranks(2, best_is_damaged, tmp_path)
 
 
 def best_and_saved(folder):

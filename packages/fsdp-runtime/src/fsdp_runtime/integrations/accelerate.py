@@ -254,22 +254,22 @@ def _check_files(accelerator: Any, folder: Path, load_kwargs: dict[str, Any]) ->
 
     plugin, rank = getattr(accelerator.state, "fsdp_plugin", None), accelerator.process_index
     if accelerator.scaler is not None:
-        _read(folder / constants.SCALER_NAME, torch.load)
+        read_mapped(folder / constants.SCALER_NAME, torch.load)
     if plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT and rank == 0:
         for path in [
             *_numbered(folder / constants.FSDP_MODEL_NAME, accelerator._models),
             *_numbered(folder / constants.OPTIMIZER_NAME, accelerator._optimizers),
         ]:
-            _read(path, torch.load)
+            read_mapped(path, torch.load)
     for path in _numbered(folder / constants.SCHEDULER_NAME, accelerator._schedulers):
-        _read(path, load, **load_kwargs)
+        read_mapped(path, load, **load_kwargs)
     for index in range(len(accelerator._custom_objects)):
-        _read(folder / f"custom_checkpoint_{index}.pkl", load, weights_only=False)
+        read_mapped(folder / f"custom_checkpoint_{index}.pkl", load, weights_only=False)
     name = constants.RNG_STATE_NAME
     saved_by = [int(other.stem.rpartition("_")[2]) for other in folder.glob(f"{name}_[0-9]*.pkl")]
     if rank > max(saved_by, default=-1):
         return None
-    step: int | None = _read(folder / f"{name}_{rank}.pkl", load).get("step")
+    step: int | None = read_mapped(folder / f"{name}_{rank}.pkl", load).get("step")
     return step
 
 
@@ -277,7 +277,12 @@ def _numbered(path: Path, objects: list[Any]) -> list[Path]:
     return [path.with_name(f"{path.name}_{i}.bin" if i else f"{path.name}.bin") for i in range(len(objects))]
 
 
-def _read(path: Path, load: Callable[..., Any], **options: Any) -> Any:
+def read_mapped(path: Path, load: Callable[..., Any], **options: Any) -> Any:
+    """What `load`, such as `torch.load`, finds in a file, mapped where it can be.
+
+    Raises:
+        OSError, RuntimeError: it cannot be read; the message names it.
+    """
     try:
         return load(path, **{"map_location": CPU, "mmap": zipfile.is_zipfile(path), **options})
     except Exception as error:

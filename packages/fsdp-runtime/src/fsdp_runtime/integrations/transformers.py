@@ -12,9 +12,11 @@
 Tried with transformers 5.23 and accelerate 1.15.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 
 from fsdp_runtime import FSDPModule, fully_shard
 from fsdp_runtime.integrations import accelerate
+from fsdp_runtime.weights.agreement import agree
 from ragged_shard import RaggedDTensor, held_boxes
 
 
@@ -75,6 +78,20 @@ class RaggedTrainer:
         finally:
             trainer.is_fsdp_enabled = enabled
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer does; sharded, ranks agree on the checkpoint first, and each has read its files.
+
+        Communicates one all-gather of pickled objects, under 200 bytes a rank, before training.
+
+        Raises:
+            OSError, RuntimeError, ValueError: on every rank, with the name of the rank: the checkpoint or a file in it
+                is missing or cannot be read; ranks have another checkpoint, or other files of it.
+        """
+        if self._trainer.is_fsdp_enabled:
+            resume_from_checkpoint = self._agreed(resume_from_checkpoint)
+        parent: Any = super()
+        return parent.train(resume_from_checkpoint, *args, **kwargs)
+
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with accelerate.full_state_dicts():
             return super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
@@ -84,8 +101,55 @@ class RaggedTrainer:
             return super()._load_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sharded:
+            folder, problem = Path(self._trainer.state.best_model_checkpoint), None
+            try:
+                _check_readable(folder, ["{model}.bin"] if self._rank == 0 else [])
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                problem = error
+            agree("load_best_model_at_end", problem)
         with accelerate.full_state_dicts():
             return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _agreed(self, checkpoint: Any) -> str | None:
+        """The checkpoint that all ranks resume from; see `train`."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        folder, found, problem = None, [], None
+        try:
+            if checkpoint is True:
+                folder = get_last_checkpoint(self._trainer.args.output_dir)
+                if folder is None:
+                    raise FileNotFoundError(f"there is no checkpoint in {self._trainer.args.output_dir}")
+            elif checkpoint:
+                folder = str(checkpoint)
+            if folder is not None:
+                found = self._check_files(Path(folder))
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem = error
+        answers = agree("resume_from_checkpoint", problem, (Path(folder).name if folder else None, found))
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                raise ValueError(
+                    f"resume_from_checkpoint: {answers[0][0]} with {answers[0][1]} on rank 0, and {answer[0]} with "
+                    f"{answer[1]} on rank {rank}; give every rank the same checkpoint"
+                )
+        return folder
+
+    def _check_files(self, folder: Path) -> list[str]:
+        """Read what this rank will read by itself, mapped. Returns what decides about how the trainer goes on."""
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder")
+        json.loads((folder / "trainer_state.json").read_text())
+        ranks = self._trainer.args.world_size
+        own = ["scheduler.pt", "scaler.pt", f"rng_state_{self._rank}.pth" if ranks > 1 else "rng_state.pth"]
+        _check_readable(folder, [*own, "{model}.bin", "optimizer.bin"] if self._rank == 0 else own)
+        kinds = ("pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "*.safetensors")
+        return sorted(path.name for kind in kinds for path in folder.glob(kind))
+
+    @property
+    def _rank(self) -> int:
+        return int(self._trainer.args.process_index)
 
     @property
     def _trainer(self) -> Any:
@@ -104,6 +168,18 @@ class RaggedTrainer:
         if mesh is not None:
             mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
         accelerate.shard(trainer.model, accelerator.state.fsdp_plugin, mesh, **self.shard_options)
+
+
+def _check_readable(folder: Path, names: list[str]) -> None:
+    """Raise where one of these files is there and torch cannot read it."""
+    from accelerate.utils.constants import FSDP_MODEL_NAME
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        for name in names:
+            path = folder / name.format(model=FSDP_MODEL_NAME)
+            if path.is_file():
+                accelerate.read_mapped(path, torch.load, weights_only=True)
 
 
 @contextmanager
