@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from ragged_shard import is_cpu
+
 VARIABLE = "DBUFFER_HUGE_PAGES"
 PAGE = 1 << 21
 SMALLEST = 2 * PAGE  # bytes: it holds at least one whole page, wherever it begins
@@ -24,7 +26,7 @@ def prefer_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
     Only whole huge pages inside the memory are asked for, so that none of it takes more than before. A refusal changes
     nothing. Costs a system call; on a device nothing.
     """
-    if memory.device.type != "cpu" or (advise := _advise()) is None:
+    if not is_cpu(memory.device) or (advise := _advise()) is None:
         return
     nbytes = memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
     begin = -(-memory.data_ptr() // PAGE) * PAGE

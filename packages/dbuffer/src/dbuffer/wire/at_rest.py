@@ -6,7 +6,6 @@ scales   |  s  |  s  |  s  |
 gathered |  S  |  S  |  S  |         dequantized, one call a segment
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,6 +13,7 @@ import torch
 
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
+from ..memory.huge_pages import SMALLEST, prefer_huge_pages
 from ..memory.recycler import Recycler
 from ..memory.shard import ShardMemory
 from .blocks import BlockFormat
@@ -113,10 +113,15 @@ class CodedShard(ShardMemory):
         self._planes = CodePlanes(geometry.layout, format)
         super().__init__(geometry, dtype, device, None)
 
-    def _allocate(self, make: Callable[..., torch.Tensor]) -> None:
+    def _allocate(self, *, zeroed: bool = False) -> None:
         planes = self._planes
         sizes = (*planes.code_bytes, 4 * planes.num_scales)
-        flats = tuple([make(size, dtype=torch.uint8, device=self._device) for size in sizes])
+        flats = tuple([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])
+        for flat in flats:
+            if flat.nbytes >= SMALLEST:
+                prefer_huge_pages(flat)
+            if zeroed:
+                flat.zero_()
         scales = flats[-1].view(torch.float32)
         views: dict[str, torch.Tensor] = {}
         runs = [iter(found) for found in planes.runs(self._geometry.rank)]
