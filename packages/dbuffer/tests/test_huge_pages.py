@@ -1,12 +1,12 @@
 """Large memory on the host asks for huge pages, and nothing but it."""
 
 import ctypes
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dbuffer import Recycler
 from dbuffer._torch_compat import CAN_SWAP
@@ -47,17 +47,20 @@ class Memory:
         return self.address
 
 
-@given(st.integers(1, 1 << 40), st.integers(LARGE, 1 << 30))
-def test_only_whole_pages_inside_the_memory_are_asked_for(address, nbytes):
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huge_pages, "_advise", lambda: lambda *call: calls.append(call[:2]))
-        huge_pages.prefer_huge_pages(Memory(address, nbytes))
-    ((begin, asked),) = calls
-    assert begin % huge_pages.PAGE == asked % huge_pages.PAGE == 0
-    assert asked > 0
-    assert address <= begin < address + huge_pages.PAGE
-    assert address + nbytes - huge_pages.PAGE < begin + asked <= address + nbytes
+def test_only_whole_pages_inside_the_memory_are_asked_for(asked):
+    dice, page = random.Random(0), huge_pages.PAGE
+    places = [(dice.randrange(1, 1 << 40), dice.randrange(LARGE, 1 << 30)) for _ in range(500)]
+    places += [
+        (begin, size) for begin in (page, page + 1, 2 * page - 1) for size in (LARGE, LARGE + 1, 3 * page - 1)
+    ]
+    for address, nbytes in places:
+        memory: Any = Memory(address, nbytes)
+        huge_pages.prefer_huge_pages(memory)
+        begin, size = asked.pop()
+        assert begin % page == size % page == 0
+        assert size > 0
+        assert address <= begin < address + page
+        assert address + nbytes - page < begin + size <= address + nbytes
 
 
 def test_small_memory_is_left_alone(asked):
