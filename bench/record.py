@@ -1,4 +1,4 @@
-"""All figures of the report again, in one go: some 30 minutes on two cores.
+"""All figures of the report again, in one go: three quarters of an hour on two cores.
 
 python -m bench record [--keep-noisy]
 

@@ -47,10 +47,8 @@ def foreach_norm(op: Op) -> Handler:
         order, dtype = float(given.get("ord", 2)), given.get("dtype")
         results: list[Any] = [None] * len(tensors)
         cuts: dict[Any, _Cut] = {}
-        kind, cut = (
-            None,
-            None,
-        )  # the last tensor's, which the next one mostly shares: hashing a mesh takes a while
+        # The last tensor's, which the next one mostly shares: hashing a mesh takes a while.
+        kind, cut = None, None
         plain = []
         for i, tensor in enumerate(tensors):
             sharding = getattr(tensor, "_sharding", None)
@@ -161,10 +159,8 @@ def stack(op: Op) -> Handler:
         tensors = list(args[0])
         first = getattr(tensors[0], "_sharding", None) if tensors else None
         if first is not None and first.replicate and not first.shape:
-            alike = [getattr(t, "_sharding", None) for t in tensors].count(
-                first
-            )  # identity is tested first, in C
-            if alike == len(tensors):
+            shardings = [getattr(t, "_sharding", None) for t in tensors]
+            if shardings.count(first) == len(tensors):  # tests identity first, in C
                 result = func([t._local_tensor for t in tensors], *args[1:], **kwargs)
                 return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
         ragged = [t for t in tensors if isinstance(t, RaggedDTensor)]
