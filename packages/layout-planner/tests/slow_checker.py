@@ -69,9 +69,10 @@ def check_local(layout, name, start, size):
     units, dims = layout.local_units(name), layout.local_dims(name)
     assert math.gcd(*units) == 1
     assert dims == tuple(range(len(dims)))
-    assert [unit * numel for unit in units] == [length * sum(units) for length in lengths]
+    total = sum(units)
+    assert [unit * numel for unit in units] == [length * total for length in lengths]
     rows = math.prod(shape[: len(dims)])
-    assert rows % sum(units) == 0, f"{name}: {units} do not divide the {rows} rows of dims {dims}"
+    assert rows % total == 0, f"{name}: {units} do not divide the {rows} rows of dims {dims}"
 
 
 def least_shard(tensors, world_size, align):
