@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragged_shard.testing import preload
+
 sys.path.insert(0, str(Path(__file__).parent))
+preload("block_optim")
 
 
 @pytest.fixture(autouse=True)

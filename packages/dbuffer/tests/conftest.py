@@ -3,4 +3,7 @@
 import sys
 from pathlib import Path
 
+from ragged_shard.testing import preload
+
 sys.path.insert(0, str(Path(__file__).parent))
+preload("dbuffer")

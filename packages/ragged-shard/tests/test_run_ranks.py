@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, preload, record_collectives, run_ranks, shut_down
 
 
 @dataclasses.dataclass
@@ -246,3 +246,16 @@ def on_gpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ranks_run_on_gpus_with_nccl():
     assert run_ranks(1, on_gpu, device="cuda") == [([1.0, 1.0], 0)]
+
+
+def imported(module):
+    return module in sys.modules
+
+
+def test_ranks_share_what_was_preloaded_before_the_first_of_them():
+    module = "tabnanny"  # nothing else imports it
+    assert run_ranks(2, imported, module) == [False, False]
+    preload(module)
+    assert run_ranks(2, imported, module) == [False, False]
+    shut_down()
+    assert run_ranks(2, imported, module) == [True, True]

@@ -26,7 +26,7 @@ from ragged_shard.testing._counting import Collective, Record, record_collective
 from ragged_shard.testing._device import CaptureError, SimulatedDevice
 from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
 from ragged_shard.testing._memory import LiveBytes, record_memory
-from ragged_shard.testing._pool import RankError, run_ranks, shut_down
+from ragged_shard.testing._pool import RankError, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "SimulatedDevice",
     "Simulation",
     "host_waits",
+    "preload",
     "record_collectives",
     "record_memory",
     "run_ranks",

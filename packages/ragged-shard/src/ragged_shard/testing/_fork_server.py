@@ -5,6 +5,7 @@ It has one thread and no process group, so forking is safe. Commands arrive over
 When the socket closes, the test process has ended, and this one ends too.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -22,6 +23,8 @@ def main(control_fd: int, modules: list[str]) -> None:
 
     for name in (*IMPORTED_LATE, *modules):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collections in the ranks pass over what was imported, and leave its pages shared
     control = socket.socket(fileno=control_fd)
     control.send(b"ready")
     while True:

@@ -89,7 +89,17 @@ def run_ranks(
     return results
 
 
+def preload(*modules: str) -> None:
+    """Have ranks share these modules, by full name, instead of importing them one by one.
+
+    For a ``conftest.py``: the process that ranks are forked from imports them when it starts, which the first
+    `run_ranks` does. An import must start no thread. Later calls count from the next `shut_down` on.
+    """
+    _preloaded.update(dict.fromkeys(modules))
+
+
 _pools: dict[tuple[int, str], "_Pool"] = {}
+_preloaded: dict[str, None] = {}  # an ordered set
 _fork_server: "_ForkServer | None" = None
 
 
@@ -120,7 +130,7 @@ class _ForkServer:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.forks = 0
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        preload = ",".join(name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules)
+        usual = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
         command = [
@@ -129,7 +139,7 @@ class _ForkServer:
             "ragged_shard.testing._fork_server",
             str(theirs.fileno()),
             path,
-            preload,
+            ",".join([*usual, *_preloaded]),
         ]
         environment["PYTHONPATH"] = path
         self.process = subprocess.Popen(
