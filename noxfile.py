@@ -85,11 +85,11 @@ def _workspace(*requirements: str) -> list[str]:
     return [*editable, *(line for line in requirements if line not in PACKAGES)]
 
 
-def _pytest(session: nox.Session, *selected: str) -> list[str]:
+def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
     """The command that runs all tests that need no GPU, on all cores; ranks are many, so each has one thread."""
     session.env["OMP_NUM_THREADS"] = "1"
     session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in a thread of gloo's is to say where
-    return ["pytest", "-n", "auto", "-m", "not gpu", *(session.posargs or selected)]
+    return ["pytest", "-n", "auto", "-m", marks, *(session.posargs or selected)]
 
 
 def _measured(session: nox.Session, command: list[str]) -> None:
@@ -113,10 +113,11 @@ def _measured(session: nox.Session, command: list[str]) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU, on all cores; from Python 3.12 on, with the coverage."""
+    """Run the tests that need no GPU, on all cores; from Python 3.12 on, with the coverage. Long ones if named."""
     _prepare(session)
     session.install(*_workspace(*COVERAGE, *_test_requirements(*PACKAGES)))
-    command = _pytest(session, "tests", "packages")
+    marks = "not gpu" if session.posargs else "not gpu and not long"
+    command = _pytest(session, "tests", "packages", marks=marks)
     if sys.version_info < (3, 12):  # tracing doubles the time there; sys.monitoring costs a few percent
         session.run(*command)
         session.log(

@@ -29,7 +29,7 @@ def on_ranks(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_on_ranks_values_are_the_same_and_state_dicts_go_from_one_to_the_other(kind, ranks):
     run_ranks(ranks, on_ranks, kind)
 

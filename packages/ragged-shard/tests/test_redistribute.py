@@ -80,7 +80,16 @@ def two_axis_shardings(shape, ragged_ranks):
     return found
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 3), (3, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        (2, 2),
+        (3, 1),
+        pytest.param((1, 3), marks=pytest.mark.long),
+        pytest.param((4, 1), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("ragged_first", [True, False], ids=["ragged-other", "other-ragged"])
 def test_each_pair_of_placements_on_a_2d_mesh_keeps_the_full_tensor(mesh_shape, ragged_first):
     shape = (4, 6, 3)

@@ -12,7 +12,10 @@ from ragged_shard.testing import run_ranks
 CASES = all_cases()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "fsdp2")) for name in IMPLEMENTATIONS],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
     if implementation == "fsdp2" and not torch.__version__.startswith(TORCH):

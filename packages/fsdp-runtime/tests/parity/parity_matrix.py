@@ -19,6 +19,12 @@ MODELS = (
 
 
 # With every model at every world size the suite takes twice as long; `make_results.py` runs them all.
+LONG = {
+    ("more experts, stacked", 3),
+    ("more experts, linears", 2),
+    ("more experts, linears", 4),
+    ("fewer experts, stacked", 4),
+}
 TESTED = {
     1: ("dense", "more experts, stacked"),
     2: ("dense", "more experts, linears", "fewer experts, stacked"),

@@ -34,7 +34,7 @@ def test_the_random_trees_that_fsdp2_can_shard_train_the_same_under_it() -> None
     run_ranks(3, train_many, "ours", list(range(12)), False, timeout=240)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_large_ends_around_units_train_as_in_one_process_however_they_are_used(ranks: int) -> None:
     run_ranks(ranks, train_all, timeout=240)
 

@@ -79,7 +79,16 @@ def test_bf16_follows_fp32(folder, curve):
     assert 0 < apart(losses(folder / "bf16"), curve) < 0.02
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "shampoo", "soap"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw",
+        "adamw8bit",
+        "muon",
+        pytest.param("shampoo", marks=pytest.mark.long),
+        pytest.param("soap", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_resumed_at_another_world_size_goes_on_with_the_same_losses(folder, optimizer):
     config = tiny(folder, steps=14, optimizer=optimizer, save_every=5)
     whole, part = folder / f"whole-{optimizer}", folder / f"part-{optimizer}"
