@@ -113,7 +113,10 @@ def _measured(session: nox.Session, command: list[str]) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests that need no GPU, on all cores; from Python 3.12 on, with the coverage. Long ones if named."""
+    """Run the tests that need no GPU, on all cores; from Python 3.12 on, with the coverage.
+
+    Those marked long are left out, unless arguments for pytest are given.
+    """
     _prepare(session)
     session.install(*_workspace(*COVERAGE, *_test_requirements(*PACKAGES)))
     marks = "not gpu" if session.posargs else "not gpu and not long"

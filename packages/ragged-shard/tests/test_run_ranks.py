@@ -259,3 +259,30 @@ def test_ranks_share_what_was_preloaded_before_the_first_of_them():
     assert run_ranks(2, imported, module) == [False, False]
     shut_down()
     assert run_ranks(2, imported, module) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nowhere_to_be_found", "cannot import preloaded: No module named 'nowhere_to_be_found'"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "importing preloaded started a thread",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_preloaded_is_named(tmp_path, source, message):
+    (tmp_path / "preloaded.py").write_text(source)
+    program = """
+import torch.distributed as dist
+from ragged_shard.testing import preload, run_ranks
+preload("preloaded")
+run_ranks(1, dist.get_rank)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"the process that forks ranks did not start ({message}" in done.stderr

@@ -9,6 +9,9 @@ import gc
 import os
 import socket
 import sys
+import threading
+
+_MESSAGE = 4096  # bytes at most, either way
 
 
 def main(control_fd: int, modules: list[str]) -> None:
@@ -21,14 +24,21 @@ def main(control_fd: int, modules: list[str]) -> None:
     import ragged_shard.testing._worker as worker
     from ragged_shard._torch_compat import IMPORTED_LATE
 
+    control = socket.socket(fileno=control_fd)
     for name in (*IMPORTED_LATE, *modules):
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            control.send(f"cannot import {name}: {error}".encode()[:_MESSAGE])
+            raise
+        if threading.active_count() > 1:
+            control.send(f"importing {name} started a thread: it cannot be preloaded".encode()[:_MESSAGE])
+            os._exit(1)
     gc.collect()
     gc.freeze()  # collections in the ranks pass over what was imported, and leave its pages shared
-    control = socket.socket(fileno=control_fd)
     control.send(b"ready")
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 4096, 1)
+        message, fds, _, _ = socket.recv_fds(control, _MESSAGE, 1)
         if not message:
             os._exit(0)
         command, _, argument = message.decode().partition(" ")

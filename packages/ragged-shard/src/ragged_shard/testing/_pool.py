@@ -93,7 +93,8 @@ def preload(*modules: str) -> None:
     """Have ranks share these modules, by full name, instead of importing them one by one.
 
     For a ``conftest.py``: the process that ranks are forked from imports them when it starts, which the first
-    `run_ranks` does. An import must start no thread. Later calls count from the next `shut_down` on.
+    `run_ranks` does. That one raises a `RankError` where an import fails or starts a thread. Later calls of this
+    function count from the next `shut_down` on.
     """
     _preloaded.update(dict.fromkeys(modules))
 
@@ -151,8 +152,9 @@ class _ForkServer:
         )
         theirs.close()
         self.control.settimeout(_START_LIMIT)
-        if self.control.recv(16) != b"ready":
-            raise RankError(f"the process that forks ranks did not start (exit status {self.process.wait()})")
+        if (said := self.control.recv(4096)) != b"ready":
+            why = said.decode(errors="replace") or f"exit status {self.process.wait()}"
+            raise RankError(f"the process that forks ranks did not start ({why})")
 
     def fork(self) -> "_Rank":
         """One more rank."""
