@@ -5,10 +5,6 @@ import importlib
 # command: its module and what it does
 COMMANDS = {
     "ablation": ("times.ablation", "what each idea is worth: the same step without it"),
-    "awkward": (
-        "scale.awkward",
-        "padding where a few awkward tensors have a group of their own, or lie in holes",
-    ),
     "calls": ("counts.calls", "Python calls of our own code, next to FSDP2's"),
     "checkpoint": ("times.checkpoint", "how long saving and loading takes"),
     "clip": ("times.clip", "CPU time of clipping: torch's function and ours, next to plain tensors"),
@@ -16,12 +12,8 @@ COMMANDS = {
     "counts": ("counts.counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu.run", "GPU tests and benchmarks, started by gpu.sh"),
     "host": ("times.host", "CPU time that a runtime adds, with nothing on the wire"),
-    "import": ("gpu.convert", "import what gpu.sh measured on another machine"),
     "padding": ("scale.padding", "how much each layout rule pads real models, for the report"),
-    "record": ("record", "all figures of the report again, in one go"),
     "report": ("report.page", "all results as one Markdown page with pictures"),
-    "scale": ("scale.predict", "predicted step time and memory on 64 to 16,384 GPUs, and a check"),
-    "scripts": ("scripts", "keep what the commands below print"),
     "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "syncs": ("counts.syncs", "how often the host waits for the device in a training step"),
     "wrap": ("times.wrap", "what fully_shard of a large model costs the host, and how it grows"),
@@ -30,7 +22,6 @@ COMMANDS = {
     "placement": ("packages.placement", "ragged-shard: what ops on ragged tensors cost the host"),
     "buffer": ("packages.buffer", "dbuffer: what moving a group costs, without the collective itself"),
     "exchange": ("packages.exchange", "dbuffer: large gathers and reductions by each transport"),
-    "qlora": ("packages.qlora", "fsdp-runtime: LoRA on a base kept as codes, next to one in fp32"),
     "weights": (
         "packages.weights",
         "fsdp-runtime: loading and writing a model, bytes and memory next to torch",

@@ -4,7 +4,7 @@
 #   sh bench/gpu.sh OUT              within 9 minutes; raw JSON, logs and summary.md in the folder OUT
 #   sh bench/gpu.sh OUT --dry-run    the same path on a CPU with gloo and tiny models, in about a minute
 #
-# Afterwards, in a checkout with asv: python -m bench import OUT
+# To keep the figures: copy OUT/figures.json to bench/results/gpu-MACHINE.json and run `python -m bench report`.
 set -eu
 [ $# -ge 1 ] || { sed -n 2,7p "$0"; exit 2; }
 case $1 in /*) out=$1 ;; *) out=$PWD/$1 ;; esac

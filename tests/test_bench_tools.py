@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,10 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.common import machine, store
 from bench.common.ranks import answer, launch
-from bench.gpu import convert
 from bench.gpu import run as gpu
-from bench.report import history, page, sections
-from bench.scale import network, parallel, predict
+from bench.report import page
 from bench.systems.adapters import SYSTEMS
 from bench.systems.workloads import WORKLOADS, batch_of, describe
 from bench.times import host, rounds, speed
@@ -179,94 +176,36 @@ def test_tiny_units_are_measured_for_both_systems():
     assert {name: len(found) for name, found in samples.items()} == {"ours": 2, "fsdp2": 2}
 
 
-# -- scale on paper ---------------------------------------------------------------------------------------------------
-
-
-def test_communication_that_compute_hides_is_not_exposed():
-    layers = [network.Layer(1.0, 2.0, 0.5, 0.5)] * 4
-    found = network.step(layers)
-    assert found.compute == 12.0
-    assert (
-        found.total == 12.0 + 0.5 + 0.5
-    )  # the first gather and the last reduction have nothing to hide behind
-
-
-def test_a_slow_wire_bounds_the_step():
-    layers = [network.Layer(0.1, 0.2, 5.0, 5.0)] * 4
-    assert network.step(layers).total >= 5.0 * (4 + 3 + 4)
-
-
-def test_without_overlap_everything_adds_up():
-    layers = [network.Layer(1.0, 2.0, 0.5, 0.25)] * 3
-    assert network.step(layers, overlap=False).total == 9.0 + 3 * 0.75 + 2 * 0.5
-
-
-def test_one_node_pays_no_network_and_one_gpu_nothing():
-    cluster = predict.Cluster()
-    assert cluster.gather(1e9, 1) == 0.0
-    assert cluster.gather(1e9, 8) == pytest.approx(1e9 * 7 / 8 / 450e9 / 0.85 + 7 * 1.5e-6)
-
-
-def test_flops_of_a_layer_are_two_for_each_active_weight_and_token():
-    from layout_planner import load_model
-
-    model = load_model("llama-3-70b")
-    layer = next(group for group in model.groups if group.count == 80)
-    weights = sum(entry.numel for entry in layer.tensors if len(entry.shape) == 2)
-    attention = 2 * predict.TOKENS * predict.SEQUENCE * 8192
-    assert predict.flops_of(layer, 1) == 2 * weights * predict.TOKENS + attention
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "ep"), [("llama-3-70b", 8, 1), ("gpt-oss-120b", 1, 8), ("deepseek-v3", 1, 64)]
-)
-def test_shared_matrices_and_experts_hold_every_parameter_once(name, tp, ep):
-    from layout_planner import load_model
-
-    model, ours = load_model(name), predict.SYSTEMS[0]
-    shared = parallel.Parallel(tp, ep)
-    for group in model.groups:
-        parts = list(parallel.parts_of(group, ours, 1024, shared))
-        assert sum(part.padded * part.stride for part in parts) == pytest.approx(group.numel, rel=0.02)
-        assert [part.ranks * part.stride for part in parts] == [1024] * len(parts)
-    alone, with_it = (
-        predict.predict(model, ours, 1024, predict.Cluster(), 5e14, p) for p in (parallel.Parallel(), shared)
-    )
-    assert with_it["memory"] < alone["memory"]
-
-
-def test_fsdp2_cuts_few_experts_by_their_rows_as_torchtitan_asks():
-    from layout_planner import load_model
-
-    model, fsdp2 = load_model("gpt-oss-120b"), predict.SYSTEMS[2]
-    padding = [predict.predict(model, fsdp2, 4096, predict.Cluster(), 5e14, p)["padding"] for p in (
-        parallel.Parallel(), parallel.Parallel(ep=8)
-    )]  # fmt: skip
-    assert padding[0] > 10
-    assert padding[1] < 0.1
-
-
 # -- reports and formats ----------------------------------------------------------------------------------------------
 
 
-def test_the_report_of_all_sections_is_written_with_its_pictures(tmp_path):
+@pytest.fixture
+def results(tmp_path):
+    """A results folder with one speed result and one table."""
     raw = raw_figures()
     memory = {name: {"start": 2**30, "steady": 2**29} for name in raw["samples"]}
     store.save("speed-tiny-2", {**raw, "times": speed.summarise(raw), "memory": memory}, folder=tmp_path)
     bars = [{"title": "t", "ticks": ["x"], "series": {"ours": [1.0]}}]
     extra = {"title": "A table", "text": "About it.", "header": ["a", "b"], "rows": [["x", 1]], "bars": bars}
     store.save("extra", {"tables": [extra]}, noise=["it rained"], folder=tmp_path)
-    text = page.write(tmp_path).read_text()
+    return tmp_path
+
+
+def test_the_report_has_every_section_of_the_results(results):
+    text = page.write(results).read_text()
     for part in ("2.00", "it is tired", "A table", "it rained", SYSTEMS["fsdp2"].label):
         assert part in text
-    linked = [line.split("(")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert all((tmp_path / name).exists() for name in linked)
+
+
+def test_figures_are_drawn_only_into_a_folder_that_is_asked_for(results):
+    pytest.importorskip("matplotlib")
+    page.write(results, results / "drawings")
+    assert sorted(path.name for path in results.rglob("*.svg")) == ["extra-0.svg", "speed.svg"]
 
 
 def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
     raw = raw_figures()
     store.save("speed-tiny-2", {**raw, "times": speed.summarise(raw), "memory": {}}, folder=tmp_path)
-    page.write(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     page.put_into(readme, tmp_path)
@@ -278,7 +217,6 @@ def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
 
 
 def test_a_readme_without_markers_is_refused(tmp_path):
-    page.write(tmp_path)
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="bench summary"):
         page.put_into(tmp_path / "README.md", tmp_path)
@@ -288,60 +226,6 @@ def test_tables_align_numbers_to_the_right():
     lines = store.table(["name", "value"], [["a", "1.5"], ["bcd", "20"]]).splitlines()
     assert lines[1] == "| ---- | ----: |"
     assert lines[2] == "| a    |   1.5 |"
-
-
-def gpu_content(commit):
-    times = {
-        "ours": {"wall": 1.0, "forward": 0.3, "backward": 0.5, "update": 0.2, "exposed": 0.1, "spread": 0.0}
-    }
-    piece = {"times": times, "skipped": {}, "workload": describe(WORKLOADS["gpu-dense"])}
-    about = {
-        "cpu": "c", "cores": 16, "memory_gb": 128.0, "gpu": "NVIDIA H200", "gpus": 1, "os": "Linux",
-        "python": "3.11.7", "torch": "2.11.0", "date": "2026-11-21 10:00 UTC",
-    }  # fmt: skip
-    figures = {
-        "dry_run": False,
-        "pieces": {"simulated-gpu-dense-8": piece},
-        "seconds": 500.0,
-        "tests": {"passed": 3},
-    }
-    return {"machine": about, "commit": commit, "noise": [], "figures": figures}
-
-
-def test_gpu_figures_become_results_of_a_machine_of_their_own(tmp_path):
-    pytest.importorskip("asv")
-    convert.convert(gpu_content("HEAD"), convert.commit_of(gpu_content("HEAD"), None), tmp_path)
-    found = history.series(tmp_path)["nvidia-h200-x1"]
-    ((_, commit, value),) = found["gpu_history.Gpu.track_exposed_seconds(simulated-gpu-dense-8, ours)"]
-    assert value == 0.1
-    assert len(commit) == 8
-    assert len(found) == 5  # what was not measured is left out
-
-
-def test_a_regression_planted_in_the_recorded_history_is_listed(tmp_path):
-    (machine,) = (path.parent for path in store.FOLDER.glob("cpu-*/machine.json"))
-    copied = shutil.copytree(machine, tmp_path / machine.name)
-    (lines,) = history.series(tmp_path).values()
-    assert max(len(line) for line in lines.values()) >= 8
-    newest = max(
-        (path for path in copied.glob("*.json") if path.name != "machine.json"),
-        key=lambda path: json.loads(path.read_text())["date"],
-    )
-    content = json.loads(newest.read_text())
-    planted = "runtime.Counts.track_wire_bytes"
-    content["results"][planted][0][1] *= 1.05
-    content |= {"commit_hash": "f" * 40, "date": content["date"] + 1}
-    (copied / "planted.json").write_text(json.dumps(content))
-    (worse,) = history.series(tmp_path).values()
-    added = set(map(str, history.rises(worse))) - set(map(str, history.rises(lines)))
-    assert len(added) == 1
-    assert f"{planted}(64)" in added.pop()
-    assert "f" * 8 in "".join(sections.history_section(tmp_path))
-
-
-def test_gpu_figures_of_a_changed_tree_need_a_commit_said():
-    with pytest.raises(ValueError, match="changed tree"):
-        convert.commit_of(gpu_content("abc+"), None)
 
 
 def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkeypatch):
@@ -354,7 +238,9 @@ def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkey
     found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
     assert "KeyError('none')" in found["pieces"]["bad"]["failed"]
     assert "plain" in found["pieces"]["good"]["times"]
-    text = gpu.summary({"machine": machine.describe(), "commit": None, "figures": found})
+    content = {"machine": machine.describe(), "commit": None, "figures": found}
+    found["tables"] = gpu.report_tables(content)
+    text = gpu.summary(content)
     assert "DRY RUN" in text
     assert "bad failed" in text
 

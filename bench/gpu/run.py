@@ -200,13 +200,13 @@ def summary(content: dict[str, Any]) -> str:
     """Markdown of everything."""
     where = content["machine"]
     lines = [f"# GPU benchmarks, torch {where['torch']}, {where['date']}, commit {content['commit']}"]
-    for part in report_tables(content):
+    for part in content["figures"]["tables"]:
         lines += [f"## {part['title']}", part["text"], store.table(part["header"], part["rows"])]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Run, write figures.json and summary.md."""
+    """Run everything; write figures.json and summary.md."""
     import torch
 
     parser = store.parser_of("gpu", __doc__)
@@ -227,6 +227,7 @@ def main(arguments: list[str]) -> int:
         "noise": [],
         "figures": found,
     }
+    found["tables"] = report_tables(content)
     (options.out / "figures.json").write_text(json.dumps(content, indent=1))
     (options.out / "summary.md").write_text(summary(content))
     print(f"\n{summary(content)}\nwritten to {options.out}")

@@ -1,4 +1,4 @@
-"""Pictures of the report, as SVG files that open anywhere. Needs matplotlib; without it the report has tables only.
+"""Figures of the report as SVG files. Needs matplotlib.
 
 bars      groups of bars side by side, one panel each
 stacks    bars of kinds on top of one another
@@ -35,7 +35,6 @@ class Panel:
         series: values by name: numbers (NaN: none) beside `ticks` for bars, (x, y) pairs of lists for lines.
         errors: half-widths beside the values of a series, for bars.
         reference: a dashed horizontal line.
-        log: a logarithmic y axis, for lines.
     """
 
     title: str
@@ -44,14 +43,6 @@ class Panel:
     unit: str = ""
     errors: Mapping[str, Sequence[float]] | None = None
     reference: float | None = None
-    log: bool = False
-
-
-def available() -> bool:
-    """Whether matplotlib is installed."""
-    import importlib.util
-
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextmanager
@@ -161,10 +152,6 @@ def lines(
                 axis.set_yscale("symlog", linthresh=1.0)
                 axis.set_ylim(bottom=0)
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-            elif panel.log:
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-                axis.yaxis.set_minor_formatter(lambda value, _: "")
             else:
                 axis.set_ylim(bottom=0)
                 axis.margins(y=0.1)

@@ -9,13 +9,13 @@ from ..common import store
 from ..counts import counts
 from ..systems.adapters import SYSTEMS
 from ..times import speed
-from . import history, plots
+from . import plots
 from .plots import Panel
 
 INTRODUCTION = """\
-Written by `python -m bench report` from the JSON files beside it. Counts are exact on any machine. Times are medians
-over rounds in which all systems take turns; ratios are taken within a round. What each workload is, and the command
-that measures it, is in [the README of this folder](../README.md)."""
+Written by `python -m bench report` from the JSON files in this folder. Counts are exact on any machine. Times are
+medians over interleaved rounds; ratios are taken within a round. [The README](../README.md) describes each workload
+and the command that measures it. `python -m bench report --plots FOLDER` draws the figures."""
 
 
 def _about(found: dict[str, Any]) -> str:
@@ -27,19 +27,14 @@ def _about(found: dict[str, Any]) -> str:
     return text
 
 
-def _picture(folder: Path, name: str, alt: str) -> str:
-    return f"![{alt}](plots/{name}.svg)"
-
-
-def speed_section(folder: Path) -> list[str]:
+def speed_section(folder: Path, drawings: Path | None) -> list[str]:
     """Tables of every workload and number of ranks, and bars of the ratios."""
     found = store.load_all("speed-", folder)
     if not found:
         return []
     out = ["## Speed and memory, all systems on the same work"]
-    if plots.available():
-        _speed_bars(folder, found)
-        out.append(_picture(folder, "speed", "tokens per second, CPU time and memory of all systems"))
+    if drawings:
+        _speed_bars(drawings, found)
     for item in found:
         figures = item["figures"]
         work = figures["workload"]
@@ -93,14 +88,14 @@ def _speed_bars(folder: Path, found: list[dict[str, Any]]) -> None:
             "MiB, the largest rank",
         ),
     ]
-    plots.bars(folder / "plots" / "speed.svg", panels, columns=1 if len(found) > 3 else 3)
+    plots.bars(folder / "speed.svg", panels, columns=1 if len(found) > 3 else 3)
 
 
 def _has(item: dict[str, Any], name: str) -> bool:
     return name in item["figures"]["times"]
 
 
-def counts_section(folder: Path) -> list[str]:
+def counts_section(folder: Path, drawings: Path | None) -> list[str]:
     """Exact counts and live memory."""
     out: list[str] = []
     for item in store.load_all("counts-", folder):
@@ -111,10 +106,8 @@ def counts_section(folder: Path) -> list[str]:
             f"*Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls."
             f" {_about(item)}"
         )
-        if plots.available():
-            _count_bars(folder, name, figures)
-            out.append(_picture(folder, f"counts-{name}", "bytes copied and dispatcher calls"))
-            out.append(_picture(folder, f"memory-{name}", "live memory at the peak, by kind"))
+        if drawings:
+            _count_bars(drawings, name, figures)
         out += [
             counts.as_table(figures),
             "Live memory at the peak of the step:",
@@ -141,7 +134,7 @@ def _count_bars(folder: Path, name: str, figures: dict[str, Any]) -> None:
             "calls a step",
         ),
     ]
-    plots.bars(folder / "plots" / f"counts-{name}.svg", panels)
+    plots.bars(folder / f"counts-{name}.svg", panels)
     memory = [
         Panel(
             SYSTEMS[n].label,
@@ -152,10 +145,10 @@ def _count_bars(folder: Path, name: str, figures: dict[str, Any]) -> None:
         for n in names
     ]
     if memory:
-        plots.stacks(folder / "plots" / f"memory-{name}.svg", memory, columns=2)
+        plots.stacks(folder / f"memory-{name}.svg", memory, columns=2)
 
 
-def padding_section(folder: Path) -> list[str]:
+def padding_section(folder: Path, drawings: Path | None) -> list[str]:
     """Curves of how much layouts pad real models."""
     found = store.load("padding", folder)
     if not found:
@@ -164,7 +157,7 @@ def padding_section(folder: Path) -> list[str]:
         "## Padding of real models\n\nShare of the model's parameters that the buffers hold beyond them. Computed."
     ]
     ranks, curves = found["figures"]["ranks"], found["figures"]["curves"]
-    if plots.available():
+    if drawings:
         panels = [
             Panel(
                 f"{model}, {block}",
@@ -174,10 +167,7 @@ def padding_section(folder: Path) -> list[str]:
             for model, blocks in curves.items()
             for block, rules in blocks.items()
         ]
-        plots.lines(
-            folder / "plots" / "padding.svg", panels, columns=2, log_x=True, log_y=True, x_label="ranks"
-        )
-        out.append(_picture(folder, "padding", "padding against the number of ranks"))
+        plots.lines(drawings / "padding.svg", panels, columns=2, log_x=True, log_y=True, x_label="ranks")
     shown = [r for r in ranks if r in (64, 256, 1024, 4096)]
     rows = [
         [model, block, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in shown)]
@@ -188,10 +178,10 @@ def padding_section(folder: Path) -> list[str]:
     return [*out, store.table(["model", "block", "rule", *(f"{r:,} ranks" for r in shown)], rows)]
 
 
-def tables_section(folder: Path) -> list[str]:
-    """Results that bring their own table: {"title", "text", "header", "rows"}.
+def tables_section(folder: Path, drawings: Path | None) -> list[str]:
+    """Results that bring a table: {"title", "text", "header", "rows"}.
 
-    May have "bars" or "lines", lists of panels to draw, and "exact": counts, which no noise concerns.
+    Optional keys: "bars", a list of panels to draw, and "exact", true for counts, which noise does not change.
     """
     out: list[str] = []
     for path in sorted(folder.glob("*.json")):
@@ -199,73 +189,10 @@ def tables_section(folder: Path) -> list[str]:
         for index, part in enumerate(item["figures"].get("tables", [])):
             about = _about({**item, "noise": []} if part.get("exact") else item)
             out.append(f"## {part['title']}\n\n{part['text']} {about}")
-            if part.get("bars") and plots.available():
-                name = f"{path.stem}-{index}"
+            if part.get("bars") and drawings:
                 panels = [Panel(**panel) for panel in part["bars"]]
-                plots.bars(folder / "plots" / f"{name}.svg", panels, columns=min(len(panels), 3))
-                out.append(_picture(folder, name, part["title"]))
-            if part.get("lines") and plots.available():
-                name = f"{path.stem}-{index}"
-                panels = [Panel(**panel) for panel in part["lines"]]
-                options = part.get("options", {})
-                plots.lines(folder / "plots" / f"{name}.svg", panels, **options)
-                out.append(_picture(folder, name, part["title"]))
+                plots.bars(drawings / f"{path.stem}-{index}.svg", panels, columns=min(len(panels), 3))
             out.append(store.table(part["header"], part["rows"]))
-    return out
-
-
-def scripts_section(folder: Path) -> list[str]:
-    """What the scripts of this folder printed when `python -m bench scripts` ran them last."""
-    found = store.load_all("script-", folder)
-    if not found:
-        return []
-    out = ["## What the other scripts print"]
-    for item in found:
-        printed = item["figures"]["printed"].strip()
-        body = printed if printed.startswith(("|", "#")) else f"```\n{printed}\n```"
-        out.append(f"### `{item['figures']['command']}`\n\n{_about(item)}\n\n{body}")
-    return out
-
-
-def history_section(folder: Path) -> list[str]:
-    """Lines over commits, for every figure that asv recorded at two commits or more."""
-    out: list[str] = []
-    for machine, lines in history.series(folder).items():
-        long = {name: line for name, line in lines.items() if len(line) > 1}
-        out.append(
-            f"## History on {machine}\n\n{len(lines)} figures, {len(long)} of them at two commits or more."
-        )
-        families: dict[str, dict[str, Any]] = {}
-        for name, line in long.items():
-            family, _, label = name.partition("(")
-            families.setdefault(family, {})[label.rstrip(")") or "it"] = line
-        if families and plots.available():
-            panels = []
-            for family, members in sorted(families.items()):
-                commits = sorted({(date, commit) for line in members.values() for date, commit, _ in line})
-                where = {commit: index for index, (_, commit) in enumerate(commits)}
-                series = {
-                    label: ([where[c] for _, c, _ in line], [value for *_, value in line])
-                    for label, line in list(members.items())[:8]
-                }
-                panels.append(Panel(family, series, unit=""))
-            name = f"history-{machine}"
-            plots.lines(folder / "plots" / f"{name}.svg", panels, columns=2, x_label="commit, oldest first")
-            out.append(_picture(folder, name, f"history on {machine}"))
-        rises = [
-            [name, *(f"{value:.6g} ({commit})" for _, commit, value in (before, after))]
-            for name, before, after in history.rises(lines)
-        ]
-        if rises:
-            out.append("Rises of more than 1 %:\n\n" + store.table(["figure", "from", "to"], rises))
-        newest = [
-            [name, f"{line[-1][2]:.6g}", line[-1][1], len(line)] for name, line in sorted(lines.items())
-        ]
-        out.append(
-            "<details><summary>newest figures</summary>\n\n"
-            + store.table(["figure", "value", "commit", "commits"], newest)
-            + "\n\n</details>"
-        )
     return out
 
 
@@ -333,10 +260,8 @@ def summary(folder: Path) -> list[str]:
                 f" {sum(ours['calls'].values())} dispatcher calls ({sum(theirs['calls'].values())}),"
                 f" {store.mib(ours['peak'])} MiB live at the peak ({store.mib(theirs['peak'])})."
             )
-    out.append("All figures, pictures and commands: [bench/results/REPORT.md](bench/results/REPORT.md).")
+    out.append("All figures and commands: [bench/results/REPORT.md](bench/results/REPORT.md).")
     return out
 
 
-ALL = (
-    speed_section, counts_section, tables_section, padding_section, scripts_section, history_section
-)  # fmt: skip
+ALL = (speed_section, counts_section, tables_section, padding_section)

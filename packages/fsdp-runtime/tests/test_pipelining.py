@@ -16,7 +16,7 @@ import fsdp_runtime
 from ragged_shard._torch_compat import TORCH_VERSION
 from ragged_shard.testing import record_collectives, run_ranks
 
-PAGE = Path(__file__).parent.parent / "docs" / "NOTHING_SILENT.md"
+PAGE = Path(__file__).parent.parent / "docs" / "pipelining.md"
 WIDTH, ROWS, MICROBATCHES = 8, 2, 4
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")

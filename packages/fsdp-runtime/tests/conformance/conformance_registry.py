@@ -164,8 +164,7 @@ def table() -> str:
         f"{len(CASES)} behaviours: {counts['equal']} equal, {counts['better']} better, "
         f"{counts['not supported']} not supported.",
         "",
-        "Pipelining schedules with their counts next to FSDP2's, and the tests of what outside suites found, are in",
-        "[docs/NOTHING_SILENT.md](docs/NOTHING_SILENT.md).",
+        "Pipeline schedules are in [docs/pipelining.md](docs/pipelining.md).",
     ]
     section = ""
     for entry in cases:

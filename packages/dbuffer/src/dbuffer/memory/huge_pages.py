@@ -1,7 +1,7 @@
 """Huge pages for large memory on the host.
 
 Memory that goes back to the kernel is taken anew page by page. In pages of 2 MiB that takes a third of the time, and
-a peer reads them 1.3 to 1.6 times as fast (`bench/NOTES.md`). Linux gives them on request where
+a peer reads them 1.3 to 1.6 times as fast. Linux gives them on request where
 `/sys/kernel/mm/transparent_hugepage/enabled` says `madvise` or `always`; elsewhere nothing changes.
 """
 
