@@ -1,6 +1,5 @@
 """The benchmark harness: the same work for all systems, figures reckoned right, noise and failures handled."""
 
-import json
 import math
 import sys
 from pathlib import Path

@@ -1,5 +1,6 @@
 """The pages under docs/: their examples run, their tables are complete, their links lead somewhere."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -109,3 +110,13 @@ def test_links_become_links_between_pages_and_sources_are_named_without_one():
     assert relinked("[a](../index.md)") == "[a](../index.md)"
     assert relinked("[the noxfile](../../noxfile.py)") == "the noxfile"
     assert relinked("`[a](../../noxfile.py)`") == "`[a](../../noxfile.py)`"
+
+
+def test_every_message_on_the_troubleshooting_page_is_in_a_source_file():
+    trees = [ast.parse(path.read_text()) for path in ROOT.glob("packages/*/src/**/*.py")]
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    strings = "\n".join(value for value in constants if isinstance(value, str))
+    entries = re.findall(r"^#### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    fragments = [part.strip(" :;,()") for entry in entries for part in entry.split("…")]
+    assert len(entries) > 20
+    assert [part for part in fragments if len(part) >= 12 and part not in strings] == []

@@ -165,8 +165,8 @@ def test_sweep_as_json_has_measures_and_advice(capsys):
     ],
 )
 def test_world_sizes_are_lists_doublings_and_steps(capsys, text, sizes):
-    found = json.loads(run(capsys, f"table --model llama-3-8b --world-size {text} --block rows:1 --json"))
-    assert [row["world_size"] for row in found["llama-3-8b"]] == sizes
+    found = json.loads(run(capsys, f"sweep --model llama-3-8b --world-size {text} --block rows:1 --json"))
+    assert [row["world_size"] for row in found["measures"]] == sizes
 
 
 def test_draw_writes_a_picture_of_the_largest_group(capsys, tmp_path):
@@ -194,15 +194,6 @@ def test_draw_takes_a_group_and_ranks_and_writes_to_standard_output(capsys):
     assert "lm_head.weight" in text
     assert ">rank 3<" in text
     assert ">rank 5<" not in text
-
-
-def test_table_prints_a_table_for_each_model(capsys):
-    text = run(
-        capsys, "table --model llama-3-8b --model gpt-oss-20b --world-size 8,16 --block rows:1,rows:16"
-    )
-    assert text.startswith("llama-3-8b: 8,030,261,248 parameters")
-    assert "gpt-oss-20b: 20,914,757,184 parameters" in text
-    assert text.count("| rows:16") == 4
 
 
 @pytest.mark.parametrize(
@@ -235,7 +226,6 @@ def test_table_prints_a_table_for_each_model(capsys):
         ("draw --model llama-3-8b --world-size 8 --ranks 4..2 -o -", "'4..2' runs from 4 down to 2"),
         ("draw --model llama-3-8b --world-size 8 --ranks all -o -", "'all' is not a rank"),
         ("draw --model llama-3-8b --world-size 8 -o /no/such/folder/x.svg", "/no/such/folder/x.svg"),
-        ("table --model gpt-6", "unknown model 'gpt-6'"),
         ("paint", "invalid choice: 'paint'"),
     ],
 )
@@ -277,7 +267,16 @@ def test_the_module_runs_as_a_program_and_exits_with_the_status():
 
 
 def test_a_reader_that_goes_away_ends_the_program_quietly():
-    command = [sys.executable, "-m", "layout_planner", "table", "--model", "llama-3-8b", "--block", "rows:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "layout_planner",
+        "sweep",
+        "--model",
+        "llama-3-8b",
+        "--world-size",
+        "8..99",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         program.stdout.close()
         assert program.stderr.read() == b""

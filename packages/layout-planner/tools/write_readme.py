@@ -14,22 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from layout_planner._arguments import (
-    TABLE_BLOCKS,
-    TABLE_MODELS,
-    TABLE_WORLD_SIZES,
-    blocks,
-    named,
-    world_sizes,
-)
+from layout_planner._arguments import blocks, named
 from layout_planner._cli import main as layout_planner
-from layout_planner._sweep import Options, measure, padding_table, plan_group
+from layout_planner._sweep import Options, measure, plan_group
 from layout_planner._table import markdown, percent
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PAGE = PACKAGE / "docs" / "padding.md"
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-_AT_A_GLANCE = (8, 64, 256, 512, 1024, 4096)
+_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
+_WORLD_SIZES = (8, 64, 256, 512, 1024, 4096)
 _PICTURES = {
     "llama-3-8b-layer.svg": "--model llama-3-8b --world-size 8 --block rows:128",
     "gpt-oss-120b-layer.svg": "--model gpt-oss-120b --world-size 128 --block rows:32",
@@ -37,27 +31,15 @@ _PICTURES = {
 
 
 def padding() -> str:
-    """The padding of this planner at a glance, then each model next to the baselines and the bound."""
-    models = [named(name, "stacked") for name in TABLE_MODELS]
-    models.insert(TABLE_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
+    """Padding of each model as a Markdown table, over block sizes and world sizes."""
+    models = [named(name, "stacked") for name in _MODELS]
+    models.insert(_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
     for model in models:
-        for block in blocks(TABLE_BLOCKS):
-            found = (measure(model, size, block, Options()) for size in _AT_A_GLANCE)
-            rows.append([model.name, str(block), *(percent(one.padding()) for one in found)])
-    headers = ("<model", "<block", *(f"{size} ranks" for size in _AT_A_GLANCE))
-    lines = [
-        "This planner, at a glance:",
-        "",
-        markdown(headers, rows),
-        "",
-        "Next to the baselines and the bound:",
-    ]
-    for model in models:
-        table = padding_table(model, world_sizes(TABLE_WORLD_SIZES), blocks(TABLE_BLOCKS), Options())
-        summary = f"<summary>{model.name}, {model.numel / 1e9:,.2f} billion parameters</summary>"
-        lines += ["", "<details>", summary, "", table, "", "</details>"]
-    return "\n".join(lines)
+        for block in blocks("rows:1,rows:16,rows:32,rows:128"):
+            measures = (measure(model, size, block, Options()) for size in _WORLD_SIZES)
+            rows.append([model.name, str(block), *(percent(each.padding()) for each in measures)])
+    return markdown(("<model", "<block", *(f"{size} ranks" for size in _WORLD_SIZES)), rows)
 
 
 def layer() -> str:

@@ -12,9 +12,6 @@ from layout_planner.models import ModelShape, load_model, model_names, separate_
 
 T = TypeVar("T")
 
-TABLE_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
-TABLE_WORLD_SIZES = "8..4096"
-TABLE_BLOCKS = "rows:1,rows:16,rows:32,rows:128"
 _EPILOG = f"models: {', '.join(model_names())}. Blocks: rows:N, tile:RxC, elements:N, whole."
 
 
@@ -113,7 +110,7 @@ def parser() -> Parser:
     top = Parser(
         prog="layout-planner", description="Plan how sharded training lays out parameters.", epilog=_EPILOG
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="plan|sweep|draw|table")
+    commands = top.add_subparsers(dest="command", required=True, metavar="plan|sweep|draw")
     one = commands.add_parser("plan", help="plan each group of a model at one world size", epilog=_EPILOG)
     _source(one)
     _add(one, "--world-size", number, required=True, help="ranks that share each parameter")
@@ -137,16 +134,6 @@ def parser() -> Parser:
         "--group", help="group to draw (default: the one with the most parameters in the model)"
     )
     _add(picture, "--ranks", ranks, help="ranks to draw, such as 0..15 (default: the first 16)")
-    everything = commands.add_parser("table", help="the padding of well-known models, as Markdown")
-    everything.add_argument("--model", action="append", help="default: " + ", ".join(TABLE_MODELS))
-    _add(
-        everything,
-        "--world-size",
-        world_sizes,
-        default=world_sizes(TABLE_WORLD_SIZES),
-        help="default: 8..4096",
-    )
-    _planning(everything, many=True, default=blocks(TABLE_BLOCKS))
     return top
 
 

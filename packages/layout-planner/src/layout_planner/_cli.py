@@ -1,4 +1,4 @@
-"""The command line: `plan`, `sweep`, `draw` and `table`. Results go to stdout, errors to stderr in one line."""
+"""The command line: `plan`, `sweep` and `draw`. Results go to stdout, errors to stderr in one line."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from layout_planner._gathers import (
 )
 from layout_planner._layout import Layout
 from layout_planner._quantized import QuantizedPlan
-from layout_planner._sweep import BF16, padding_table, plan_group, sweep, sweep_row, sweep_table
+from layout_planner._sweep import BF16, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
 from layout_planner.models import GroupShape, ModelShape
 
@@ -187,24 +187,8 @@ def _draw(found: argparse.Namespace) -> Iterator[str]:
     yield f"{found.output}: {title}, padding {percent(layout.padding_ratio)}"
 
 
-def _table(found: argparse.Namespace) -> Iterator[str]:
-    models = [arguments.named(name, found.experts) for name in found.model or arguments.TABLE_MODELS]
-    options = arguments.options(found)
-    if found.json:
-        content = {
-            model.name: [row.to_dict() for row in sweep(model, found.world_size, found.block, options)]
-            for model in models
-        }
-        yield json.dumps(content, indent=2)
-        return
-    for place, model in enumerate(models):
-        yield ("\n" if place else "") + f"{model.name}: {model.numel:,} parameters; padding in % of them\n"
-        yield padding_table(model, found.world_size, found.block, options)
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
     "plan": _plan,
     "sweep": _sweep,
     "draw": _draw,
-    "table": _table,
 }

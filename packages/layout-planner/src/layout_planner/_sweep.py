@@ -131,12 +131,3 @@ def sweep_row(found: Measure) -> list[str]:
         percent(found.gap),
         size(found.bytes_per_rank),
     ]
-
-
-def padding_table(
-    model: ModelShape, world_sizes: Sequence[int], blocks: Sequence[Block], options: Options
-) -> str:
-    """The sweep of one model as a Markdown table."""
-    table = sweep_table(blocks)
-    rows = (table.row(sweep_row(found)) for found in sweep(model, world_sizes, blocks, options))
-    return "\n".join([table.head(), *rows])
