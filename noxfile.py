@@ -24,7 +24,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 # In dependency order: a package comes after all that it needs.
 PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
-LINT = ["ruff>=0.15,<0.18", "check-jsonschema>=0.33", "pre-commit>=4", "zizmor>=1.14"]
+LINT = ["ruff>=0.15,<0.18", "check-jsonschema>=0.33", "pre-commit>=4", "zizmor>=1.14", "import-linter>=2.10"]
 TYPECHECK = ["mypy>=2.0,<3"]
 # What `typecheck` covers next to the sources.
 CHECKED = ["tests", "bench", *(f"packages/{name}/tests" for name in PACKAGES)]
@@ -35,7 +35,7 @@ UNTYPED = [
     "--disable-error-code=union-attr", "--disable-error-code=method-assign", "--allow-untyped-globals",
 ]  # fmt: skip
 COVERAGE = ["coverage>=7.10"]
-RELEASE = ["build", "hatchling>=1.26", "packaging>=24", "twine>=6.1"]
+BUILD = ["build", "hatchling>=1.26", "twine>=6.1"]
 # What `versions` runs; each becomes the session's own constraint.
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # All that there is on the GPU machines that `bench/gpu.sh` is for.
@@ -309,7 +309,7 @@ def gpu_guard(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Build sdist and wheel of every package into dist/ and check their metadata."""
     _prepare(session)
-    session.install(*RELEASE)
+    session.install(*BUILD)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for name in PACKAGES:
         session.run(
@@ -342,20 +342,14 @@ def isolated(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-def release(session: nox.Session) -> None:
-    """Release one package: `./run release -- PACKAGE [VERSION] [--dry-run]`; see CONTRIBUTING.md."""
-    _prepare(session)
-    session.install(*RELEASE)
-    session.run("python", str(ROOT / "tools" / "release.py"), *session.posargs)
-
-
-@nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format with ruff, the workflows with check-jsonschema and zizmor, and pre-commit's settings."""
+    """Check style with ruff, imports with import-linter, the workflows with check-jsonschema and zizmor."""
     _prepare(session)
     session.install(*LINT)
     session.run("ruff", "check", *(session.posargs or ["."]))
     session.run("ruff", "format", "--check", ".")
+    sources = os.pathsep.join([str(ROOT), *(str(_folder(name) / "src") for name in PACKAGES)])
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
     workflows = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
     for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
         session.run("check-jsonschema", "--builtin-schema", schema, *workflows)

@@ -1,9 +1,8 @@
-"""The folders of bench: calls go down, nothing of the product's insides is used, every command is there."""
+"""bench uses public names of the packages only, and has every command that it lists."""
 
 import ast
 import importlib
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from bench.common.history import recorded_as
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("layout_planner", "ragged_shard", "dbuffer", "block_optim", "fsdp_runtime")
 FILES = sorted((ROOT / "bench").rglob("*.py"))
-# A folder may use those before it.
-FOLDERS = ["common", "systems", "counts", "times", "scale", "packages", "optimizers", "gpu", "report", ""]
 
 
 def module_of(path):
@@ -39,26 +36,6 @@ def imports_of(path):
             source = (*base, *(node.module or "").split(".")) if node.module else base
             found |= {(*source, alias.name) for alias in node.names}
     return found
-
-
-def modules_used(path):
-    """Modules of bench among what a file imports."""
-    known = {module_of(one) for one in FILES}
-    names = {name for name in imports_of(path) if name[0] == "bench"}
-    return {name if name in known else name[:-1] for name in names} - {module_of(path)}
-
-
-def test_no_module_of_bench_imports_itself_by_way_of_others():
-    graph = {module_of(path): modules_used(path) for path in FILES}
-    TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_folders_use_only_those_below(path):
-    folder = {name: number for number, name in enumerate(FOLDERS)}
-    here = path.parent.relative_to(ROOT / "bench").as_posix().replace(".", "")
-    used = {name[1] if len(name) > 1 and name[1] in folder else "" for name in modules_used(path)}
-    assert all(folder[one] <= folder[here] for one in used), (here, used)
 
 
 def test_only_public_names_of_the_packages_are_used():
