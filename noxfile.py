@@ -1,13 +1,12 @@
-"""Every check and every job of the workspace, each in its own environment: `./run` lists them, `./run NAME` runs one.
+"""Every check and job of the workspace, each in a separate environment: `./run` lists them, `./run NAME` runs one.
 
-uv builds the environments where it is installed (seconds), virtualenv and pip elsewhere. `constraints.txt` pins torch
-for all of them, except in `versions`.
+`constraints.txt` pins torch for all sessions except `versions`. uv builds the environments if it is installed, else
+virtualenv and pip.
 """
 
 import ctypes.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,231 +23,148 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 # In dependency order: a package comes after all that it needs.
 PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
+FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
+SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
+
 LINT = ["ruff>=0.15,<0.18", "check-jsonschema>=0.33", "pre-commit>=4", "zizmor>=1.14", "import-linter>=2.10"]
 TYPECHECK = ["mypy>=2.0,<3"]
-# What `typecheck` covers next to the sources.
-CHECKED = ["tests", "bench", *(f"packages/{name}/tests" for name in PACKAGES)]
-UNTYPED = [
-    "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-decorators", "--allow-any-generics",
-    "--no-warn-return-any", "--implicit-reexport", "--follow-imports=silent",
-    # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
-    "--disable-error-code=union-attr", "--disable-error-code=method-assign", "--allow-untyped-globals",
-]  # fmt: skip
 COVERAGE = ["coverage>=7.10"]
 BUILD = ["build", "hatchling>=1.26", "twine>=6.1"]
-# What `versions` runs; each becomes the session's own constraint.
-TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
-# All that there is on the GPU machines that `bench/gpu.sh` is for.
-BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]
+BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]  # all that the GPU machines have
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", LINT[0]]
 BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
-
-
-def _folder(package: str) -> Path:
-    return ROOT / "packages" / package
-
-
-def _project(package: str) -> dict:
-    return nox.project.load_toml(_folder(package) / "pyproject.toml")
+OTHERS = {
+    "trainers": ["transformers>=5", "peft>=0.17", "accelerate>=1.15", "torchao>=0.18", "lightning-fabric>=2.6",
+                 "torchtitan>=0.3", "torchft>=0.2", "triton"],
+    "verl": ["verl>=0.9.1", "uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec"],
+}  # fmt: skip
+INTEGRATIONS = [
+    "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py", "test_transformers_trainer.py",
+    "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py", "parity/test_hf.py",
+    "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
+]  # fmt: skip
+_RELIABILITY = "packages/fsdp-runtime/tests/reliability"
+NIGHTLY = {
+    "order_mutants": ["tools/order_mutants.py"],
+    "multihost": ["-m", "tools.multihost"],
+    **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers")},
+}
+TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
+# Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
+UNTYPED = [
+    "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-decorators", "--allow-any-generics",
+    "--no-warn-return-any", "--implicit-reexport", "--follow-imports=silent", "--allow-untyped-globals",
+    "--disable-error-code=union-attr", "--disable-error-code=method-assign",
+]  # fmt: skip
 
 
 def _test_requirements(*packages: str) -> list[str]:
-    groups = [nox.project.dependency_groups(_project(name), "test") for name in packages]
+    projects = [nox.project.load_toml(FOLDERS[name] / "pyproject.toml") for name in packages]
+    groups = [nox.project.dependency_groups(project, "test") for project in projects]
     return sorted({requirement for group in groups for requirement in group})
 
 
-def _version(package: str) -> str:
-    text = (_folder(package) / "src" / package.replace("-", "_") / "__init__.py").read_text()
-    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    assert found, f"{package} has no __version__"
-    return found[1]
-
-
 def _find_links() -> str:
-    """Local wheel folders that pip knows of; uv reads neither pip's variables nor pip's files."""
+    """Wheel folders from pip's settings, separated by commas; uv reads neither pip's variables nor its files."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = os.environ.get("PIP_FIND_LINKS", "") + " " + (listed.stdout if listed.returncode == 0 else "")
-    return ",".join(dict.fromkeys(found.split()))
+    configured = subprocess.run(command, capture_output=True, text=True, check=False)
+    links = (
+        os.environ.get("PIP_FIND_LINKS", "") + " " + (configured.stdout if configured.returncode == 0 else "")
+    )
+    return ",".join(dict.fromkeys(links.split()))
 
 
 def _prepare(session: nox.Session, constraint: Path = ROOT / "constraints.txt") -> None:
-    session.env.update(PIP_CONSTRAINT=str(constraint), UV_CONSTRAINT=str(constraint))
+    session.env.update(PIP_CONSTRAINT=str(constraint), UV_CONSTRAINT=str(constraint), OMP_NUM_THREADS="1")
     if links := _find_links():
         session.env.setdefault("UV_FIND_LINKS", links)
 
 
 def _workspace(*requirements: str) -> list[str]:
-    """What pip or uv is asked for to have all five packages from this checkout, and more."""
-    editable = [argument for name in PACKAGES for argument in ("-e", str(_folder(name)))]
+    """Arguments of pip that install all five packages from this checkout, and `requirements`."""
+    editable = [argument for folder in FOLDERS.values() for argument in ("-e", str(folder))]
     # pip looks for a package that is also named without its folder in the index, where ours are not.
     return [*editable, *(line for line in requirements if line not in PACKAGES)]
 
 
 def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
-    """The command that runs all tests that need no GPU, on all cores; ranks are many, so each has one thread."""
-    session.env["OMP_NUM_THREADS"] = "1"
-    session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in a thread of gloo's is to say where
-    return ["pytest", "-n", "auto", "-m", marks, *(session.posargs or selected)]
-
-
-def _measured(session: nox.Session, command: list[str]) -> None:
-    """Run pytest under coverage, ranks and other subprocesses included, and print one figure for each package."""
-    folder = Path(session.create_tmp()).resolve()
-    session.env["COVERAGE_FILE"] = str(folder / "coverage")
-    session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", *command)
-    session.run("coverage", "combine", "--quiet", silent=True)
-    for unfinished in folder.glob("coverage.*"):  # of processes that a test has killed
-        unfinished.unlink()
-    found = {}
-    for name in PACKAGES:
-        report = ["coverage", "report", "--format=total", f"--include={_folder(name) / 'src'}/*"]
-        total = str(
-            session.run(*report, silent=True, success_codes=[0, 1])
-        ).strip()  # 1: nothing of it has run
-        found[name] = f"{total} %" if total.isdigit() else "not run"
-    session.log("coverage of lines: " + ", ".join(f"{name} {total}" for name, total in found.items()))
+    """The command that runs tests on all cores. Ranks are many, so `_prepare` gives each one thread."""
+    session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in one of gloo's threads prints native stacks
+    return ["pytest", "-n", "auto", "-m", marks, "--durations=30", *(session.posargs or selected)]
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests that need no GPU, on all cores; from Python 3.12 on, with the coverage.
-
-    Those marked long are left out, unless arguments for pytest are given.
-    """
+    """Run the tests that need no GPU, on all cores; those marked long only if arguments for pytest are given."""
     _prepare(session)
-    session.install(*_workspace(*COVERAGE, *_test_requirements(*PACKAGES)))
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
     marks = "not gpu" if session.posargs else "not gpu and not long"
-    command = _pytest(session, "tests", "packages", marks=marks)
-    if sys.version_info < (3, 12):  # tracing doubles the time there; sys.monitoring costs a few percent
-        session.run(*command)
-        session.log(
-            "coverage is measured from Python 3.12 on; `./run coverage` measures it here, in twice the time"
-        )
-        return
-    session.env["COVERAGE_CORE"] = "sysmon"
-    _measured(session, command)
-
-
-@nox.session
-def order_mutants(session: nox.Session) -> None:
-    """Take out each wait, event and record in turn: do the tests on the simulated device notice? Takes minutes."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements("dbuffer", "block-optim", "fsdp-runtime")))
-    session.run("python", "tools/order_mutants.py", *session.posargs)
-
-
-@nox.session
-def memory(session: nox.Session) -> None:
-    """Run dbuffer's and fsdp-runtime's tests so that writes into released memory are found; slow."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    # What is freed is unmapped at once from 8 KiB on, so that a late access is a fault.
-    tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
-    environment = {"DBUFFER_DEBUG_MEMORY": "1", "GLIBC_TUNABLES": tunables}
-    if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's own checks need it from 2.34 on
-        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
-    else:
-        session.warn("no libc_malloc_debug here: only dbuffer's own memory is checked")
-    tests = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
-    slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
-    session.run(*_pytest(session, *tests), *slow, env=environment)
-
-
-@nox.session
-def multihost(session: nox.Session) -> None:
-    """Train on two and three hosts (network namespaces) and break what can break between them; needs root, minutes."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements("fsdp-runtime")))
-    session.run("python", "-m", "tools.multihost", *session.posargs)
-
-
-@nox.session
-def fuzz(session: nox.Session) -> None:
-    """Give damaged input to all that reads from outside, 100,000 times, and write the table into RELIABILITY.md."""
-    _reliability(session, "fuzz.py")
-
-
-@nox.session
-def chaos(session: nox.Session) -> None:
-    """Kill and freeze ranks and launchers 300 times, and write the table into RELIABILITY.md. Takes an hour."""
-    _reliability(session, "chaos.py")
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Train 20,000 steps with every optimizer, and write what grew into RELIABILITY.md. Takes hours."""
-    _reliability(session, "soak.py")
-
-
-@nox.session
-def peers(session: nox.Session) -> None:
-    """Give FSDP2, DeepSpeed and ours the same faults, and write what each says into RELIABILITY.md."""
-    session.env["DS_BUILD_OPS"] = "0"
-    _reliability(session, "peers.py", "deepspeed>=0.19")
-
-
-def _reliability(session: nox.Session, script: str, *others: str) -> None:
-    """Run one of the long commands that write sections of RELIABILITY.md."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    if others:  # whose builds look for torch
-        session.install("setuptools", "wheel")
-        session.install("--no-build-isolation", *others)
-    session.env["OMP_NUM_THREADS"] = "1"
-    folder = _folder("fsdp-runtime") / "tests" / "reliability"
-    session.run("python", str(folder / script), *(session.posargs or ["--write"]))
-
-
-@nox.session
-def integrations(session: nox.Session) -> None:
-    """Run the tests that need packages of other projects: trainers, transformers, peft, torchao. Skipped elsewhere."""
-    _prepare(session)
-    others = (
-        "transformers>=5",
-        "peft>=0.17",
-        "accelerate>=1.15",
-        "torchao>=0.18",
-        "lightning-fabric>=2.6",
-        "torchtitan>=0.3",
-        "torchft>=0.2",
-        "triton",
-    )
-    session.install(*_workspace(*_test_requirements(*PACKAGES), *others))
-    tests = (
-        "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
-        "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py",
-        "train/test_train_float8.py", "parity/test_hf.py", "parallel/test_parallel.py", "integrations",
-        "reliability/test_torchft.py",
-    )  # fmt: skip
-    session.run(*_pytest(session, *(f"packages/fsdp-runtime/tests/{name}" for name in tests)))
-
-
-@nox.session
-def verl(session: nox.Session) -> None:
-    """Run the tests of the adapter to verl, apart from the others: verl pins an older transformers."""
-    _prepare(session)
-    served = ("uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec")  # which verl imports for its delta sync
-    session.install(*_workspace(*_test_requirements(*PACKAGES), "verl>=0.9.1", *served))
-    session.run(
-        "python", "-c", "import verl.workers.engine"
-    )  # compiled once, not by all ranks at the same time
-    tests = (
-        "packages/fsdp-runtime/tests/test_verl.py",
-        "packages/fsdp-runtime/tests/integrations",
-        "-k",
-        "verl",
-    )
-    session.run(*_pytest(session, *tests))
+    session.run(*_pytest(session, "tests", "packages", marks=marks))
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Run every test that needs no GPU with coverage on any Python, however long it takes."""
+    """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
     _prepare(session)
     session.install(*_workspace(*COVERAGE, *_test_requirements(*PACKAGES)))
-    _measured(session, _pytest(session, "tests", "packages"))
+    folder = Path(session.create_tmp()).resolve()
+    session.env["COVERAGE_FILE"] = str(folder / "coverage")
+    if sys.version_info >= (3, 12):
+        session.env["COVERAGE_CORE"] = "sysmon"
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", *_pytest(session, "tests", "packages"))
+    session.run("coverage", "combine", "--quiet", silent=True)
+    for unfinished in folder.glob("coverage.*"):  # of processes that a test has killed
+        unfinished.unlink()
+    for name, package in FOLDERS.items():
+        report = ["coverage", "report", "--format=total", f"--include={package / 'src'}/*"]
+        total = str(session.run(*report, silent=True, success_codes=[0, 1])).strip()  # 1: none of it has run
+        session.log(f"coverage of lines: {name} {total}")
+
+
+@nox.session
+def memory(session: nox.Session) -> None:
+    """Run the tests of dbuffer and fsdp-runtime so that writes into released memory are detected; slow."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    # Freed memory of 8 KiB and more is unmapped at once, so that a late access is a fault.
+    tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
+    environment = {"DBUFFER_DEBUG_MEMORY": "1", "GLIBC_TUNABLES": tunables}
+    if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's checks need it from 2.34 on
+        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
+    else:
+        session.warn("no libc_malloc_debug here: only dbuffer's memory is checked")
+    folders = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
+    slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
+    session.run(*_pytest(session, *folders), *slow, env=environment)
+
+
+@nox.session
+@nox.parametrize("job", list(NIGHTLY), ids=list(NIGHTLY))
+def nightly(session: nox.Session, job: str) -> None:
+    """Run a long check: mutants of stream order, several hosts, damaged input, killed ranks, long training, peers."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    if job == "peers":  # DeepSpeed's build looks for torch
+        session.env["DS_BUILD_OPS"] = "0"
+        session.install("setuptools", "wheel")
+        session.install("--no-build-isolation", "deepspeed>=0.19")
+    session.run("python", *NIGHTLY[job], *(session.posargs or ["--write"]))
+
+
+@nox.session
+@nox.parametrize("others", list(OTHERS), ids=list(OTHERS))
+def integrations(session: nox.Session, others: str) -> None:
+    """Run the tests that need other projects' packages, which `tests` skips. verl pins an older transformers."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES), *OTHERS[others]))
+    if others == "verl":  # compile once, not in all ranks at the same time
+        session.run("python", "-c", "import verl.workers.engine")
+    folder = FOLDERS["fsdp-runtime"] / "tests"
+    names = ["test_verl.py", "integrations", "-k", "verl"] if others == "verl" else INTEGRATIONS
+    session.run(
+        *_pytest(session, *(str(folder / name) if (folder / name).exists() else name for name in names))
+    )
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
@@ -278,14 +194,13 @@ def dev(session: nox.Session) -> None:
 def gpu_tests(session: nox.Session) -> None:
     """Run the tests marked gpu on this interpreter's CUDA torch; skip, with the reason, without one."""
     probe = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    if found.returncode != 0:
+    answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
         session.skip("the interpreter that runs nox has no torch")
-    if found.stdout.strip() == "0":
+    if answer.stdout.strip() == "0":
         session.skip("torch sees no CUDA device")
-    sources = os.pathsep.join(str(_folder(name) / "src") for name in PACKAGES)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *(session.posargs or ["tests", "packages"])]
-    session.run(*command, env={"PYTHONPATH": sources})
+    session.run(*command, env={"PYTHONPATH": SOURCES})
 
 
 @nox.session
@@ -296,10 +211,9 @@ def gpu_guard(session: nox.Session) -> None:
     """
     _prepare(session)
     session.install(*BARE)
-    session.env["PYTHONPATH"] = os.pathsep.join(str(_folder(name) / "src") for name in PACKAGES)
-    session.env["OMP_NUM_THREADS"] = "1"
-    tests = session.posargs or ["packages", "tests"]
-    session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *tests)
+    session.env["PYTHONPATH"] = SOURCES
+    folders = session.posargs or ["packages", "tests"]
+    session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *folders)
     out = Path(session.create_tmp()).resolve() / "gpu"
     dry = ["bench/gpu.sh", str(out), "--dry-run", "--skip-tests"]
     session.run("sh", *dry, env={"PYTHON": str(Path(session.bin) / "python")}, external=True)
@@ -311,10 +225,8 @@ def build(session: nox.Session) -> None:
     _prepare(session)
     session.install(*BUILD)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    for name in PACKAGES:
-        session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", "dist", str(_folder(name)), silent=True
-        )
+    for folder in FOLDERS.values():
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(folder), silent=True)
     session.run("twine", "check", "--strict", *(str(path) for path in sorted((ROOT / "dist").iterdir())))
 
 
@@ -324,21 +236,19 @@ def isolated(session: nox.Session, package: str) -> None:
     """Install one package's wheel with what it declares and nothing else; test it outside the tree."""
     _prepare(session)
     wheels = ROOT / "dist"
-    (wheel,) = wheels.glob(f"{package.replace('-', '_')}-{_version(package)}-*.whl")
+    (wheel,) = wheels.glob(f"{package.replace('-', '_')}-*.whl")  # `build` empties dist/ first
     session.install(str(wheel), "--find-links", str(wheels))
     outside = Path(session.create_tmp()).resolve()
-    tests = outside / "tests"
-    shutil.rmtree(tests, ignore_errors=True)
-    shutil.copytree(_folder(package) / "tests", tests)
-    shutil.copytree(
-        _folder(package) / "docs", outside / "docs", dirs_exist_ok=True
-    )  # whose examples tests run
+    for part in ("tests", "docs"):  # tests run the examples of docs
+        shutil.rmtree(outside / part, ignore_errors=True)
+        shutil.copytree(FOLDERS[package] / part, outside / part)
     session.chdir(outside)
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
-    session.env["OMP_NUM_THREADS"] = "1"
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
-    session.run("pytest", "-n", "auto", "-m", "not gpu", *settings, *(session.posargs or [str(tests)]))
+    session.run(
+        "pytest", "-n", "auto", "-m", "not gpu", *settings, *(session.posargs or [str(outside / "tests")])
+    )
 
 
 @nox.session
@@ -348,8 +258,7 @@ def lint(session: nox.Session) -> None:
     session.install(*LINT)
     session.run("ruff", "check", *(session.posargs or ["."]))
     session.run("ruff", "format", "--check", ".")
-    sources = os.pathsep.join([str(ROOT), *(str(_folder(name) / "src") for name in PACKAGES)])
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": f"{ROOT}{os.pathsep}{SOURCES}"})
     workflows = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
     for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
         session.run("check-jsonschema", "--builtin-schema", schema, *workflows)
@@ -361,20 +270,18 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check the sources with mypy in strict mode; tests and benchmarks without asking them for annotations."""
     _prepare(session)
-    typed = ["packaging>=24", "safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9", "asv>=0.6.5,<0.7"]
+    typed = ["safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9", BENCH[0]]
     session.install(*_workspace(*TYPECHECK, *typed, *_test_requirements(*PACKAGES)))
-    for name in PACKAGES:
-        session.run("mypy", str(_folder(name) / "src"))
+    for folder in FOLDERS.values():
+        session.run("mypy", str(folder / "src"))
     session.run("mypy", "tools")
-    for top in CHECKED:
-        if (ROOT / top / "__init__.py").exists():
-            session.run("mypy", *UNTYPED, top)
-            continue
-        # Tests import helpers by name where a conftest.py puts their folder on the path, else relatively; mypy is told
-        # the same, one folder at a time.
-        for folder in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
-            named = (folder / "conftest.py").exists()
-            session.env["MYPYPATH"] = f"{folder}{os.pathsep}{ROOT / top}" if named else str(folder.parent)
+    session.run("mypy", *UNTYPED, "bench")
+    # Tests import helpers by name where a conftest.py puts their folder on the path, else relatively; mypy is told the
+    # same, one folder at a time.
+    for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
+        for folder in sorted({path.parent for path in top.rglob("*.py")}):
+            by_name = (folder / "conftest.py").exists()
+            session.env["MYPYPATH"] = f"{folder}{os.pathsep}{top}" if by_name else str(folder.parent)
             session.run("mypy", *UNTYPED, *sorted(str(path) for path in folder.glob("*.py")))
 
 
@@ -393,44 +300,25 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """One quick pass of every benchmark on the working tree; `asv run` keeps the history."""
+    """Run every benchmark once on the working tree and keep nothing; `asv run` keeps the history."""
     _prepare(session)
     session.install(*_workspace(*BENCH))
-    # A quick pass keeps nothing: its figures are no history, so its results go to the session's own folder.
     folder = Path(session.create_tmp()).resolve()
     config = json.loads((ROOT / "asv.conf.json").read_text())
     config.update(repo=str(ROOT), benchmark_dir=str(ROOT / "bench"), results_dir=str(folder / "results"))
     (folder / "asv.conf.json").write_text(json.dumps(config))
-    settings = ["--config", str(folder / "asv.conf.json")]
-    session.run("asv", *settings, "machine", "--yes", silent=True)
-    session.run("asv", *settings, "check", "--python=same")
+    asv = ["asv", "--config", str(folder / "asv.conf.json")]
+    session.run(*asv, "machine", "--yes", silent=True)
+    session.run(*asv, "check", "--python=same")
     quick = ["--quick", "--launch-method", "forkserver"]  # see bench/preload.py
-    session.run("asv", *settings, "run", *quick, "--python=same", "--show-stderr", *session.posargs)
+    session.run(*asv, "run", *quick, "--python=same", "--show-stderr", *session.posargs)
 
 
 @nox.session
 def train(session: nox.Session) -> None:
-    """Pretrain a small transformer on real text on all local ranks: `nox -s train -- --help` lists what it takes."""
+    """Pretrain a small transformer on real text on all local ranks: `nox -s train -- --help` lists the options."""
     _prepare(session)
-    editable = [argument for name in PACKAGES[:-1] for argument in ("-e", str(_folder(name)))]
-    session.install(*editable, "-e", f"{_folder('fsdp-runtime')}[train]")
+    del session.env["OMP_NUM_THREADS"]
+    editable = [argument for folder in FOLDERS.values() for argument in ("-e", str(folder))]
+    session.install(*editable[:-1], f"{editable[-1]}[train]")
     session.run("fsdp-train", *session.posargs)
-
-
-@nox.session
-def plan(session: nox.Session) -> None:
-    """Plan a real model: GPT-OSS-120B on 128 ranks, blocks of 32 rows, and draw one of its layers."""
-    _prepare(session)
-    session.install("-e", str(_folder("layout-planner")))
-    chosen = ["--model", "gpt-oss-120b", "--world-size", "128", "--block", "rows:32"]
-    session.run("layout-planner", "plan", *(session.posargs or chosen))
-    if not session.posargs:
-        session.run("layout-planner", "draw", *chosen, "--ranks", "0..15", "-o", "layout.svg")
-
-
-@nox.session
-def readme(session: nox.Session) -> None:
-    """Rewrite the figures and pictures of the READMEs (the tests fail where they are out of date)."""
-    _prepare(session)
-    session.install("-e", str(_folder("layout-planner")))
-    session.run("python", str(_folder("layout-planner") / "tools" / "write_readme.py"))

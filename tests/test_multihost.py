@@ -1,6 +1,6 @@
 """Ranks on two hosts: which transport they choose, that they train alike, and what is said when a host is cut off.
 
-The short form of `nox -s multihost`: without torchrun, one process that imports torch on each host and forks its ranks.
+The short form of `nox -s "nightly(multihost)"`: no torchrun; one process per host imports torch and forks its ranks.
 """
 
 import json

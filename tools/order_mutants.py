@@ -1,6 +1,6 @@
 """Take out each wait, event and record in turn, and see whether the tests on the simulated device notice.
 
-    python tools/order_mutants.py [--jobs 2] [--only TEXT] [--table PATH]
+    python tools/order_mutants.py [--jobs 2] [--only TEXT] [--write]
 
 A mutant is a copy of the sources with one call changed:
 
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "packages/fsdp-runtime/docs/ORDER.md"
 PACKAGES = ("layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
 # Where streams and events are used. Works of dbuffer's own transports are for CPU ranks, where there are none.
 SOURCES = (
@@ -280,9 +281,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose path, function or code has this text")
-    parser.add_argument(
-        "--table", type=Path, help="the page whose table is replaced, from its line `## Mutants` on"
-    )
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     given = parser.parse_args()
     chosen = [m for m in mutants() if given.only in f"{m.path} {m.function} {m.code}"]
     _import_torch()
@@ -301,9 +300,9 @@ def main() -> int:
             )
     lines = table(results)
     print(lines[0])
-    if given.table is not None:
-        before = given.table.read_text().partition("## Mutants\n")[0]
-        given.table.write_text("\n".join([before + "## Mutants", "", *lines, ""]))
+    if given.write:
+        before = PAGE.read_text().partition("## Mutants\n")[0]
+        PAGE.write_text("\n".join([before + "## Mutants", "", *lines, ""]))
     unexplained = [m for m, found in results if not found and (m.function, m.code) not in EXPLAINED]
     return int(bool(unexplained) or sum(found for _, found in results) < SHARE * len(results))
 

@@ -69,7 +69,7 @@ def write(page: Path, results: list[Result]) -> None:
     head = [
         "## Several machines",
         "",
-        f"Written by `nox -s multihost -- --write` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Hosts are",
+        f"Written by `nox -s 'nightly(multihost)'` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Hosts are",
         "network namespaces on one machine with host names, processes and temporary folders of their own, joined by a",
         "switch in user space; they share one folder. Two ranks a host (gloo), torchrun with its c10d rendezvous,",
         f"{STEPS} steps, a checkpoint every 10, `--timeout {TIMEOUT:g} --late {LATE:g}`. Seconds are from the fault",

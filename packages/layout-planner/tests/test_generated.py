@@ -23,7 +23,7 @@ def test_tables_and_pictures_are_up_to_date(tool):
     stale = [
         path.name for path, content in tool.outputs() if not path.is_file() or path.read_text() != content
     ]
-    assert not stale, "run `nox -s readme`"
+    assert not stale, "run `python tools/write_readme.py`"
 
 
 def test_a_stale_figure_would_be_found(tool):
