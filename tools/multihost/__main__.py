@@ -54,7 +54,7 @@ def row(result: Result) -> str:
     )
 
 
-def shortened(line: str, most: int = 330) -> str:
+def shortened(line: str, most: int = 150) -> str:
     """A long line without its middle: where it happened is in front, who was missing at the end."""
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 

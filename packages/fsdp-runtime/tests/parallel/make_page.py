@@ -57,7 +57,7 @@ def cells(found: Outcome | str) -> list[str]:
 
 def _distance(value: float | str) -> str:
     if isinstance(value, str):
-        return value.replace("|", "/")[:100]
+        return value.partition(":")[0]  # the class of the error
     return f"**{value:.0e}**" if not value <= 1e-4 else f"{value:.0e}"
 
 
