@@ -1,6 +1,5 @@
 """The command itself, with ranks of its own."""
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ from train_helpers import TINY, losses, text_folder
 
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.cli import main
-from fsdp_runtime.train.compare import Measured, _check_losses, table
 from fsdp_runtime.train.report import draw_curves, read_metrics
 
 
@@ -85,8 +83,6 @@ def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_fold
         (["--layers", "0"], "num_layers is 0"),
         (["--lr", "nan"], "--lr nan"),
         (["--system", "deepspeed"], "--save-every 0"),
-        (["compare", "--systems", "fsdp3"], "'fsdp3' is not one of"),
-        (["optimizers", "--optimizers", "adamm"], "--optimizer 'adamm'"),
         (["export", "nowhere"], "nowhere has no complete checkpoint"),
         (["verify", "nowhere"], "nowhere has no complete checkpoint"),
         (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
@@ -131,51 +127,6 @@ sys.exit(main([]))
     assert done.stdout.index("verify  ") < done.stdout.index("small (1.6M)") < done.stdout.index("--ranks")
     assert done.stderr.strip().endswith(
         "numpy, rich, safetensors not installed: pip install 'fsdp-runtime[train]'"
-    )
-
-
-def test_compare_names_what_is_not_installed_and_checks_losses(folder, capsys, monkeypatch):
-    import fsdp_runtime.train.compare as compare
-
-    reasons = {"deepspeed": "not installed (pip install deepspeed)"}
-    monkeypatch.setattr(compare, "not_installed", reasons.get)
-    options = [
-        "compare",
-        "--systems",
-        "fsdp_runtime,ddp,deepspeed",
-        "--rounds",
-        "1",
-        "--ranks",
-        "2",
-        "--steps",
-        "5",
-    ]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main([*options, *TINY, "--data", str(folder / "text"), "--out", str(folder / "cmp")]) == 0
-    said = capsys.readouterr()
-    assert "deepspeed: not installed" in said.err
-    assert "losses of ddp and fsdp_runtime" in said.out
-    assert "| ddp |" in (folder / "cmp" / "table.md").read_text()
-    assert set(json.loads((folder / "cmp" / "rows.json").read_text())) == {"fsdp_runtime", "ddp"}
-    assert (folder / "cmp" / "compare.png").stat().st_size > 1000
-
-
-def test_losses_that_differ_fail_a_comparison(capsys):
-    found = {name: Measured(name) for name in ("a", "b")}
-    found["a"].losses, found["b"].losses = [2.0, 1.0], [2.0, 1.001]
-    assert _check_losses(found, "a", {"b": 1e-4}) == 1
-    assert "DO NOT AGREE" in capsys.readouterr().out
-    assert _check_losses(found, "a", {"b": 1e-2}) == 0
-
-
-def test_the_table_has_ratios_to_the_first_system():
-    rows = {
-        "ours": {"tokens_per_s": 200.0, "step_s": 0.1, "memory_mb": 50.0, "loss": 1.0},
-        "theirs": {"tokens_per_s": 100.0, "step_s": 0.2, "memory_mb": 100.0, "loss": 1.0},
-    }
-    assert (
-        table(rows, "system", "ours", cuda=False)[-1]
-        == "| theirs | 100 | 0.50 | 0.200 | 100 | 2.00 | 1.00000 |"
     )
 
 

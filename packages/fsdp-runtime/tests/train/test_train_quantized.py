@@ -3,8 +3,7 @@
 import pytest
 from train_helpers import text_folder, tiny, train
 
-from fsdp_runtime.train import ModelConfig, TrainError, compare
-from fsdp_runtime.train.compare import GATHERS, compare_gathers
+from fsdp_runtime.train import ModelConfig, TrainError
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS, losses, read_metrics
 from ragged_shard.testing import run_ranks
@@ -70,22 +69,3 @@ def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
 def test_options_that_do_not_apply_are_refused(folder, changes, message):
     with pytest.raises(TrainError, match=message):
         tiny(folder, **changes).check(2)
-
-
-def test_gathers_are_compared_in_turns(folder, monkeypatch, capsys):
-    runs = []
-
-    def run(config, ranks):
-        config.check(ranks)
-        runs.append((config.precision, config.quantize, config.reduce))
-        step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": 1.0, "step": 0}
-        return [{**step, "step": number} for number in range(4)]
-
-    monkeypatch.setattr(compare, "run_quietly", run)
-    config = tiny(folder, out=str(folder / "out"))
-    assert compare_gathers(config, list(GATHERS), 2, 2) == 0
-    assert runs == runs[::-1]
-    assert len(set(runs)) == len(GATHERS)
-    assert "| fp8-int8 | 1 |" in capsys.readouterr().out
-    with pytest.raises(TrainError, match="'fp4' is not one of fp32"):
-        compare_gathers(config, ["fp4"], 1, 2)

@@ -17,10 +17,7 @@ from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
 _SUBCOMMANDS = {
-    "compare": "the same work on other systems",
-    "gathers": "the same work with gathers in fp32, bf16, fp8 and int8",
-    "convergence": "quantized gathers and reductions at several seeds",
-    "optimizers": "the same work with other optimizers",
+    "compare": "the same work on several systems, optimizers or wire formats",
     "plan": "what a run will hold and send, and which splits of its ranks fit",
     "export": "a checkpoint as one safetensors file",
     "verify": "whether checkpoints are as they were written",
@@ -39,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "compare": _compare,
-        "optimizers": _optimizers,
-        "gathers": _gathers,
-        "convergence": _convergence,
         "plan": _plan,
         "export": _export,
         "verify": _verify,
@@ -126,73 +120,26 @@ def _resumed(options: argparse.Namespace) -> RunConfig:
 
 
 def _compare(argv: list[str]) -> int:
-    from .compare import compare_systems
+    from .compare import compare
 
-    parser = _parser("compare", "The same model, data and steps on each system in turn.")
-    parser.add_argument("--systems", default="fsdp_runtime,fsdp2,ddp,deepspeed", help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: 3)")
+    parser = _parser("compare", "The same model, data and steps in several ways, interleaved.")
+    parser.add_argument(
+        "--vary",
+        default="system=fsdp_runtime,fsdp2,ddp,deepspeed",
+        help="system=A,B,..., optimizer=A,B,... or gathers=fp32,bf16,fp8,... (default: %(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
+    parser.add_argument("--seeds", default="", help="one round per seed instead, such as 0,1,2")
     add_run_options(parser)
     options = parser.parse_args(argv)
-    return compare_systems(
-        _for_comparison(options), options.systems.split(","), options.rounds, options.ranks
-    )
-
-
-def _optimizers(argv: list[str]) -> int:
-    from .compare import compare_optimizers
-    from .optimizers import OPTIMIZERS
-
-    parser = _parser(
-        "optimizers", "The same model, data and steps with each optimizer; all curves in one plot."
-    )
-    parser.add_argument("--optimizers", default=",".join(n for n in OPTIMIZERS if n != "torch-sgd"))
-    add_run_options(parser)
-    options = parser.parse_args(argv)
-    return compare_optimizers(run_config(options), options.optimizers.split(","), options.ranks)
-
-
-def _gathers(argv: list[str]) -> int:
-    from .compare import GATHERS, compare_gathers
-
-    parser = _parser(
-        "gathers", "The same model, data and steps with fp32, bf16 and quantized gathers, in turns."
-    )
-    parser.add_argument("--kinds", default="fp32,bf16,fp8,int8", help=f"of {', '.join(GATHERS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: 3)")
-    add_run_options(parser)
-    options = parser.parse_args(argv)
-    return compare_gathers(_for_comparison(options), options.kinds.split(","), options.rounds, options.ranks)
-
-
-def _convergence(argv: list[str]) -> int:
-    from .convergence import check_convergence
-
-    parser = _parser(
-        "convergence",
-        "A small model with bf16 and fp8 gathers, fp32, bf16 and int8 reductions, at several seeds.",
-    )
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
-    add_run_options(parser)
-    options = parser.parse_args(argv)
-    if options.seed is not None:
-        raise TrainError("convergence takes --seeds, not --seed")
-    small = {
-        "dim": 128,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ff_dim": 384,
-        "seq_len": 128,
-        "batch": 8,
-    }
-    for name, value in {**small, "steps": 120, "warmup": 12, "precision": "bf16", "save_every": 0}.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    if options.seeds and options.seed is not None:
+        raise TrainError("--seeds and --seed: give one of the two")
     try:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
+        seeds = [int(seed) for seed in options.seeds.split(",") if seed]
     except ValueError:
         raise TrainError(f"--seeds {options.seeds}: expected numbers with commas between them") from None
-    return check_convergence(run_config(options), seeds, options.ranks)
+    config = run_config(options) if options.vary.startswith("optimizer") else _for_comparison(options)
+    return compare(config, options.vary, options.rounds, seeds, options.ranks)
 
 
 def _for_comparison(options: argparse.Namespace) -> RunConfig:

@@ -1,9 +1,16 @@
-"""The same run on several systems, or with several optimizers, in turn: a table, a plot, and a check of the losses."""
+"""Trains the same work in several ways, interleaved: a table, the loss curves, and a check of the losses.
+
+--vary system=fsdp_runtime,fsdp2,ddp     one run per system; losses must agree
+--vary optimizer=adamw,muon              one run per optimizer, each at its default learning rate
+--vary gathers=fp32,bf16,fp8,fp8-int8    what gathers and reductions send
+--seeds 0,1,2                            at each seed; final losses may differ as much as the first way's seeds do
+"""
 
 import dataclasses
 import json
 import platform
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -17,87 +24,18 @@ from .config import FLOAT8, SYSTEMS, RunConfig
 from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
-from .optimizers import not_available, optimizer_spec, peak_lr
-from .report import METRICS, draw_curves, losses, read_metrics
+from .optimizers import not_available, optimizer_spec
+from .report import METRICS, draw_curves, read_metrics
 from .runs import RUNS, next_free
 from .systems import not_installed
 
-# How far losses of two systems may lie apart over the run, relative: sums are taken in another order, and
-# bf16 is cast at other places.
+# Largest relative distance of two systems' losses over a run: sums are taken in another order, and casts to bf16
+# happen at other places.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-QUANTIZED_TOLERANCE = 1e-1  # where one of the two rounds weights, activations or gradients to eight bits
+QUANTIZED_TOLERANCE = 1e-1  # if one of the two rounds weights, activations or gradients to eight bits
 _WARM = 0.25  # share of the steps that is not timed
 
-
-@dataclass
-class Measured:
-    """What one system (or optimizer) did, over the rounds."""
-
-    name: str
-    losses: list[float] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    memory_mb: list[float] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, entries: list[dict[str, Any]]) -> None:
-        """Take in one round's metrics."""
-        steps = [entry for entry in entries if entry["kind"] == "train"]
-        timed = steps[int(_WARM * len(steps)) :]
-        self.losses = losses(entries, "train")[1]
-        self.tokens_per_s.append(statistics.median(entry["tokens_per_s"] for entry in timed))
-        self.cpu_s.append(statistics.median(entry["cpu_s"] for entry in timed))
-        self.memory_mb.append(max(entry["memory_mb"] for entry in steps))
-        self.entries = entries
-
-    def row(self) -> dict[str, float]:
-        """Medians over rounds."""
-        return {
-            "tokens_per_s": statistics.median(self.tokens_per_s),
-            "step_s": statistics.median(self.cpu_s),
-            "memory_mb": statistics.median(self.memory_mb),
-            "loss": self.losses[-1],
-        }
-
-
-def compare_systems(config: RunConfig, systems: list[str], rounds: int, asked_ranks: int | None) -> int:
-    """Run each installed system `rounds` times, alternating; print the table, save table and plot.
-
-    Returns 0, or 1 where losses do not agree.
-
-    Raises:
-        TrainError: an unknown system, none installed, or a run that failed.
-    """
-    for name in systems:
-        if name not in SYSTEMS:
-            raise TrainError(f"--systems: {name!r} is not one of {', '.join(SYSTEMS)}")
-    if rounds < 1:
-        raise TrainError(f"--rounds {rounds}: expected at least 1")
-    reasons = {name: not_installed(name) for name in systems}
-    present = [name for name in systems if reasons[name] is None]
-    if not present:
-        raise TrainError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-    for name, reason in reasons.items():
-        if reason:
-            say(f"{name}: {reason}")
-    out = folder_of(config)
-    ranks = {
-        name: pick_ranks(dataclasses.replace(config, system=name), None if name == "one" else asked_ranks)
-        for name in present
-    }
-    found = {name: Measured(name) for name in present}
-    for number in range(rounds):
-        order = present if number % 2 == 0 else present[::-1]
-        for name in order:
-            run = dataclasses.replace(config, system=name, out=str(out / f"{name}-{number + 1}"), plot=False)
-            if name != "fsdp_runtime":
-                run = dataclasses.replace(run, block="auto", quantize="none", reduce="none")
-            say(f"round {number + 1} of {rounds}: {name} on {ranks[name]} ranks")
-            found[name].add(run_quietly(run, ranks[name]))
-    return _conclude(config, found, out, "system", ranks)
-
-
-# What travels: changes of a run, by name.
+# "bf16" computes in bf16 too; the others compute in the run's precision.
 GATHERS: dict[str, dict[str, str]] = {
     "fp32": {"precision": "fp32"},
     "bf16": {"precision": "bf16"},
@@ -107,64 +45,110 @@ GATHERS: dict[str, dict[str, str]] = {
     "int8": {"quantize": "int8"},
 }
 
+Entries = list[dict[str, Any]]
 
-def compare_gathers(config: RunConfig, names: list[str], rounds: int, asked_ranks: int | None) -> int:
-    """The same run with weights and gradients that travel otherwise, in turns; print and save the table, plot losses.
 
-    "bf16" computes in bf16 too; the others compute in the run's precision. Losses differ by what is rounded.
+@dataclass
+class Way:
+    """One of the ways to train that are compared: its changes of the run, and the metrics of its runs."""
 
-    Returns 0.
+    name: str
+    changes: dict[str, Any]
+    ranks: int
+    entries: list[Entries] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """Medians over all runs, and the last training loss."""
+        steps = [[entry for entry in entries if entry["kind"] == "train"] for entries in self.entries]
+        timed = [run[int(_WARM * len(run)) :] for run in steps]
+
+        def median(key: str) -> float:
+            return float(statistics.median(statistics.median(entry[key] for entry in run) for run in timed))
+
+        memory = statistics.median(max(entry["memory_mb"] for entry in run) for run in steps)
+        loss = self.losses()[-1]
+        return {
+            "tokens_per_s": median("tokens_per_s"),
+            "step_s": median("cpu_s"),
+            "memory_mb": memory,
+            "loss": loss,
+        }
+
+    def losses(self) -> list[float]:
+        """Training losses of the last run."""
+        return _losses(self.entries[-1], "train")
+
+    def final_losses(self) -> list[float]:
+        """Held-out loss after the last step of each run."""
+        return [_losses(entries, "held_out")[-1] for entries in self.entries]
+
+
+def _losses(entries: Entries, kind: str) -> list[float]:
+    """All losses of one kind, those that are not finite too."""
+    return [entry["loss"] for entry in entries if entry["kind"] == kind]
+
+
+def compare(
+    config: RunConfig,
+    vary: str,
+    rounds: int,
+    seeds: Sequence[int],
+    asked_ranks: int | None,
+    run: Callable[[RunConfig, int], Entries] | None = None,
+) -> int:
+    """Train in each way, `rounds` times interleaved, or once per seed; print and save the table, plot the losses.
+
+    Returns 0, or 1 if losses differ by more than the tolerance of systems or the spread of the first way's seeds.
 
     Raises:
-        TrainError: an unknown name, or a run that failed.
+        TrainError: an unknown way, none installed, fewer than two seeds, or a run that failed.
     """
-    for name in names:
-        if name not in GATHERS:
-            raise TrainError(f"--kinds: {name!r} is not one of {', '.join(GATHERS)}")
     if rounds < 1:
         raise TrainError(f"--rounds {rounds}: expected at least 1")
-    out, ranks = folder_of(config), pick_ranks(config, asked_ranks)
-    found = {name: Measured(name) for name in names}
-    for number in range(rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
-            changes: dict[str, Any] = {
-                **GATHERS[name],
-                "out": str(out / f"{name}-{number + 1}"),
-                "plot": False,
-            }
-            say(f"round {number + 1} of {rounds}: {name} on {ranks} ranks")
-            found[name].add(run_quietly(dataclasses.replace(config, **changes), ranks))
-    return _conclude(config, found, out, "gathers", dict.fromkeys(names, ranks))
+    if seeds and (len(seeds) < 2 or len(set(seeds)) < len(seeds)):
+        raise TrainError(f"--seeds {','.join(map(str, seeds))}: expected two different ones or more")
+    what, ways = ways_of(config, vary, asked_ranks)
+    out = Path(config.out) if config.out else next_free(RUNS)
+    if seeds:
+        config = dataclasses.replace(config, eval_every=config.steps)
+    turns: list[dict[str, Any]] = [{"seed": seed} for seed in seeds] or [{}] * rounds
+    for number, turn in enumerate(turns):
+        for way in ways if number % 2 == 0 else ways[::-1]:
+            say(f"round {number + 1} of {len(turns)}: {way.name} on {way.ranks} ranks")
+            folder = str(out / f"{way.name}-{number + 1}")
+            changed = dataclasses.replace(config, **way.changes, **turn, out=folder, plot=False)
+            way.entries.append((run or run_quietly)(changed, way.ranks))
+    return _conclude(config, ways, seeds, out, what)
 
 
-def compare_optimizers(config: RunConfig, names: list[str], asked_ranks: int | None) -> int:
-    """Run each optimizer over the same steps, each with its own learning rate unless one is given; plot all curves.
-
-    Returns 0.
-
-    Raises:
-        TrainError: an unknown optimizer, or a run that failed.
-    """
-    for name in names:
-        optimizer_spec(name)
-    out = folder_of(config)
-    ranks = pick_ranks(config, asked_ranks)
-    found = {}
-    for name in names:
-        reason = not_available(name)
-        if reason:
-            say(f"{name}: {reason}")
+def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str, list[Way]]:
+    """What is varied, and each way of it that is installed here; the others are reported."""
+    what, _, names = vary.partition("=")
+    known = {"system": list(SYSTEMS), "gathers": list(GATHERS), "optimizer": None}
+    if what not in known or not names:
+        raise TrainError(f"--vary {vary}: expected {', '.join(f'{name}=A,B,...' for name in known)}")
+    ways, reasons = [], []
+    for name in names.split(","):
+        allowed = known[what]
+        if allowed is None:
+            optimizer_spec(name)  # raises for an unknown one
+        elif name not in allowed:
+            raise TrainError(f"--vary {what}: {name!r} is not one of {', '.join(allowed)}")
+        if reason := {"system": not_installed, "optimizer": not_available}.get(what, lambda name: None)(name):
+            reasons.append(f"{name}: {reason}")
+            say(reasons[-1])
             continue
-        say(f"{name} at learning rate {peak_lr(name, config.lr):g} on {ranks} ranks")
-        run = dataclasses.replace(config, optimizer=name, out=str(out / name), plot=False)
-        found[name] = Measured(name)
-        found[name].add(run_quietly(run, ranks))
-    if not found:
-        raise TrainError("none of these optimizers is installed")
-    return _conclude(config, found, out, "optimizer", dict.fromkeys(found, ranks))
+        changes: dict[str, Any] = GATHERS[name] if what == "gathers" else {what: name}
+        if what == "system" and name != "fsdp_runtime":
+            changes = {**changes, "block": "auto", "quantize": "none", "reduce": "none"}
+        asked = None if name == "one" else asked_ranks
+        ways.append(Way(name, changes, pick_ranks(dataclasses.replace(config, **changes), asked)))
+    if not ways:
+        raise TrainError("; ".join(reasons))
+    return what, ways
 
 
-def run_quietly(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+def run_quietly(config: RunConfig, ranks: int) -> Entries:
     """One run from start to end. Returns its metrics.
 
     Raises:
@@ -177,43 +161,38 @@ def run_quietly(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     return read_metrics(Path(config.out or ".") / METRICS)
 
 
-def _conclude(
-    config: RunConfig, found: dict[str, Measured], out: Path, what: str, ranks: dict[str, int]
-) -> int:
-    """Print and save what was measured; 1 if systems' losses differ."""
-    rows = {name: measured.row() for name, measured in found.items()}
-    first = next(iter(rows))
-    lines = table(rows, what, first, not is_cpu(pick_device("auto")))
+def _conclude(config: RunConfig, ways: list[Way], seeds: Sequence[int], out: Path, what: str) -> int:
+    """Print and save the table; 1 if losses differ too much."""
+    rows = {way.name: way.row() for way in ways}
     head = (
         f"{date.today().isoformat()}, {platform.machine()} with {num_cores()} cores, torch {torch.__version__}, "
-        f"ranks {', '.join(f'{n}: {r}' for n, r in ranks.items())}; {config.batch} x {config.seq_len} tokens a "
+        f"ranks {', '.join(f'{way.name}: {way.ranks}' for way in ways)}; {config.batch} x {config.seq_len} tokens a "
         f"step, {config.steps} steps, {config.precision}"
     )
-    out.mkdir(parents=True, exist_ok=True)
-    report = "\n".join([head, "", *lines, ""])
+    status, verdict = 0, list[str]()
+    if seeds:
+        status, verdict = compare_seeds(ways, seeds)
+    elif what == "system":
+        status, verdict = compare_losses(config, ways)
+    report = "\n".join([head, "", *table(rows, what, not is_cpu(pick_device("auto"))), "", *verdict, ""])
     print(report)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
     (out / "rows.json").write_text(json.dumps(rows, indent=1))
-    draw_curves({name: m.entries for name, m in found.items()}, out / "curves.png", f"by {what}")
-    if what == "system":
-        draw_bars(rows, out / "compare.png", head)
-    print(f"table.md, rows.json and plots are in {out}")
-    if what != "system":
-        return 0
-    quantized = config.quantize != "none" or config.reduce != "none"
-    return _check_losses(
-        found, first, {name: _tolerance(name, first, config.precision, quantized) for name in found}
+    names = {way.name: way.entries for way in ways}
+    curves = (
+        {f"{name}, seed {seed}": runs[i] for name, runs in names.items() for i, seed in enumerate(seeds)}
+        if seeds
+        else {name: runs[-1] for name, runs in names.items()}
     )
+    draw_curves(curves, out / "curves.png", f"by {what}")
+    print(f"table.md, rows.json and curves.png are in {out}")
+    return status
 
 
-def _tolerance(name: str, first: str, precision: str, quantized: bool) -> float:
-    """How far a system's losses may be from the first one's."""
-    rounded = quantized and "fsdp_runtime" in (name, first)
-    return QUANTIZED_TOLERANCE if rounded or name in FLOAT8 or first in FLOAT8 else TOLERANCE[precision]
-
-
-def table(rows: dict[str, dict[str, float]], what: str, first: str, cuda: bool) -> list[str]:
-    """The rows as a markdown table; ratios of tokens/s and memory are to the first."""
+def table(rows: dict[str, dict[str, float]], what: str, cuda: bool) -> list[str]:
+    """The rows as a Markdown table; ratios of tokens/s and memory are to the first."""
+    first = next(iter(rows))
     seconds = "s/step" if cuda else "CPU s/step"
     lines = [
         f"| {what} | tokens/s | to {first} | {seconds} | peak memory MB | to {first} | last loss |",
@@ -229,45 +208,42 @@ def table(rows: dict[str, dict[str, float]], what: str, first: str, cuda: bool) 
     return lines
 
 
-def _check_losses(found: dict[str, Measured], first: str, tolerances: dict[str, float]) -> int:
-    """Compare every step's loss with the first system's; say how far they lie apart."""
-    status = 0
-    base = found[first].losses
-    for name, measured in found.items():
-        if name == first:
-            continue
-        pairs = list(zip(measured.losses, base, strict=False))
-        apart = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
-        same = apart <= tolerances[name] and len(measured.losses) == len(base)
-        print(
-            f"losses of {name} and {first}: {apart:.1e} apart at most, {'agree' if same else 'DO NOT AGREE'}"
-        )
+def compare_losses(config: RunConfig, ways: list[Way]) -> tuple[int, list[str]]:
+    """Status and a line per system: the largest distance of its losses from the first system's."""
+    first, *others = ways
+    status, lines = 0, []
+    for way in others:
+        names = {first.name, way.name}
+        rounds_on_wire = "fsdp_runtime" in names and (config.quantize != "none" or config.reduce != "none")
+        rounded = rounds_on_wire or names & set(FLOAT8)
+        tolerance = QUANTIZED_TOLERANCE if rounded else TOLERANCE[config.precision]
+        pairs = list(zip(way.losses(), first.losses(), strict=False))
+        distance = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+        same = distance <= tolerance and len(way.losses()) == len(first.losses())
         status = status if same else 1
-    return status
-
-
-def draw_bars(rows: dict[str, dict[str, float]], path: Path, title: str) -> None:
-    """Tokens/s and peak memory side by side, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, pair = pyplot.subplots(1, 2, figsize=(9, 3.6), dpi=120, layout="constrained")
-    for axes, key, label in zip(
-        pair, ("tokens_per_s", "memory_mb"), ("tokens/s", "peak memory, MB"), strict=True
-    ):
-        bars = axes.bar(
-            list(rows), [row[key] for row in rows.values()], color=[f"C{n}" for n in range(len(rows))]
+        lines.append(
+            f"losses of {way.name} and {first.name}: {distance:.1e} apart at most, "
+            + ("agree" if same else "DO NOT AGREE")
         )
-        axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")
-        axes.set(title=label)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=7)
-    figure.savefig(path)
-    pyplot.close(figure)
+    return status, lines
 
 
-def folder_of(config: RunConfig) -> Path:
-    """Where a comparison goes. Its first run makes the folder, so that a start that fails leaves none."""
-    return Path(config.out) if config.out else next_free(RUNS)
+def compare_seeds(ways: list[Way], seeds: Sequence[int]) -> tuple[int, list[str]]:
+    """Status and a table of final held-out losses per seed; each way is compared with the first at the same seed."""
+    base = ways[0].final_losses()
+    allowed = max(base) - min(base)
+    lines = [
+        f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | furthest from {ways[0].name} |",
+        f"| --- |{' --- |' * (len(seeds) + 2)}",
+    ]
+    too_far = []
+    for way in ways:
+        values = way.final_losses()
+        distance = max(abs(a - b) for a, b in zip(values, base, strict=True))
+        if not distance <= allowed:  # a NaN too
+            too_far.append(way.name)
+        cells = " | ".join(f"{value:.4f}" for value in values)
+        lines.append(f"| {way.name} | {cells} | {statistics.mean(values):.4f} | {distance:.4f} |")
+    end = f"further than that: {', '.join(too_far)}" if too_far else "none is further than that"
+    lines += ["", f"The seeds of {ways[0].name} are {allowed:.4f} apart; {end}"]
+    return int(bool(too_far)), lines

@@ -1,0 +1,117 @@
+"""`fsdp-train compare`: several ways to train the same, interleaved, with a table and a check of the losses."""
+
+import json
+
+import pytest
+from train_helpers import text_folder, tiny
+
+from fsdp_runtime.train import TrainError, compare
+from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.compare import GATHERS, Way, compare_losses, table
+
+
+@pytest.fixture
+def config(tmp_path):
+    text_folder(tmp_path)
+    return tiny(tmp_path, steps=12, out=str(tmp_path / "out"))
+
+
+def recorded(loss_of):
+    """A stand-in for a run that records its configurations; `loss_of(config)` is the loss of every step."""
+    seen = []
+
+    def run(config, ranks):
+        config.check(ranks)
+        seen.append(config)
+        step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": loss_of(config)}
+        steps = [{**step, "step": number} for number in range(config.steps)]
+        return [*steps, {"kind": "held_out", "step": config.steps, "loss": loss_of(config)}]
+
+    return run, seen
+
+
+def test_ways_take_turns_in_a_rotating_order(config, capsys):
+    run, seen = recorded(lambda config: 1.0)
+    assert compare.compare(config, f"gathers={','.join(GATHERS)}", 2, [], 2, run) == 0
+    order = [(one.precision, one.quantize, one.reduce) for one in seen]
+    assert order == order[::-1]
+    assert len(set(order)) == len(GATHERS)
+    assert "| fp8-int8 | 1 |" in capsys.readouterr().out
+
+
+def test_every_way_runs_once_per_seed_and_ends_with_a_held_out_loss(config, capsys):
+    run, seen = recorded(lambda config: 2 + 0.1 * config.seed)
+    assert compare.compare(config, "optimizer=adamw,soap", 3, [3, 5], 2, run) == 0
+    assert sorted((one.optimizer, one.seed) for one in seen) == [
+        ("adamw", 3), ("adamw", 5), ("soap", 3), ("soap", 5)
+    ]  # fmt: skip
+    assert {one.eval_every for one in seen} == {config.steps}
+    assert "| soap | 2.3000 | 2.5000 | 2.4000 | 0.0000 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("offset", "status"), [(-0.09, 0), (0.11, 1), (float("nan"), 1)])
+def test_a_way_further_from_the_first_than_its_seeds_are_apart_fails(config, offset, status, capsys):
+    run, _ = recorded(lambda config: 2 + 0.1 * config.seed + (offset if config.reduce == "int8" else 0.0))
+    assert compare.compare(config, "gathers=fp8,fp8-int8", 1, [0, 1], 2, run) == status
+    assert ("further than that: fp8-int8" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize("seeds", [[0], [1, 1]])
+def test_one_seed_has_no_spread(config, seeds):
+    with pytest.raises(TrainError, match="expected two different ones or more"):
+        compare.compare(config, "optimizer=adamw", 1, seeds, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "1", "--seeds", "0,1"], "--seeds and --seed: give one of the two"),
+        (["--seeds", "a,b"], "expected numbers with commas"),
+        (["--rounds", "0"], "--rounds 0: expected at least 1"),
+        (["--vary", "dim=1,2"], "--vary dim=1,2: expected system=A,B,..."),
+        (["--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
+        (["--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
+        (["--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["compare", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_system_that_is_not_installed_is_reported_and_the_others_are_compared(config, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "not_installed", {"deepspeed": "not installed"}.get)
+    run, _ = recorded(lambda config: 1.0)
+    assert compare.compare(config, "system=fsdp_runtime,ddp,deepspeed", 1, [], 2, run) == 0
+    said = capsys.readouterr()
+    assert "deepspeed: not installed" in said.err
+    assert "losses of ddp and fsdp_runtime: 0.0e+00 apart at most, agree" in said.out
+
+
+def test_two_systems_are_trained_and_compared(config, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert compare.compare(config, "system=fsdp_runtime,ddp", 1, [], 2) == 0
+    folder = compare.Path(config.out)
+    assert set(json.loads((folder / "rows.json").read_text())) == {"fsdp_runtime", "ddp"}
+    assert (folder / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("loss", "status"), [(1.001, 1), (1.00001, 0)])
+def test_losses_of_systems_that_differ_fail_a_comparison(config, loss, status):
+    def way(name, loss):
+        return Way(name, {}, 2, [[{"kind": "train", "step": 0, "loss": loss}]])
+
+    found, lines = compare_losses(config, [way("ddp", 1.0), way("fsdp2", loss)])
+    assert found == status
+    assert ("DO NOT AGREE" in lines[0]) == bool(status)
+
+
+def test_the_table_has_ratios_to_the_first_system():
+    rows = {
+        "ours": {"tokens_per_s": 200.0, "step_s": 0.1, "memory_mb": 50.0, "loss": 1.0},
+        "theirs": {"tokens_per_s": 100.0, "step_s": 0.2, "memory_mb": 100.0, "loss": 1.0},
+    }
+    assert table(rows, "system", cuda=False)[-1] == "| theirs | 100 | 0.50 | 0.200 | 100 | 2.00 | 1.00000 |"
