@@ -90,12 +90,12 @@ def test_a_plan_prints_the_curve_and_marks_what_fits(folder, capsys):
     _, said, _ = plan(folder, capsys)
     rows = [
         line.split("|")[1:-1]
-        for line in said.split("ms of it waiting")[1].splitlines()[2:]
+        for line in said.split("| MB sent: fsdp |")[1].splitlines()[2:]
         if line.startswith("|")
     ]
     layers = PRESETS["small"].num_layers
     peaks = {int(row[0]): float(row[1].replace(",", "")) for row in rows[: layers + 1]}
-    sent = [float(row[4].replace(",", "")) for row in rows[: layers + 1]]
+    sent = [float(row[2].replace(",", "")) for row in rows[: layers + 1]]
     assert list(peaks) == list(range(layers + 1))
     assert peaks[0] < peaks[layers]
     assert sent == sorted(sent, reverse=True)

@@ -8,11 +8,10 @@ import pytest
 from train_helpers import text_folder, tiny, train
 
 from fsdp_runtime.train import PRESETS, Trainer, TrainError
-from fsdp_runtime.train.network import Cluster
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.plan_command import print_plan
-from fsdp_runtime.train.predict import candidates, predict, traffic_of
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
+from fsdp_runtime.train.traffic import candidates, traffic_of
 from ragged_shard.testing import record_collectives, run_ranks
 
 SMALL = dataclasses.replace(PRESETS["small"], tied=False)
@@ -95,16 +94,6 @@ def test_every_candidate_is_a_split_that_the_run_takes(folder):
     assert not [splits for splits in found if splits.tp > 2]  # two key/value heads
 
 
-def test_slow_links_between_nodes_keep_shared_matrices_inside_them():
-    config = tiny(Path(), model=PRESETS["7b"], batch=64, seq_len=4096, precision="bf16")
-    inside, across = (Splits(fsdp=64 // tp, tp=tp) for tp in (8, 16))
-    seconds = [
-        predict(config, config.model, splits, Cluster(), 494e12).seconds for splits in (inside, across)
-    ]
-    assert seconds[0] < seconds[1]
-    assert predict(config, config.model, across, Cluster(nic=5e9), 494e12).seconds > 2 * seconds[1]
-
-
 def test_a_bubble_shrinks_with_microbatches_and_with_schedules_that_fill_it():
     for schedule in SCHEDULES:
         splits = find_splits({**dict.fromkeys(AXES, 1), "pp": 4}, schedule, 4)
@@ -112,21 +101,15 @@ def test_a_bubble_shrinks_with_microbatches_and_with_schedules_that_fill_it():
     assert find_splits({**dict.fromkeys(AXES, 1), "pp": 4}, "1f1b", 4).bubble(4) == 3 / 7
 
 
-def test_the_plan_lists_splits_that_fit_best_first(folder, capsys):
+def test_the_plan_lists_the_splits_that_fit_and_send_least_first(folder, capsys):
     config = tiny(folder, model=PRESETS["tiny"], batch=8)
     assert print_plan(config, 4, 0.001) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [
-        line.split(" | ")
-        for line in lines
-        if line.startswith("| ") and " ms " not in line and "---" not in line
-    ]
-    rows = [row for row in rows if len(row) == 11]
-    times = [float(row[1]) for row in rows]
+    table = capsys.readouterr().out.partition("| split |")[2].splitlines()[2:]
+    rows = [line.split(" | ") for line in table if line.startswith("| ")]
+    sent = [float(row[3]) for row in rows]
     assert rows
-    assert times == sorted(times)
-    assert all(float(row[4]) <= 0.001 for row in rows)
-    assert any(line.startswith("assumed: compute at ") for line in lines)
+    assert sent == sorted(sent)
+    assert all(float(row[1]) <= 0.001 for row in rows)
     with pytest.raises(TrainError, match="does not divide by 5 ranks"):
         print_plan(dataclasses.replace(config, batch=7, seq_len=33), 5)
 
@@ -137,4 +120,4 @@ def test_a_chosen_split_is_planned_alone(folder, capsys):
     said = capsys.readouterr().out
     assert "one rank sends in a step (fsdp 2 x cp 2 x ep 2;" in said
     assert "all-to-alls of tokens" in said
-    assert "best predicted first" not in said
+    assert "splits of 4 ranks" not in said

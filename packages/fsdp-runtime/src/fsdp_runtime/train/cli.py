@@ -155,8 +155,8 @@ def _plan(argv: list[str]) -> int:
 
     parser = _parser(
         "plan",
-        "What each rank will hold and send; without --hsdp, --tp, --pp, --cp and --ep also which of them fit memory, "
-        "best predicted first. With --measure, next to a run of a few steps.",
+        "What each rank will hold and send; without --hsdp, --tp, --pp, --cp and --ep also which of them fit in "
+        "memory, fewest bytes sent first. With --measure, beside a run of a few steps.",
     )
     parser.add_argument("--memory", type=float, metavar="GiB", help="of a rank (default: the GPU's, else 80)")
     add_run_options(parser)

@@ -1,4 +1,4 @@
-"""``fsdp-train plan``: what a split holds and sends, and, where none was asked for, which splits fit, best first."""
+"""``fsdp-train plan``: bytes that a split holds and sends, and which splits fit in memory."""
 
 import dataclasses
 import sys
@@ -8,18 +8,18 @@ from ragged_shard.testing import simulated_ranks
 from .config import RunConfig
 from .corpus import read_data
 from .errors import TrainError
-from .hardware import device_memory, peak_flops, pick_device
+from .hardware import device_memory, pick_device
 from .launch import pick_ranks, start_ranks
 from .model import ModelConfig
-from .network import Cluster
 from .plan import MemoryPlan, kept_peaks, make_plan, megabytes, plan_here, plan_lines
-from .predict import Prediction, assumptions, candidates, predict, reached_flops, split_config
-from .splits import AXES
+from .splits import AXES, Splits
+from .traffic import candidates, split_config, traffic_of
 from .trainer import MEASURED_STEP, model_config
 
 _GIB = 1 << 30
 _ASSUMED_GIB = 80.0  # where this machine has no GPU
-_SHOWN, _PLANNED = 12, 40  # splits that are printed, and looked at for it
+_SHOWN, _PLANNED = 12, 40  # splits that are printed, and planned at most
+_SENT = ("fsdp", "hsdp", "tp", "cp", "ep", "pp")
 
 
 def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = None) -> int:
@@ -55,7 +55,7 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
                 [
                     *plan_lines(plan, ranks, splits),
                     "",
-                    *traffic_lines(prediction_of(config, sizes, ranks)),
+                    *traffic_lines(config, sizes, splits),
                     "",
                 ]
             )
@@ -73,7 +73,7 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
 
 
 def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[int]) -> list[str]:
-    """A markdown table of the step's time against memory, by how many layers stay gathered.
+    """A Markdown table of peak memory and bytes sent, by the number of layers that stay gathered.
 
     Raises:
         TrainError: not even freeing all of them fits ``config.memory_budget``.
@@ -88,17 +88,14 @@ def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[i
     rows = []
     shown = {round(i * (len(peaks) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)} | {fits[-1]}
     for kept in sorted(shown):
-        one = predict(config, sizes, config.splits(ranks), Cluster(), _flops(config)[0], kept=kept)
+        sent = traffic_of(config, sizes, config.splits(ranks), kept=kept).fsdp
         chosen = ", as many as fit" if budget is not None and kept == fits[-1] else ""
-        rows.append(
-            f"| {kept}{chosen} | {megabytes(peaks[kept])} | {1e3 * one.seconds:,.3f} "
-            f"| {1e3 * one.waiting:,.3f} | {one.traffic.fsdp / 1e6:,.2f} |"
-        )
+        rows.append(f"| {kept}{chosen} | {megabytes(peaks[kept])} | {sent / 1e6:,.2f} |")
     return [
-        "time of a step against memory (--memory-budget): the last layers that stay gathered after forward",
+        "memory against bytes sent (--memory-budget): the last layers that stay gathered after forward",
         "",
-        "| layers | peak MB | ms a step | ms of it waiting | MB sent: fsdp |",
-        "| --- " * 5 + "|",
+        "| layers | peak MB | MB sent: fsdp |",
+        "| --- " * 3 + "|",
         *rows,
     ]
 
@@ -120,8 +117,9 @@ def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
         )
 
 
-def traffic_lines(prediction: Prediction) -> list[str]:
-    """What one rank sends in a step on each axis, and the bubble."""
+def traffic_lines(config: RunConfig, sizes: ModelConfig, splits: Splits) -> list[str]:
+    """Bytes that one rank sends in a step on each axis, and the pipeline's bubble."""
+    traffic = traffic_of(config, sizes, splits)
     what = {
         "fsdp": "gathers and reductions of parameters",
         "hsdp": "all-reduces of gradient shards",
@@ -130,12 +128,12 @@ def traffic_lines(prediction: Prediction) -> list[str]:
         "ep": "all-to-alls of tokens, if experts are evenly used",
         "pp": "activations between stages, and their gradients",
     }
-    lines = [f"one rank sends in a step ({prediction.splits}; layers only, MB):"]
+    lines = [f"one rank sends in a step ({splits}; layers only, MB):"]
     for axis, text in what.items():
-        nbytes = getattr(prediction.traffic, axis)
+        nbytes = getattr(traffic, axis)
         if nbytes:
             lines.append(f"  {axis:<5}{text + ':':<52}{nbytes / 1e6:>12,.2f}")
-    return [*lines, f"pipeline's bubble: {prediction.bubble:.1%} of a step"]
+    return [*lines, f"pipeline's bubble: {splits.bubble(config.accumulate):.1%} of a step"]
 
 
 def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:
@@ -146,43 +144,40 @@ def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:
     return (_ASSUMED_GIB * _GIB, "assumed; no GPU here") if mine is None else (mine, "this GPU's")
 
 
-def prediction_of(config: RunConfig, sizes: ModelConfig, ranks: int) -> Prediction:
-    """The split that the options ask for, on paper."""
-    return predict(config, sizes, config.splits(ranks), Cluster(), _flops(config)[0])
-
-
 def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float | None) -> list[str]:
-    """A markdown table of the splits that fit memory, best predicted first, and what it takes for granted.
+    """A Markdown table of the splits that fit in memory, those that send the fewest bytes first.
 
     Called inside `simulated_ranks`.
 
     Args:
         config, sizes: the run, and its model with the data's vocabulary.
-        ranks: of which splits are looked for.
-        gib: what a rank may hold; None takes this machine's GPU.
+        ranks: number of ranks to split.
+        gib: GiB that a rank may hold; None takes this machine's GPU.
     """
-    cluster, (flops, source) = Cluster(), _flops(config)
-    found = [predict(config, sizes, splits, cluster, flops) for splits in candidates(config, ranks)]
+    found = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
     limit, whose = memory_limit(config, gib)
     rows: list[str] = []
     planned = 0
-    for one in sorted(found, key=lambda one: one.seconds):
+    for splits, traffic in sorted(found, key=lambda pair: pair[1].total):
         if len(rows) == _SHOWN or planned == _PLANNED:
             break
         planned += 1
-        chosen = split_config(config, {axis: getattr(one.splits, axis) for axis in AXES})
+        chosen = split_config(config, {axis: getattr(splits, axis) for axis in AXES})
         peak = plan_here(chosen, sizes.vocab_size).peak
         if peak <= limit:
-            rows.append(_row(one, peak))
+            cells = " | ".join(f"{getattr(traffic, axis) / 1e6:,.1f}" for axis in _SENT)
+            bubble = splits.bubble(config.accumulate)
+            rows.append(
+                f"| {splits} | {peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
+            )
     lines = [
-        f"{len(found)} splits of {ranks} ranks; those of the best {planned} that hold at most {limit / _GIB:.2f} GiB "
-        f"({whose}), best predicted first:",
+        f"{len(found)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "
+        f"{planned} that send least:",
         "",
-        "| split | ms a step | waiting | bubble | GiB a rank | MB sent: fsdp | hsdp | tp | cp | ep | pp |",
-        "| --- " * 11 + "|",
+        f"| split | GiB a rank | bubble | MB sent | {' | '.join(_SENT)} |",
+        "| --- " * (4 + len(_SENT)) + "|",
         *rows,
         "",
-        *(f"assumed: {text}" for text in assumptions(cluster, flops, source)),
     ]
     if not rows:
         lines.append(
@@ -191,17 +186,3 @@ def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float |
     if config.accumulate == 1:
         lines.append("pipelines take microbatches: with --accumulate 2 or more there are splits with pp")
     return lines
-
-
-def _row(one: Prediction, peak: int) -> str:
-    sent = " | ".join(
-        f"{getattr(one.traffic, axis) / 1e6:,.1f}" for axis in ("fsdp", "hsdp", "tp", "cp", "ep", "pp")
-    )
-    return (
-        f"| {one.splits} | {1e3 * one.seconds:,.2f} | {one.waiting / one.seconds:.0%} | {one.bubble:.0%} "
-        f"| {peak / _GIB:,.2f} | {sent} |"
-    )
-
-
-def _flops(config: RunConfig) -> tuple[float, str]:
-    return reached_flops(peak_flops(pick_device(config.device), config.precision))

@@ -1,9 +1,4 @@
-"""How long a step takes under one split or another, on paper: compute, what travels on each axis, and the bubble.
-
-    step = (compute + exchanges that compute waits for + what of fsdp's it does not cover) / (1 - bubble)
-
-Only the order of splits is meant to hold, and only where the assumptions do (`assumptions` says them).
-"""
+"""Bytes that a rank sends in a step under one split of the ranks or another, and which splits a run allows."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,12 +7,8 @@ from itertools import product
 
 from .config import RunConfig
 from .errors import TrainError
-from .model import ModelConfig, flops_per_token
-from .network import Cluster
+from .model import ModelConfig
 from .splits import AXES, Splits
-
-_FLOPS = 989e12  # dense bf16 of an H100, where this machine has no GPU whose peak is known
-_REACHED = 0.5  # of the peak, by matrix products
 
 
 @dataclass(frozen=True)
@@ -40,58 +31,10 @@ class Traffic:
     ep: float = 0.0
     pp: float = 0.0
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """One split on paper; seconds, but for `bubble` (a share of the step) and `traffic` (bytes)."""
-
-    splits: Splits
-    seconds: float
-    compute: float
-    waiting: float
-    bubble: float
-    traffic: Traffic
-
-
-def predict(
-    config: RunConfig, sizes: ModelConfig, splits: Splits, cluster: Cluster, flops: float, *, kept: int = 0
-) -> Prediction:
-    """Predict a step of a run.
-
-    Args:
-        config, sizes: the run and its model, with the data's vocabulary.
-        splits: how ranks are divided.
-        cluster: what they run on.
-        flops: FLOP/s that a rank reaches.
-        kept: layers that stay gathered between forward and backward.
-    """
-    traffic = traffic_of(config, sizes, splits, kept=kept)
-    again = 4 / 3 if config.checkpointing else 1
-    work = flops_per_token(sizes, config.seq_len) * config.batch * config.seq_len * again
-    compute = work / splits.world_size / flops
-
-    def gathers(sent: float, ranks: int, stride: int) -> float:
-        return cluster.gather(sent * ranks / max(ranks - 1, 1), ranks, stride)
-
-    calls = -(-sizes.num_layers // splits.pp) * config.accumulate * 4  # there and back, forward and backward
-    strides = _strides(splits)
-    exposed = calls * gathers(traffic.tp / calls, splits.tp, 1)
-    exposed += calls * gathers(traffic.cp / calls, splits.cp, strides["cp"])
-    ep_sent = traffic.ep * splits.ep / max(splits.ep - 1, 1)
-    exposed += calls * cluster.exchange(ep_sent / calls, splits.ep)
-    sends = 2 * config.accumulate * splits.stages // splits.pp
-    exposed += sends * cluster.send(traffic.pp / sends, strides["pp"]) if splits.pp > 1 else 0.0
-    hidden = gathers(traffic.fsdp, splits.shards, splits.tp)
-    hidden += 2 * gathers(traffic.hsdp / 2, splits.hsdp, strides["hsdp"])
-    waiting = exposed + max(0.0, hidden - compute)
-    bubble = splits.bubble(config.accumulate)
-    return Prediction(splits, (compute + waiting) / (1 - bubble), compute, waiting, bubble, traffic)
-
-
-def _strides(splits: Splits) -> dict[str, int]:
-    """How many ranks apart the neighbors of an axis are."""
-    cp = splits.tp
-    return {"cp": cp, "hsdp": cp * splits.shards, "pp": cp * splits.shards * splits.hsdp}
+    @property
+    def total(self) -> float:
+        """Bytes on all axes."""
+        return self.fsdp + self.hsdp + self.tp + self.cp + self.ep + self.pp
 
 
 def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
@@ -164,19 +107,3 @@ def _allowed(config: RunConfig, asked: tuple[int, ...], world_size: int) -> list
     except TrainError:
         return []
     return [chosen.splits(world_size)]
-
-
-def assumptions(cluster: Cluster, flops: float, source: str) -> list[str]:
-    """What the order of splits takes for granted, in words."""
-    return [
-        f"compute at {flops / 1e12:.0f} TFLOP/s a rank ({source}), divided evenly; experts evenly used",
-        f"nodes of {cluster.node} ranks, {cluster.nvlink / 1e9:.0f} GB/s inside and {cluster.nic / 1e9:.0f} GB/s "
-        f"between them for each, {cluster.efficiency:.0%} reached",
-        "gathers and reductions of parameters run next to compute; tp, cp, ep and pp are waited for",
-    ]
-
-
-def reached_flops(peak: float | None) -> tuple[float, str]:
-    """FLOP/s that matrix products reach, and where that comes from."""
-    source = "half of this GPU's peak" if peak else "half of an H100's peak in bf16; no GPU here"
-    return _REACHED * (peak or _FLOPS), source
