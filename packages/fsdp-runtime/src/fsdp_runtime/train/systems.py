@@ -80,6 +80,9 @@ class System:
         """The modules that gather what they have around their layers."""
         return [model]
 
+    def begin_step(self, model: nn.Module, step: int) -> None:
+        """Say which step comes."""
+
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
         loss = torch.zeros((), device=self.device)
@@ -198,6 +201,12 @@ class Runtime(FullyShard):
             "quantize": quantization(self.config.quantize, self.config.reduce, self.config.compute),
             **self.options,
         }
+
+
+    def begin_step(self, model: nn.Module, step: int) -> None:
+        """Round gradients as any run does in this step, resumed or not."""
+        for root in self.roots(model):
+            root.set_reduction_step(step)  # type: ignore[operator]
 
 
 class Float8(FullyShard):

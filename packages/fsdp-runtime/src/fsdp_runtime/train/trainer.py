@@ -294,6 +294,7 @@ class Trainer:
         lr = config.learning_rate(self.step, peak_lr(config.optimizer, config.lr))
         set_learning_rate(self.optimizer, lr)
         torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
+        self.system.begin_step(self.model, self.step)
         self.model.train()
         batches = self.batches.microbatches(self.step, self.device)
         loss = self.system.accumulate(self.model, batches, config.model.aux_weight)
