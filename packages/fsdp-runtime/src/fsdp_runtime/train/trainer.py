@@ -83,7 +83,6 @@ class Trainer:
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
         self.splits = config.splits(self.world_size)
-        optimizer_spec(config.optimizer)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
         allowed = timedelta(seconds=config.timeout)
         self.meshes = make_meshes(self.splits, self.device.type, allowed)
