@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tools import docs_hooks
+from tools import docs_check, docs_hooks
 from torch.distributed import fsdp
 
 from ragged_shard.testing import run_ranks
@@ -110,6 +110,28 @@ def test_links_become_links_between_pages_and_sources_are_named_without_one():
     assert relinked("[a](../index.md)") == "[a](../index.md)"
     assert relinked("[the noxfile](../../noxfile.py)") == "the noxfile"
     assert relinked("`[a](../../noxfile.py)`") == "`[a](../../noxfile.py)`"
+    assert relinked("x `y` [`a`](../../noxfile.py) `z`") == "x `y` `a` `z`"
+    assert (
+        relinked("[all of `a`](../../packages/dbuffer/docs/COSTS.md)") == "[all of `a`](../dbuffer/costs.md)"
+    )
+
+
+def test_the_check_of_built_pages_finds_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "inside").mkdir()
+    links = [
+        "",
+        "#here",
+        "../b.html#there",
+        "../inside/",
+        "https://example.org/none",
+        "../b.md",
+        "../b.html#gone",
+    ]
+    text = "".join(f'<a href="{link}">x</a>' for link in links)
+    (tmp_path / "inside" / "index.html").write_text(f'<h1 id="here">a</h1>{text}')
+    (tmp_path / "b.html").write_text('<h1 id="there">b</h1>')
+    dead = [f"inside/index.html: {link} leads nowhere" for link in ("../b.md", "../b.html#gone")]
+    assert docs_check.dead_links(tmp_path) == dead
 
 
 def test_every_message_on_the_troubleshooting_page_is_in_a_source_file():

@@ -16,8 +16,11 @@ SINGLE = {
     "packages/fsdp-runtime/CONFORMANCE.md": "fsdp-runtime/conformance.md",
     "packages/fsdp-runtime/src/fsdp_runtime/train/README.md": "fsdp-runtime/train.md",
 }
-_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
-_CODE = re.compile(r"(^```.*?^```$|^    .*?$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+# Code, in which nothing is a link, or a link, in whose text there may be code: the one that begins first.
+_CODE_OR_LINK = re.compile(
+    r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def pages() -> dict[str, str]:
@@ -59,6 +62,8 @@ def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
 
     def replaced(found: re.Match[str]) -> str:
         mark, text, target = found.groups()
+        if target is None:  # code
+            return found[0]
         path, hash_, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", target):
             return found[0]
@@ -73,6 +78,4 @@ def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
             return found[0]  # mkdocs says that it leads nowhere
         return f"{mark}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{hash_}{anchor})"
 
-    pieces = _CODE.split(markdown)
-    pieces[::2] = [_LINK.sub(replaced, piece) for piece in pieces[::2]]
-    return "".join(pieces)
+    return _CODE_OR_LINK.sub(replaced, markdown)

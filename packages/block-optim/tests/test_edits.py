@@ -349,7 +349,6 @@ def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
         ("weight_decay", "much", "weight_decay='much'"),
         ("eps", -1.0, "eps=-1.0"),
         ("amsgrad", True, "amsgrad=True"),
-        ("foreach", True, "foreach=True"),
         ("capturable", True, "capturable=True"),
         ("stochastic_rounding", 1, "stochastic_rounding=1"),
         ("wieght_decay", 0.1, "did you mean 'weight_decay'"),

@@ -394,7 +394,10 @@ def refuse_alone(path, message, damage, kind):
     ("damage", "message", "kind"),
     [
         ("cut", r"on rank 1: .* ends at byte \d+, and the file has \d+; it was cut off", ValueError),
-        ("empty", r"on rank 1: .*own.m.safetensors: not a safetensors file, or cut off: 0 bytes", ValueError),
+        ("empty", r"on rank 1: .*own.m.safetensors: 0 bytes, too few for a safetensors file", ValueError),
+        ("fifo", r"on rank 1: .*own.m.safetensors: a FIFO; expected a file", OSError),
+        ("folder", r"on rank 1: .*own.m.safetensors: a folder; expected a file", OSError),
+        ("index", r"on rank 1: .*own.m.safetensors.index.json: a FIFO; expected a file", OSError),
         ("none", r"on rank 1: .*own has no \*.safetensors", OSError),
         ("other", "ranks 0 and 1 see different files", ValueError),
     ],
@@ -404,7 +407,11 @@ def test_a_problem_of_one_rank_is_raised_by_all(damage, message, kind, tmp_path)
     own = tmp_path / "own"
     own.mkdir()
     content = (tmp_path / "m.safetensors").read_bytes()
-    if damage != "none":
+    if damage in ("fifo", "index"):
+        os.mkfifo(own / ("m.safetensors" + (".index.json" if damage == "index" else "")))
+    elif damage == "folder":
+        (own / "m.safetensors").mkdir()
+    elif damage != "none":
         (own / "m.safetensors").write_bytes(content[:-1] if damage == "cut" else b"")
     if damage == "other":
         write(own / "m.safetensors", dict(reversed(seeded().to(torch.bfloat16).state_dict().items())))
@@ -465,7 +472,7 @@ def entry(shape=(4,), dtype="F32", offsets=(0, 16)):
         (header(None, text=b"{"), "header of 1 bytes"),
         (header(None, text=b"{" * 100000), "damaged header"),
         ((1 << 62).to_bytes(8, "little") + b"{}", "not a safetensors file, or cut off"),
-        (b"abc", "not a safetensors file"),
+        (b"abc", "3 bytes, too few for a safetensors file"),
     ],
 )
 def test_a_header_that_lies_is_refused(content, message, tmp_path):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
+from fsdp_runtime import BlockInt8, MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
 from ragged_shard.testing import record_collectives, run_ranks
 
 BF16 = QuantizationPolicy(gradients="bf16")
@@ -124,3 +124,34 @@ def test_what_cannot_travel_so_is_named_before_anything_changes():
         QuantizationPolicy(gradients="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing is quantized"):
         QuantizationPolicy()
+
+
+INT8 = QuantizationPolicy(gradients=BlockInt8(256, rounding="stochastic"))
+
+
+def gradients_of(model, step):
+    model.set_reduction_step(step)
+    model.zero_grad()
+    for _ in range(2):  # two reductions in a step
+        loss_of(model, tokens()).backward()
+    return [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
+
+
+def resumed():
+    uninterrupted, other = shard(seeded(), quantize=INT8), shard(seeded(), quantize=INT8)
+    steps = [gradients_of(uninterrupted, step) for step in range(3)]
+    for step in (2, 0):
+        assert all(map(torch.equal, gradients_of(other, step), steps[step]))
+        assert not all(map(torch.equal, steps[step], steps[1]))
+    for model in (uninterrupted, other):  # what is reduced changes, and with it the memory
+        model.norm.weight.requires_grad_(False)
+    gradients_of(uninterrupted, 1)
+    assert all(map(torch.equal, gradients_of(uninterrupted, 3), gradients_of(other, 3)))
+    for wrong, kind in ((1.0, TypeError), (True, TypeError), (-1, ValueError)):
+        with pytest.raises(kind, match="set_reduction_step: step"):
+            other.set_reduction_step(wrong)
+
+
+def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it():
+    run_ranks(2, resumed)
+    run_ranks(3, resumed)

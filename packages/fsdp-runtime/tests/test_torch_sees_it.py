@@ -51,6 +51,20 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
     run_ranks(2, classes)
 
 
+def instead_of_torchs():
+    torchs, torch_fsdp.fully_shard = torch_fsdp.fully_shard, fully_shard
+    try:
+        model: Any = torch_fsdp.fully_shard(seeded())
+        loss_of(model, tokens()).backward()
+        assert torch_fsdp.fully_shard.state(model) is torchs.state(model) is not None
+    finally:
+        torch_fsdp.fully_shard = torchs
+
+
+def test_our_function_works_in_place_of_torchs():
+    run_ranks(2, instead_of_torchs)
+
+
 def torchs_functions():
     class Two(Body):
         def again(self, batch):

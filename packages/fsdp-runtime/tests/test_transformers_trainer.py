@@ -120,6 +120,27 @@ def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(t
     run_ranks(3, same_training, tmp_path)
 
 
+def compiled(folder):
+    from safetensors.torch import load_file
+
+    found = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer = trainer_for("ours", folder, llama(), eval_strategy="steps", eval_steps=2, **options)
+        trainer.train()
+        trainer.evaluate()
+        found.append(history(trainer))
+        trainer.save_model(str(folder / str(len(found))))
+    assert type(trainer.model).__name__ == "OptimizedModule"
+    dist.barrier()
+    plain, compiled = (load_file(folder / name / "model.safetensors") for name in ("1", "2"))
+    torch.testing.assert_close(compiled, plain)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
+    run_ranks(2, compiled, tmp_path)
+
+
 def resumed(folder):
     saving = {"save_strategy": "steps", "save_steps": 2}
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):

@@ -60,7 +60,7 @@ def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, tra
 
 def test_a_frozen_rank_is_named_as_one_that_does_not_answer(tmp_path):
     reports = run_ranks(2, train, str(tmp_path), freeze, "collectives")
-    assert f"missing: rank 1 ({socket.gethostname()}), without an answer" in reports[0][0]
+    assert f"; no answer in 1.2 s from rank 1 ({socket.gethostname()}): stopped, ended" in reports[0][0]
     assert not reports[1]
 
 
@@ -108,7 +108,13 @@ def test_a_step_without_a_collective_is_late_too():
     assert "has made no progress" in line
     assert "in step 7" in line
     assert "test_watchdog.py" in line
-    assert "missing: rank 1" in line
+    assert "no answer in 1.1 s from rank 1: " in line
+
+
+def test_a_rank_that_does_not_answer_may_be_alive_and_is_not_called_missing():
+    line = watched(Store(), 1.5)[0]
+    assert "missing" not in line
+    assert line.endswith("or too busy to answer")
 
 
 def test_beats_keep_a_rank_from_being_late():

@@ -136,6 +136,19 @@ class DBuffer:
     def name(self, name: str) -> None:
         self.memory.name = name
 
+    @property
+    def reductions(self) -> int:
+        """How many reductions were encoded, in this process or since it was set.
+
+        Stochastic rounding depends on it: a run that resumes sets it to continue with the bits of the run before,
+        on every rank to the same number.
+        """
+        return self.memory.reductions
+
+    @reductions.setter
+    def reductions(self, count: int) -> None:
+        self.memory.reductions = count
+
     def number_on(self, group: dist.ProcessGroup) -> int:
         """How many buffers had been compared over a process group with this one: the same on all of its ranks.
 

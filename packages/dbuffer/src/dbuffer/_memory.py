@@ -24,7 +24,7 @@ class BufferMemory:
         recycler: where the gathered memory comes from.
         neighbor: what `shrink` kept, or None.
         scratch: what a reduction under way uses in addition.
-        reductions: how many were encoded.
+        reductions: how many were encoded; stochastic rounding depends on it.
         in_flight: the handle of a collective that has not been waited for, or None.
         condemned: whether something may still use the shard, because a collective on it failed.
     """

@@ -27,6 +27,7 @@ class GradientMemory:
 
     def __init__(self, name: str, plan: GroupPlan, streams: Streams) -> None:
         self._name, self._plan, self._streams = name, plan, streams
+        self._reductions = 0
         self.indices: Collection[int] = range(len(plan.params))
 
     @cached_property
@@ -43,6 +44,7 @@ class GradientMemory:
             **self._plan.buffer_options(),
         )
         buffer.give_shard()
+        buffer.reductions = self._reductions
         return buffer
 
     def _layout(self) -> Layout:
@@ -57,6 +59,12 @@ class GradientMemory:
         self._name = name
         if "buffer" in self.__dict__:
             self.buffer.name = f"gradients of {name}"
+
+    def count_reductions_from(self, count: int) -> None:
+        """Continue the buffer's `reductions` from another number."""
+        self._reductions = count
+        if "buffer" in self.__dict__:
+            self.buffer.reductions = count
 
     def put(self, index: int, grad: torch.Tensor, scale: float) -> None:
         """Write a gradient, times `scale`."""

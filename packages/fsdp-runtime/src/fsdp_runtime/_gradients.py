@@ -55,12 +55,19 @@ class Gradients:
         self.scaling = self._scaling_of(options)
         self._training_changed = True
         self._trained: frozenset[int] | None = None
+        self._first_reduction = 0
 
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
         self._name = name
         for memory in {self._whole, self.memory}:
             memory.rename(name)
+
+    def set_step(self, step: int) -> None:
+        """Let stochastic rounding depend on the step; multiples of the golden ratio leave room for many reductions."""
+        self._first_reduction = step * 0x9E3779B9 & 0xFFFFFFFF
+        for memory in {self._whole, self.memory}:
+            memory.count_reductions_from(self._first_reduction)
 
     def scale(self, options: ReduceOptions) -> bool:
         """Follow the unit's options from the next reduction on. Returns whether gradients are scaled otherwise then."""
@@ -91,6 +98,7 @@ class Gradients:
             self.memory = self._whole
         elif trained != self.memory.indices:
             self.memory = TrainedMemory(self._name, self._plan, self._streams, trained)
+            self.memory.count_reductions_from(self._first_reduction)
 
     # -- before the reduction ---------------------------------------------------------------------------------------
 

@@ -257,6 +257,23 @@ class FSDPModule(fsdp.FSDPModule):
         for unit in _units(self, recurse):
             _change_reduction(unit, copy_late=enable)
 
+    def set_reduction_step(self, step: int, *, recurse: bool = True) -> None:
+        """Let stochastic rounding of gradients (`BlockInt8(..., rounding="stochastic")`) depend on the step's number.
+
+        Call it before each step, with the same number on every rank: a resumed run then rounds as an uninterrupted
+        one. Without it reductions are counted, from 0 in each process.
+
+        Raises:
+            TypeError, ValueError: no integer of 0 or more.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"set_reduction_step: step must be an int, got {type(step).__name__}")
+        if step < 0:
+            raise ValueError(f"set_reduction_step: step {step}: expected 0 or more")
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.gradients.set_step(step)
+
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
         """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
 

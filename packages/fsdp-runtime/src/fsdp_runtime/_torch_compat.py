@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ragged_shard import CPU
 
 T = TypeVar("T")
+#: Torch's own function, also after a script has put another in its place.
+TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
 _VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
@@ -158,8 +160,7 @@ def mark_for_dynamo(module: torch.nn.Module) -> None:
 
 def set_fsdp_state(module: torch.nn.Module, state: Any) -> None:
     """Let `torch.distributed.fsdp.fully_shard.state(module)` find this, and composable APIs see that it is sharded."""
-    applied: Any = fsdp.fully_shard
-    module.__dict__.setdefault(STATE_KEY, {})[applied.__wrapped__] = state
+    module.__dict__.setdefault(STATE_KEY, {})[TORCHS_FULLY_SHARD.__wrapped__] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 

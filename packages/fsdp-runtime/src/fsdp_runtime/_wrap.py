@@ -156,6 +156,10 @@ def fully_shard(
     return module
 
 
+# As of torch's function, in whose place a script may put ours.
+fully_shard.state = compat.TORCHS_FULLY_SHARD.state  # type: ignore[attr-defined]
+
+
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     given = [module] if isinstance(module, nn.Module) else module
     refused = f"fully_shard takes a module or a list of modules, got {type(module).__name__}: "

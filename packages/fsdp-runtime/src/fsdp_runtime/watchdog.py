@@ -3,7 +3,7 @@
 rank 0 (late)                 the store                     ranks 1, 2 (each looks every few seconds)
 asks: "gather 17 of A" ------> question/0 ----------------> answer/0/1: "waiting in it"
 reads the answers <----------- answer/0/1, answer/0/2 <---- answer/0/2: "started 16; at data.py:88 in read"
-reports                                                    (rank 3 is frozen: no answer)
+reports                                                    (rank 3 is frozen, or very slow: no answer)
 """
 
 import json
@@ -63,7 +63,7 @@ class Watchdog:
 
     A rank is late when it has waited `after` seconds for a collective of its units, or when so long has passed since
     the last `beat`, if there was one. It asks; every rank that can answers; the one that asked reports. A rank that
-    does not answer is frozen, gone or cut off. Again every `after` seconds while nothing moves. Nothing is ended: that
+    does not answer is frozen, gone, cut off, or too busy for its threads to run. Again every `after` seconds while nothing moves. Nothing is ended: that
     is for the timeout of the process group, which should be longer.
 
         with Watchdog(store, rank, world_size, after=60) as watchdog:
@@ -101,6 +101,7 @@ class Watchdog:
         if after <= 0 or (every is not None and every <= 0):
             raise ValueError(f"after is {after} and every {every} seconds; expected more than 0")
         self.after, self.every = after, min(5.0, after / 10) if every is None else every
+        self._patience = 2 * self.every + 1  # seconds for answers: two looks and a second
         self._store, self._rank, self._world_size = store, rank, world_size
         self._report = _log.warning if report is None else report
         self._watched = threading.get_ident()
@@ -195,7 +196,7 @@ class Watchdog:
         if asked.rank == self._rank:
             answers = self._answers(prefix, asked.ranks)
             silent = [(rank, self._host_of(rank)) for rank in asked.ranks if rank not in answers]
-            self._report(_described(asked, answers, silent, self._subject(asked)))
+            self._report(_described(asked, answers, silent, self._subject(asked), self._patience))
 
     def _host_of(self, rank: int) -> str:
         """What a rank said at its start; "" if it has not."""
@@ -203,9 +204,9 @@ class Watchdog:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _answers(self, prefix: str, ranks: Iterable[int]) -> dict[int, _Place]:
-        """The answers that come within two looks and a second."""
+        """The answers that come in time."""
         missing, found = set(ranks), dict[int, _Place]()
-        until = time.monotonic() + 2 * self.every + 1
+        until = time.monotonic() + self._patience
         while missing and time.monotonic() < until and not self._ending.is_set():
             for rank in sorted(missing):
                 if not self._ending.is_set() and self._store.check([f"{prefix}/{rank}"]):
@@ -241,7 +242,11 @@ class Watchdog:
 
 
 def _described(
-    question: _Question, answers: dict[int, _Place], silent: Sequence[tuple[int, str]], subject: str
+    question: _Question,
+    answers: dict[int, _Place],
+    silent: Sequence[tuple[int, str]],
+    subject: str,
+    seconds: float,
 ) -> str:
     places = [answers[rank] for rank in sorted(answers)]
     texts = [subject]
@@ -257,7 +262,9 @@ def _described(
     if silent:
         hosts = {host: [rank for rank, theirs in silent if theirs == host] for _, host in silent}
         shown = ", ".join(_ranks(ranks) + (f" ({host})" if host else "") for host, ranks in hosts.items())
-        texts.append(f"missing: {shown}, without an answer: stopped, ended, or cut off from the others")
+        texts.append(
+            f"no answer in {seconds:.1f} s from {shown}: stopped, ended, cut off from the others, or too busy to answer"
+        )
     return "; ".join(texts)
 
 

@@ -21,7 +21,7 @@ import torch
 from launches import Attack, Ended, adopt_orphans, launch
 from train.train_helpers import text_folder
 
-from fsdp_runtime.train.checkpoint import complete_ones, latest
+from fsdp_runtime.train.checkpoint import checkpoints_of, latest
 from fsdp_runtime.train.checksums import find_damage
 from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.report import METRICS, read_metrics
@@ -161,7 +161,7 @@ class Chaos:
         row.freezes += bool(attack.freeze)
         row.hangs += ended.status is None
         row.left += len(ended.left)
-        for checkpoint in complete_ones(run):
+        for checkpoint in checkpoints_of(run):
             row.checkpoints += 1
             if damage := find_damage(checkpoint):
                 row.damaged += 1

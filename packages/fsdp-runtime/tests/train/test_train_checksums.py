@@ -99,3 +99,20 @@ def test_where_no_checkpoint_is_intact_every_rank_says_so(config, run):
     assert "step-00000006 is damaged: run.json: damaged; " in messages[0]
     with pytest.raises(TrainError, match=r"run\.json has no config"):
         read_about(newest(run))
+
+
+@pytest.mark.parametrize("name", [".metadata", "run.json"])
+def test_a_checkpoint_that_misses_a_file_is_named_and_never_passed_over_in_silence(run, name, capsys):
+    last = newest(run)
+    (last / name).unlink()
+    line = f"{last}: {name}: missing"
+    assert main(["verify", str(run)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == line
+    assert main(["verify", str(last)]) == 1
+    assert capsys.readouterr().out.splitlines() == [line]
+    for given in (run, last):
+        with pytest.raises(TrainError, match=rf"step-00000006 is damaged: {name}: missing"):
+            export(str(given), None, "fp32")
+    assert newest_intact(run) == (
+        last.with_name("step-00000003"), [f"{last} is damaged: {name}: missing"],
+    )  # fmt: skip

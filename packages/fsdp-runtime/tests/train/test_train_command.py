@@ -81,6 +81,7 @@ def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_fold
         (["--ranks", "0"], "--ranks 0"),
         (["--ranks", "5", "--batch", "12"], "does not divide by 5 ranks"),
         (["--layers", "0"], "num_layers is 0"),
+        (["--resume", "runs/001"], "unrecognized arguments: runs/001; say --resume --out runs/001 (see "),
         (["--lr", "nan"], "--lr nan"),
         (["--system", "deepspeed"], "--save-every 0"),
         (["export", "nowhere"], "nowhere has no complete checkpoint"),

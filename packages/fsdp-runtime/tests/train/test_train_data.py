@@ -112,14 +112,6 @@ def test_targets_are_the_tokens_one_further(tmp_path):
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
-def test_a_batch_that_does_not_divide_says_what_would(tmp_path):
-    corpus = read([text_folder(tmp_path)]).train
-    with pytest.raises(
-        TrainError, match=r"batch of 12 sequences does not divide by 5 ranks x 1 .* --batch 15 or 4 ranks"
-    ):
-        batches(corpus, world_size=5)
-
-
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [

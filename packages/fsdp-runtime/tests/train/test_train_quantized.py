@@ -1,9 +1,12 @@
 """Runs whose weights and gradients travel quantized."""
 
+import shutil
+
 import pytest
-from train_helpers import text_folder, tiny, train
+from train_helpers import text_folder, tiny, train, with_changes
 
 from fsdp_runtime.train import ModelConfig, TrainError
+from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS, losses, read_metrics
 from ragged_shard.testing import run_ranks
@@ -28,6 +31,24 @@ def test_quantized_runs_learn_as_plain_ones_do(folder):
         quantized = losses_with(folder, **changes)
         assert quantized != plain
         assert quantized == pytest.approx(plain, rel=5e-3)
+
+
+def test_a_run_with_stochastic_reductions_that_is_resumed_has_the_losses_of_one_that_is_not(folder):
+    config = tiny(folder, steps=6, save_every=3, reduce="int8")
+    whole, parts = folder / "whole", folder / "parts"
+    run_ranks(2, train, config, whole)
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "step-00000006")
+    (parts / "checkpoints" / "latest").unlink()
+    (parts / METRICS).unlink()
+    (summary, _) = run_ranks(2, train, with_changes(config, resume=True), parts)
+    assert summary["first_step"] == 3
+    assert (
+        losses(read_metrics(parts / METRICS), "train")[1]
+        == losses(read_metrics(whole / METRICS), "train")[1][3:]
+    )
+    saved = [read_model(out / "checkpoints" / "step-00000006") for out in (whole, parts)]
+    assert all(value.equal(saved[1][name]) for name, value in saved[0].items())
 
 
 def test_products_of_codes_learn_as_plain_ones_do_and_a_plan_knows_their_memory(folder):

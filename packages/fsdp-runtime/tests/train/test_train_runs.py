@@ -119,7 +119,6 @@ def test_a_half_written_checkpoint_is_never_loaded(folder, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "step-00000006", checkpoints / "step-00000009.part")
     (checkpoints / "step-00000006" / ".metadata").unlink()
-    assert latest(tmp_path).name == "step-00000003"
     (summary,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path)
     assert summary["first_step"] == 3
 

@@ -197,6 +197,8 @@ def save_by_group(config, out):
         ({"pp": 2, "model": DEEP}, "takes its microbatches from --accumulate 1: expected at least 2"),
         ({"pp": 2, "pp_schedule": "2f2b"}, "--pp-schedule '2f2b': expected one of gpipe, 1f1b"),
         ({"hsdp": 0}, "--hsdp 0: expected at least 1"),
+        ({"optimizer": "adan"}, "--optimizer 'adan': expected one of torch-adamw"),
+        ({"block": "tile:3"}, "--block 'tile:3': "),
         ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it here, not fsdp2"),
         (
             {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
@@ -206,7 +208,10 @@ def save_by_group(config, out):
             {"tp": 2, "quantize": "fp8", "compute": "scaled"},
             "--compute scaled: not with --tp 2, which cuts the matrices; use dequantize",
         ),
-        ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),
+        (
+            {"cp": 2, "batch": 7},
+            "a global batch of 7 sequences does not divide by 2 readers of fsdp 2 x cp 2 x ",
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_told_before_any_process_starts(folder, changes, message):
@@ -214,6 +219,32 @@ def test_what_cannot_be_combined_is_told_before_any_process_starts(folder, chang
     with pytest.raises(TrainError) as error:
         config.check(4)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (5, {}, "12 sequences does not divide by 5 ranks x 1 microbatches: use --batch 15 or 4 ranks"),
+        (5, {"resume": True}, "5 ranks x 1 microbatches: use 4 ranks"),
+        (2, {"accumulate": 5, "resume": True}, "2 ranks x 5 microbatches: use another --accumulate"),
+        (
+            10,
+            {"pp": 2, "accumulate": 2, "model": DEEP},
+            "5 readers of fsdp 5 x pp 2 x 2 microbatches: use --batch 20 or 6 ranks",
+        ),
+        (
+            15,
+            {"hsdp": 3, "accumulate": 2},
+            "15 readers of fsdp 5 x hsdp 3 x 2 microbatches: use --batch 30 or 6 ranks",
+        ),
+    ],
+)
+def test_what_does_not_divide_a_batch_says_what_would_and_may_be_changed(folder, ranks, changes, message):
+    config = tiny(folder, **changes)
+    with pytest.raises(TrainError, match=f"{message}$"):
+        config.check(ranks)
+    if message.endswith("ranks"):
+        config.check(int(message.split()[-2]))
 
 
 def test_every_layer_is_on_one_stage_and_stages_are_on_all_ranks():

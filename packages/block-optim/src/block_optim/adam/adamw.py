@@ -81,7 +81,7 @@ class AdamW(BlockOptimizer):
     def check_options(self, group: Group) -> None:
         """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
-        if group["fused"] is None:  # unsaid, as in torch's state dicts
+        if group["fused"] is None:
             group["fused"] = self.fused
         if group["fused"] != self.fused:
             raise ValueError(
@@ -119,4 +119,6 @@ def check_adamw_options(group: Group) -> None:
     check_range("betas[1]", beta2, 0, 1)
     check_range("eps", group["eps"], 0)
     check_range("weight_decay", group["weight_decay"], 0)
+    if group["maximize"] is None:  # as torch's optimizers take it
+        group["maximize"] = False
     check_flag("maximize", group["maximize"])

@@ -304,7 +304,8 @@ class Stateful(torch.optim.Optimizer):
 
         Takes what `state_dict` gave, here or from torch's optimizer of the same rule: local tensors in the same
         placement, or full plain tensors, of which each rank takes its own elements. A parameter without saved state
-        starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay.
+        starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay, and so
+        do ``fused`` and ``foreach``: how a step is computed is chosen where an optimizer is built.
         Communicates nothing.
 
         Raises:
@@ -376,7 +377,8 @@ class Stateful(torch.optim.Optimizer):
             )
         found = []
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            options = {key: deepcopy(value) for key, value in saved.items() if key != "params"}
+            left_out = ("params", "foreach", "fused")
+            options = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
             host = self._host(group)
             rename(options, host.aliases)
             new = {**{key: value for key, value in group.items() if key != "params"}, **options}

@@ -156,12 +156,18 @@ class RaggedTrainer:
         return self
 
     @property
+    def _plain_model(self) -> nn.Module:
+        """The model; inside of what torch.compile made of it, if that is the trainer's."""
+        model: nn.Module = self._trainer.model
+        return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)  # type: ignore[no-any-return]
+
+    @property
     def _sharded(self) -> bool:
-        return self._trainer.is_fsdp_enabled and isinstance(self._trainer.model, FSDPModule)
+        return self._trainer.is_fsdp_enabled and isinstance(self._plain_model, FSDPModule)
 
     def _shard(self) -> None:
         trainer = self._trainer
-        if not trainer.is_fsdp_enabled or isinstance(trainer.model, FSDPModule):
+        if not trainer.is_fsdp_enabled or self._sharded:
             return
         accelerator = trainer.accelerator
         mesh = getattr(accelerator, "torch_device_mesh", None)

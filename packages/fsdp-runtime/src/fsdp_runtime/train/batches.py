@@ -13,7 +13,6 @@ import torch
 
 from ragged_shard import is_cpu
 
-from .config import check_division
 from .corpus import Corpus
 from .errors import TrainError
 
@@ -62,7 +61,7 @@ class Batches:
         slice_number, slices: which of equal slices of each sequence is read.
 
     Raises:
-        TrainError: a batch that ranks and microbatches do not divide, or a corpus shorter than a sequence.
+        TrainError: a corpus shorter than a sequence.
     """
 
     corpus: Corpus
@@ -77,7 +76,7 @@ class Batches:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        check_division(self.batch, self.world_size, self.accumulate)
+        assert self.batch % (self.world_size * self.accumulate) == 0  # RunConfig.check says what would fit
         if self.num_windows < 1:
             raise TrainError(
                 f"a sequence of {self.seq_len} is longer than the data ({self.corpus.num_tokens})"

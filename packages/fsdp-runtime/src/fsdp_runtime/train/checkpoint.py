@@ -140,8 +140,8 @@ class Checkpoints:
         write_synced(self.folder / "latest.part-file", final.name)
         os.replace(self.folder / "latest.part-file", self.folder / "latest")
         _sync_folder(self.folder)
-        complete = sorted(_complete(self.folder), key=lambda path: path.name)
-        for old in [path for path in complete if path.name < final.name][: -(self.keep - 1) or None]:
+        published = sorted(_published(self.folder), key=lambda path: path.name)
+        for old in [path for path in published if path.name < final.name][: -(self.keep - 1) or None]:
             shutil.rmtree(old)
 
 
@@ -151,29 +151,29 @@ def name_of(step: int) -> str:
 
 
 def latest(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None. Trusts ``latest``, falls back on the folders' names."""
+    """The newest checkpoint of a run, or None. Trusts ``latest``, falls back on the folders' names.
+
+    Folders got their names when they were complete: one that misses files is returned too, and is damaged.
+    """
     folder = run / CHECKPOINTS
     pointer = folder / "latest"
     if pointer.is_file():
         name = pointer.read_text(errors="replace").strip()
-        if _NAME.fullmatch(name) and _is_complete(folder / name):
+        if _NAME.fullmatch(name) and (folder / name).is_dir():
             return folder / name
-    complete = sorted(_complete(folder), key=lambda path: path.name)
-    return complete[-1] if complete else None
+    return max(_published(folder), key=lambda path: path.name, default=None)
 
 
-def _is_complete(folder: Path) -> bool:
-    return (folder / METADATA).is_file() and (folder / RUN_FILE).is_file()
+def _published(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def _complete(folder: Path) -> list[Path]:
-    return [p for p in folder.glob("step-*") if not p.name.endswith(_PART) and _is_complete(p)]
-
-
-def complete_ones(run: Path) -> list[Path]:
-    """A run's complete checkpoints to go on from: the latest, then older ones, the newest first."""
+def checkpoints_of(run: Path) -> list[Path]:
+    """A run's checkpoints to resume from: the latest, then older ones, the newest first; or `run`, if it is one."""
+    if _NAME.fullmatch(run.name) or (run / METADATA).is_file():
+        return [run] if run.is_dir() else []
     newest = latest(run)
-    older = [path for path in _complete(run / CHECKPOINTS) if newest and path.name < newest.name]
+    older = [path for path in _published(run / CHECKPOINTS) if newest and path.name < newest.name]
     return ([newest] if newest else []) + sorted(older, key=lambda path: path.name, reverse=True)
 
 
@@ -186,7 +186,7 @@ def newest_intact(run: Path) -> tuple[Path, list[str]]:
         TrainError: on every rank: there is none.
     """
     damaged: list[str] = []
-    for candidate in from_all(complete_ones(run))[0]:
+    for candidate in from_all(checkpoints_of(run))[0]:
         lines = [line for found in from_all(_damage_here(candidate)) for line in found]
         if not lines:
             return candidate, damaged

@@ -95,7 +95,12 @@ def _train(argv: list[str]) -> int:
     parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run_options(parser)
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = options.resume and not unknown[0].startswith("-")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}" + f"; say --resume --out {unknown[0]}" * bool(hint)
+        )
     config = _resumed(options) if options.resume else run_config(options)
     if "RANK" in os.environ:
         from .worker import run_rank

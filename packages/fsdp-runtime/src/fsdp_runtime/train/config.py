@@ -16,6 +16,7 @@ from .budget import parse_bytes
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
+from .optimizers import optimizer_spec, parse_block_option
 from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
@@ -104,6 +105,8 @@ class RunConfig:
             if getattr(self, name) not in known:
                 flag = f"--{name.replace('_', '-')}"
                 raise TrainError(f"{flag} {getattr(self, name)!r}: expected one of {', '.join(known)}")
+        optimizer_spec(self.optimizer)
+        parse_block_option(self.block)
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
@@ -127,7 +130,7 @@ class RunConfig:
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         splits = self.splits(world_size)
-        check_division(self.batch, splits.readers, self.accumulate)
+        self._check_division(splits)
         if not splits.plain:
             self._check_splits(splits)
 
@@ -139,6 +142,27 @@ class RunConfig:
         ):
             if found:
                 raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
+
+    def divides(self, world_size: int) -> bool:
+        """Whether the splits divide so many ranks, and those that read divide the batch."""
+        try:
+            return self.batch % (self.splits(world_size).readers * self.accumulate) == 0
+        except TrainError:
+            return False
+
+    def _check_division(self, splits: Splits) -> None:
+        """Raise, with what would fit, if the readers and microbatches do not divide the batch."""
+        parts = splits.readers * self.accumulate
+        if self.batch % parts == 0:
+            return
+        fits = [] if self.resume else [f"--batch {-(-self.batch // parts) * parts}"]  # a run keeps its batch
+        fewer = [ranks for ranks in range(1, splits.world_size) if self.divides(ranks)]
+        fits += [f"{fewer[-1]} ranks"] if fewer else []
+        readers = f"{splits.readers} ranks" if splits.plain else f"{splits.readers} readers of {splits}"
+        raise TrainError(
+            f"a global batch of {self.batch} sequences does not divide by {readers} x {self.accumulate} microbatches: "
+            f"use {' or '.join(fits) or 'another --accumulate'}"
+        )
 
     def splits(self, world_size: int) -> Splits:
         """How the ranks are divided.
@@ -412,15 +436,3 @@ def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:
         return dataclasses.replace(PRESETS[options.preset] if options.preset else default, **chosen)
     except ValueError as error:
         raise TrainError(f"the model: {error}") from error
-
-
-def check_division(batch: int, world_size: int, accumulate: int) -> None:
-    """Raise if a global batch cannot be dealt out evenly."""
-    parts = world_size * accumulate
-    if batch % parts:
-        fits = [n for n in range(1, world_size + 1) if batch % (n * accumulate) == 0]
-        near = -(-batch // parts) * parts
-        raise TrainError(
-            f"a global batch of {batch} sequences does not divide by {world_size} ranks x {accumulate} "
-            f"microbatches: use --batch {near}" + (f" or {fits[-1]} ranks" if fits else "")
-        )

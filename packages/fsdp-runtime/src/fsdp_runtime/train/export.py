@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from .checkpoint import latest, read_about, shortened
-from .checksums import METADATA, find_damage, has_sums
+from .checkpoint import checkpoints_of, read_about, shortened
+from .checksums import find_damage, has_sums
 from .dcp_files import Planner, Reader
 from .errors import TrainError, one_line
 
@@ -29,7 +29,7 @@ def export(run: str, output: str | None, dtype: str) -> int:
     from safetensors.torch import save_file
 
     folder = Path(run)
-    found = folder if (folder / METADATA).is_file() else latest(folder)
+    found = next(iter(checkpoints_of(folder)), None)
     if found is None:
         raise TrainError(f"{run} has no complete checkpoint")
     if has_sums(found) and (lines := find_damage(found)):

@@ -56,15 +56,7 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
     if config.system == "one":
         return 1
     most = num_cores() if is_cpu(device) else torch.accelerator.device_count()
-    return max((n for n in range(1, max(1, most) + 1) if _divides(config, n)), default=1)
-
-
-def _divides(config: RunConfig, ranks: int) -> bool:
-    """Whether the splits divide the ranks, and those that read the batch."""
-    try:
-        return config.batch % (config.splits(ranks).readers * config.accumulate) == 0
-    except TrainError:
-        return False
+    return max((n for n in range(1, max(1, most) + 1) if config.divides(n)), default=1)
 
 
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finished:

@@ -114,6 +114,22 @@ def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_s
     return getattr(block_optim, spec.cls).block_policy()
 
 
+def parse_block_option(text: str) -> Any:
+    """The block policy of ``--block``, None for "auto" and "none". Tiles are of matrices; vectors are cut anywhere."""
+    if text in ("auto", "none"):
+        return None
+    from fsdp_runtime import block_policies
+    from layout_planner import Tile, parse_block
+
+    try:
+        block = parse_block(text)
+    except ValueError as error:
+        raise TrainError(f"--block {text!r}: {error}") from error
+    if isinstance(block, Tile):
+        return block_policies.tiles(block.rows, block.columns)
+    return lambda name, parameter: block
+
+
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
     """Named matrices with weight decay, vectors without; a group that would be empty is left out."""
     matrices: list[tuple[str, nn.Parameter]] = []

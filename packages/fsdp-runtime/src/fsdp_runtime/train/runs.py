@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .checkpoint import CHECKPOINTS, complete_ones, latest, read_about
+from .checkpoint import CHECKPOINTS, checkpoints_of, latest, read_about
 from .checksums import RUN_FILE, is_as_written
 from .config import RunConfig
 from .errors import TrainError, from_all, one_line, say
@@ -167,7 +167,7 @@ def saved_config(run: Path) -> RunConfig:
         TrainError: none can.
     """
     problems: list[str] = []
-    for checkpoint in complete_ones(run):
+    for checkpoint in checkpoints_of(run):
         if not is_as_written(checkpoint, RUN_FILE):
             problems.append(f"{checkpoint} is damaged: {RUN_FILE}")
             continue

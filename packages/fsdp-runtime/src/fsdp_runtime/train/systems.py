@@ -22,7 +22,7 @@ from .config import FLOAT8, RunConfig
 from .errors import TrainError
 from .hardware import multiplies_fp8
 from .losses import losses_of
-from .optimizers import declared_blocks
+from .optimizers import declared_blocks, parse_block_option
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -79,6 +79,9 @@ class System:
     def roots(self, model: nn.Module) -> list[nn.Module]:
         """The modules that gather what they have around their layers."""
         return [model]
+
+    def begin_step(self, model: nn.Module, step: int) -> None:
+        """Say which step comes."""
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
@@ -198,6 +201,11 @@ class Runtime(FullyShard):
             "quantize": quantization(self.config.quantize, self.config.reduce, self.config.compute),
             **self.options,
         }
+
+    def begin_step(self, model: nn.Module, step: int) -> None:
+        """Round gradients as any run does in this step, resumed or not."""
+        for root in self.roots(model):
+            root.set_reduction_step(step)  # type: ignore[operator]
 
 
 class Float8(FullyShard):
@@ -357,19 +365,3 @@ def quantization(weights: str, gradients: str, compute: Any) -> Any:
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
     blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
-
-
-def parse_block_option(text: str) -> Any:
-    """The block policy of ``--block``, None for "none". Tiles are of matrices; vectors are cut anywhere."""
-    if text == "none":
-        return None
-    from fsdp_runtime import block_policies
-    from layout_planner import Tile, parse_block
-
-    try:
-        block = parse_block(text)
-    except ValueError as error:
-        raise TrainError(f"--block {text!r}: {error}") from error
-    if isinstance(block, Tile):
-        return block_policies.tiles(block.rows, block.columns)
-    return lambda name, parameter: block

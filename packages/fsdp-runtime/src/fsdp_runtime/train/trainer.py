@@ -83,7 +83,6 @@ class Trainer:
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
         self.splits = config.splits(self.world_size)
-        optimizer_spec(config.optimizer)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
         allowed = timedelta(seconds=config.timeout)
         self.meshes = make_meshes(self.splits, self.device.type, allowed)
@@ -294,6 +293,7 @@ class Trainer:
         lr = config.learning_rate(self.step, peak_lr(config.optimizer, config.lr))
         set_learning_rate(self.optimizer, lr)
         torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
+        self.system.begin_step(self.model, self.step)
         self.model.train()
         batches = self.batches.microbatches(self.step, self.device)
         loss = self.system.accumulate(self.model, batches, config.model.aux_weight)

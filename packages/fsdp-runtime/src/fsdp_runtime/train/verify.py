@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from .checkpoint import complete_ones
-from .checksums import METADATA, find_damage, has_sums
+from .checkpoint import checkpoints_of
+from .checksums import find_damage, has_sums
 from .errors import TrainError
 
 
@@ -15,12 +15,11 @@ def verify(run: str) -> int:
     Raises:
         TrainError: there is no checkpoint.
     """
-    folder = Path(run)
-    found = [folder] if (folder / METADATA).is_file() else complete_ones(folder)
-    if not found:
+    checkpoints = checkpoints_of(Path(run))
+    if not checkpoints:
         raise TrainError(f"{run} has no complete checkpoint")
     status = 0
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         lines = find_damage(checkpoint)
         if not has_sums(checkpoint):
             lines.append("written without checksums, by version 0.1.0 or another program")

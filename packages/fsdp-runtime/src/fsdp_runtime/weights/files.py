@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Checkpoint:
             raise
 
     def _open(self, path: Path, listed: list[str] | None) -> None:
+        _check_is_file(path)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         about = os.fstat(descriptor)
         self._files.append((path, descriptor, about))
@@ -155,6 +157,7 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
         path = indices[0]
     if path.suffix != ".json":
         return [(path, None)]
+    _check_is_file(path)
     try:
         content: Any = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -173,8 +176,18 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
 
 
+def _check_is_file(path: Path) -> None:
+    """Raise before opening a FIFO would block, or reading a folder would fail without its name."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "FIFO" if stat.S_ISFIFO(mode) else "device or socket"
+        raise OSError(f"{path}: a {kind}; expected a file, which is read at offsets")
+
+
 def _header_of(path: Path, descriptor: int, size: int) -> bytes:
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little") if size >= 8 else -1
+    if size < 8:
+        raise ValueError(f"{path}: {size} bytes, too few for a safetensors file; it is empty or was cut off")
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MAX_HEADER):
         raise ValueError(
             f"{path}: not a safetensors file, or cut off: {size} bytes, and a header of {length} bytes"
