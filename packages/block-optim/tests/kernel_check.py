@@ -135,6 +135,24 @@ def extremes(name, make, dtype):
     print("extremes:", name, dtype)
 
 
+def huge_gradients(make):
+    """Raise unless both ways move weights by Adam's step where gradients are too large for their squares."""
+    found = []
+    for kernels in (False, True):
+        for module in (launch, rule, q8_rule):
+            vars(module)["has_triton"] = lambda device, kernels=kernels: kernels
+        p = torch.nn.Parameter(torch.zeros(16, 256))
+        optimizer = make([("p", p)])
+        for huge in (1.0, 1e20, -3e38, 1.0):
+            p.grad = torch.ones(16, 256)
+            p.grad[::2, 3] = huge
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+    assert found[0].abs().max() < 40 * optimizer.param_groups[0]["lr"]
+    print("huge gradients")
+
+
 def wide_extremes(dtype):
     """Raise unless the kernel for narrow parameters has NaN and infinities where torch's fused kernel has them."""
 
@@ -186,6 +204,7 @@ if __name__ == "__main__":
     strict = {"block": Elements(256), "skip_nonfinite": False}
     extremes("elements", eight_bit(**strict), torch.float32)
     extremes("dynamic", eight_bit(**strict, state_map="dynamic"), torch.float32)
+    huge_gradients(eight_bit(block=Elements(256)))
     extremes("nearest", eight_bit(**strict), torch.bfloat16)
     extremes("stochastic", eight_bit(**strict, stochastic_rounding=True, seed=3), torch.bfloat16)
     wide_extremes(torch.bfloat16)

@@ -358,3 +358,15 @@ def test_a_further_parameter_of_a_run_costs_few_python_calls(new_gradients, expe
         return found.count("call")
 
     assert calls_of_a_step(40) - calls_of_a_step(20) == 20 * expected
+
+
+@pytest.mark.parametrize("block", [Elements(256), Tile(16, 16)])
+@pytest.mark.parametrize("huge", [1e18, 1e20, 1e25, 3e38])
+def test_a_gradient_too_large_for_its_square_moves_weights_by_adams_step(block, huge):
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = AdamW8bit([p], lr=1e-2, block=block, min_8bit_numel=1)
+    for value in (1.0, huge, 1.0, -huge, 1.0):
+        p.grad = torch.ones(64, 64)
+        p.grad[3, 3] = value
+        optimizer.step()
+        assert p.abs().max() < 0.5

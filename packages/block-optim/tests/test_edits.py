@@ -481,3 +481,27 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit():
     groups = [{"params": [p], "quantize": False}, {"params": [q], "quantize": True}]
     _, copied = copy.deepcopy(((p, q), AdamW8bit(groups, block=Elements(8))))
     assert ["exp_avg_scale" in state for state in copied.state.values()] == [False, True]
+
+
+# ---------------------------------------------------------------- parameters of another shape
+
+
+RESHAPED = {
+    "fewer elements": lambda p: torch.zeros(4, 6),
+    "another shape": lambda p: torch.zeros(p.shape[::-1]),
+    "a view of its memory": lambda p: p.data.view(p.shape[::-1]),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("how", RESHAPED)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_whose_data_got_another_shape_raises_by_name(case, how, steps):
+    run = run_of(case)
+    run.steps(0, steps)
+    param = run.params[0]
+    param.grad = None
+    param.data = RESHAPED[how](param)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"its \.data was set"):
+        run.optimizer.step()

@@ -191,6 +191,21 @@ def test_backward_through_a_unit_that_was_updated_is_refused():
         run_ranks(2, twice, True)
 
 
+def clipping():
+    model = sharded()
+    optimizer = optimizer_in_backward(model, MAKES["adamw"])
+    loss_of(model, tokens()).backward()
+    for clip in (lambda: clip_grad_norm_(list(model.parameters()), 1.0), lambda: model.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="optimizer_in_backward updates"):
+            clip()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0  # as the guide says
+    optimizer.step()
+
+
+def test_clipping_raises_and_torchs_function_finds_no_gradient():
+    run_ranks(2, clipping)
+
+
 def refusals():
     make = MAKES["adamw"]
     with pytest.raises(ValueError, match="no module of the model is sharded"):

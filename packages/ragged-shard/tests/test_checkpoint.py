@@ -381,11 +381,24 @@ def test_our_hugging_face_writer_keeps_every_box(options, consolidate, tmp_path)
         assert all(torch.equal(found[name], value) for name, value in HF_VALUES.items())
 
 
-def test_our_hugging_face_writer_needs_distributed_saving_for_several_boxes(tmp_path):
-    with pytest.raises(
-        RankError, match="elements: several boxes of it on one rank need save_distributed=True"
-    ):
-        run_ranks(2, save_hf, HuggingFaceStorageWriter, tmp_path, {})
+def save_hf_of_one_rank(folder):
+    for name in (
+        *HF_VALUES,
+        None,
+    ):  # several boxes; one box on each rank; a plain tensor that one rank writes; all
+        state = {key: value for key, value in hf_state(1.0).items() if name in (key, None)}
+        writer = HuggingFaceStorageWriter(f"{folder}/{name}")
+        if name == "plain":
+            dcp.save(state, storage_writer=writer)
+            continue
+        with pytest.raises(dcp.api.CheckpointException, match="save_distributed=True"):
+            dcp.save(state, storage_writer=writer)
+
+
+def test_our_hugging_face_writer_needs_distributed_saving_for_what_several_ranks_hold(tmp_path):
+    pytest.importorskip("safetensors")
+    run_ranks(2, save_hf_of_one_rank, tmp_path, timeout=30)
+    assert [file.parent.name for file in tmp_path.glob("*/*.safetensors")] == ["plain"]
 
 
 def boxes_are_plain_in_files(folder):

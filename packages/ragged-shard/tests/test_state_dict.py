@@ -191,70 +191,110 @@ def test_torchs_own_gathering_of_full_state_dicts_works_too():
     run_ranks(3, torch_gathers)
 
 
-def torch_refuses(kind, device, placements, options):
-    """Every rank must raise by itself: the rank that holds all of a tensor used to go on, and wait for the others."""
-    mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
-    module: Any = nn.Module()
-    module.first = nn.Parameter(torch.zeros(2))
-    module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
-    given: dict[str, Any] = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
-    if kind == "distribute":
-        torch_distribute_tensor(given["weight"], mesh, module.weight.placements)
-    here = not options["broadcast_from_rank0"] or dist.get_rank() == 0
-    options = StateDictOptions(full_state_dict=True, **options)
-    if kind == "model":
-        set_model_state_dict(module, given if here else {}, options=options)
-    if kind == "optimizer":
-        plain = nn.Module()
-        for name, value in given.items():
-            setattr(plain, name, nn.Parameter(value))
-        full = get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
-        optimizer = torch.optim.AdamW(module.parameters())
-        set_optimizer_state_dict(module, optimizer, full if here else {}, options=options)
-
-
 PLACEMENTS: dict[str, list] = {
     "uneven": [RaggedShard((0,), (1, 2, 3))],
     "one holder": [RaggedShard((0,), (0, 1, 0))],
     "elements": [RaggedShard((0, 1), (5, 1, 6))],
     "hsdp": [Replicate(), RaggedShard((0,), (3, 3, 0))],
 }
+OF_WEIGHT = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
+
+
+def of_weight(name, device="cpu"):
+    placements = PLACEMENTS[name]
+    mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
+    module: Any = nn.Module()
+    module.first = nn.Parameter(torch.zeros(2))
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
+    return module
+
+
+def options_from(rank0, cpu_offload=False):
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=rank0, cpu_offload=cpu_offload)
+
+
+def given(full, from_rank0):
+    return dict(full) if not from_rank0 or dist.get_rank() == 0 else {}
+
+
+def states_of_weight():
+    plain = nn.Module()
+    for name, value in OF_WEIGHT.items():
+        setattr(plain, name, nn.Parameter(value))
+        getattr(plain, name).grad = value + 1
+    optimizer = torch.optim.AdamW(plain.parameters())
+    optimizer.step()
+    return get_optimizer_state_dict(plain, optimizer)
+
+
+def torch_slices():
+    for name in PLACEMENTS:
+        for device in ("cpu", "meta"):
+            weight = of_weight(name, device).weight
+            placed = torch_distribute_tensor(OF_WEIGHT["weight"], weight.device_mesh, weight.placements)
+            assert torch.equal(placed.full_tensor(), OF_WEIGHT["weight"])
+        module = of_weight(name, "meta")
+        set_model_state_dict(module, dict(OF_WEIGHT), options=options_from(False))
+        assert torch.equal(module.weight.full_tensor(), OF_WEIGHT["weight"])
+        if name == "elements":
+            continue
+        for cpu_offload in (False, True):
+            module, options = of_weight(name), options_from(True, cpu_offload)
+            set_model_state_dict(module, given(OF_WEIGHT, True), options=options)
+            assert torch.equal(module.weight.full_tensor(), OF_WEIGHT["weight"])
+            optimizer, full = torch.optim.AdamW(module.parameters()), states_of_weight()
+            set_optimizer_state_dict(module, optimizer, given(full, True), options=options)
+            for key, value in full_optimizer_state_dict(module, optimizer)["state"]["weight"].items():
+                assert torch.equal(value, full["state"]["weight"][key])
+
+
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
+def test_torchs_functions_that_slice_full_tensors_give_right_values():
+    run_ranks(3, torch_slices)
+
+
+def torch_refuses(kind, name, from_rank0):
+    """Every rank must raise by itself: the rank that holds all of a tensor used to go on, and wait for the others."""
+    module = of_weight(name, "meta" if kind == "meta" else "cpu")
+    options = options_from(from_rank0)
+    if kind == "plain":
+        weight = module.weight.detach()
+        type(weight).__base__.from_local(weight.to_local(), weight.device_mesh, weight.placements)
+    elif kind == "optimizer":
+        optimizer = torch.optim.AdamW(module.parameters())
+        set_optimizer_state_dict(module, optimizer, given(states_of_weight(), from_rank0), options=options)
+    else:
+        set_model_state_dict(module, given(OF_WEIGHT, from_rank0), options=options)
 
 
 @pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
 )
 @pytest.mark.parametrize(
-    ("kind", "device", "from_rank0", "cpu_offload"),
+    ("kind", "names"),
     [
-        ("distribute", "cpu", False, False),
-        ("model", "cpu", False, False),
-        ("model", "cpu", True, False),
-        ("model", "cpu", True, True),
-        ("model", "meta", False, False),
-        ("model", "meta", True, False),
-        ("optimizer", "cpu", False, False),
-        ("optimizer", "cpu", True, False),
-        ("optimizer", "cpu", True, True),
+        ("plain", ["uneven", "one holder", "elements", "hsdp"]),
+        ("model", ["elements"]),
+        ("meta", ["uneven", "one holder", "elements", "hsdp"]),
+        ("optimizer", ["elements"]),
     ],
 )
-@pytest.mark.parametrize("name", list(PLACEMENTS))
-def test_torch_slicing_a_full_tensor_raises_on_every_rank_and_names_what_to_use(
-    kind, device, from_rank0, cpu_offload, name
-):
-    options = {"broadcast_from_rank0": from_rank0, "cpu_offload": cpu_offload}
-    with pytest.raises(RankError) as caught:
-        run_ranks(3, torch_refuses, kind, device, PLACEMENTS[name], options, timeout=30)
-    assert sorted(caught.value.causes) == [0, 1, 2]
-    for error in caught.value.causes.values():
-        assert isinstance(error, NotImplementedError)
-        assert str(PLACEMENTS[name][-1]) in str(error)
-        for way_out in (
-            "ragged_shard.distribute_tensor",
-            "load_full_state_dict",
-            "load_full_optimizer_state_dict",
-        ):
-            assert way_out in str(error)
+def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, names):
+    for name in names:
+        with pytest.raises(RankError) as caught:
+            run_ranks(3, torch_refuses, kind, name, True, timeout=30)
+        assert sorted(caught.value.causes) == [0, 1, 2]
+        for error in caught.value.causes.values():
+            assert isinstance(error, NotImplementedError)
+            assert str(PLACEMENTS[name][-1]) in str(error)
+            for way_out in (
+                "ragged_shard.distribute_tensor",
+                "load_full_state_dict",
+                "load_full_optimizer_state_dict",
+            ):
+                assert way_out in str(error)
 
 
 def off_root():

@@ -32,7 +32,8 @@ def optimizer_in_backward(model: nn.Module, make: Make) -> "OptimizerInBackward"
 
     The gradients are freed at once: of those that are reduced, at most two units' are alive at a time instead of all.
     Updates are those of the same optimizers after backward, where each looks at one unit's parameters by itself; what
-    needs all gradients first (a global norm, loss scaling) cannot be combined with it. Each backward is a step, unless
+    needs all gradients first (a global norm, loss scaling) cannot be combined with it: this package's `clip_grad_norm_`
+    raises, and torch's finds no gradients, returns 0 and clips nothing. Each backward is a step, unless
     `set_requires_gradient_sync(False)` or `set_is_last_backward(False)` says that more microbatches follow.
     Communicates what the optimizers' steps do.
 

@@ -113,7 +113,7 @@ def meta_assign(fsdp):
     "meta device, then `set_model_state_dict` of rank 0's full state dict (`broadcast_from_rank0`)",
     ranks=3,
     ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` does it",
+    note="torch makes plain DTensors there; it works after `to_empty`, and `set_full_state_dict` takes meta",
     since=FULL_STATE_DICTS,
 )
 def meta_broadcast(fsdp):

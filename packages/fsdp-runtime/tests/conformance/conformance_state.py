@@ -171,16 +171,17 @@ def set_model(fsdp):
 
 @case(
     STATE,
-    "`set_model_state_dict(full_state_dict=True)`",
-    ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch slices by its own placements there; `ragged_shard.load_full_state_dict` loads it, and "
-    "`load_state_dict` takes an unsharded state dict",
+    "`set_model_state_dict(full_state_dict=True)`, with and without `broadcast_from_rank0`",
+    ranks=3,
     since=FULL_STATE_DICTS,
 )
 def set_model_full(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    set_model_state_dict(model, seeded(Stack, 7).state_dict(), options=FULL)
-    assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
+    for from_rank0 in (False, True):
+        model = shard_stack(fsdp, seeded(Stack))
+        state = seeded(Stack, 7).state_dict() if not from_rank0 or dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        set_model_state_dict(model, state, options=options)
+        assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
 
 
 @case(

@@ -176,11 +176,13 @@ class HuggingFaceStorageWriter(_TorchHuggingFaceStorageWriter):
     of that rank; torch's reader and its consolidation put all files together.
 
     Raises:
-        ValueError: several boxes of a tensor without ``save_distributed=True``, when saving.
+        CheckpointException: on every rank, when saving what several ranks hold without ``save_distributed=True``.
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Number the ranks' files, with room for more files of each rank."""
+        if not self.save_distributed:
+            _check_one_writer(plans)
         numbered = super().prepare_global_plan(plans)
         return [replace(plan, storage_data={**plan.storage_data, "ranks": len(plans)}) for plan in numbered]
 
@@ -195,9 +197,6 @@ class HuggingFaceStorageWriter(_TorchHuggingFaceStorageWriter):
             target[name] = item
         storage = dict(plan.storage_data)
         ranks, index = storage.pop("ranks"), storage.get("shard_index")
-        if len(files) > 1 and index is None:
-            name = next(iter(files[1]))
-            raise ValueError(f"{name}: several boxes of it on one rank need save_distributed=True")
         results: list[WriteResult] = []
         for number, items in enumerate(files):
             own = storage if index is None else {**storage, "shard_index": index + number * ranks}
@@ -206,3 +205,16 @@ class HuggingFaceStorageWriter(_TorchHuggingFaceStorageWriter):
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
+
+
+def _check_one_writer(plans: list[SavePlan]) -> None:
+    """Raise ValueError unless one rank writes everything, and whole tensors only: all ranks' files have one name."""
+    writers = [rank for rank, plan in enumerate(plans) if plan.items]
+    for rank in writers:
+        for item in plans[rank].items:
+            data = item.tensor_data
+            if len(writers) > 1 or (data is not None and data.chunk.sizes != data.size):
+                raise ValueError(
+                    f"{item.index.fqn}: rank {rank} writes what it holds of it, and ranks {writers} write files of one "
+                    "name, of which one would remain; pass save_distributed=True to HuggingFaceStorageWriter"
+                )

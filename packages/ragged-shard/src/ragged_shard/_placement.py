@@ -27,12 +27,27 @@ def _checked_ints(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
 
 
+class _LeadingDim(int):
+    """The dim 0 of a ragged placement: an index, but not a number that the spec of a plain DTensor accepts."""
+
+    placement: "RaggedShard"
+
+    def __eq__(self, other: object) -> bool:
+        raise self.placement._refusal(
+            "a plain DTensor cannot have this placement. set_model_state_dict makes one of rank 0's full tensor for a "
+            "parameter on the meta device: call to_empty(device=...) first"
+        )
+
+    __le__ = __eq__  # type: ignore[assignment]
+    __hash__ = int.__hash__
+
+
 class RaggedShard(Shard):
     """Each rank of a mesh axis holds a contiguous run of the flattened leading dimensions, of its own length.
 
     The format of that name in veScale-FSDP (arXiv 2602.22437). It derives from torch's ``Shard`` only so that torch
     does not overlook it: torch's code ignores placements that it does not know, and then takes a rank's local tensor
-    for the full one. It has no `dim`, and reading `dim` raises, so a plain DTensor cannot carry this placement.
+    for the full one. Its `dim` serves torch's functions that slice full tensors; a plain DTensor cannot carry it.
 
     Args:
         dims: the dimensions that are flattened and cut: a prefix ``(0, 1, ..., k-1)``; ``()`` cuts nothing
@@ -92,14 +107,42 @@ class RaggedShard(Shard):
         return (self.dims, self.local_units)
 
     @property
-    def dim(self) -> NoReturn:  # type: ignore[override]
-        """Raises NotImplementedError: there is no single dim, and code that asks for one is torch's own for Shard."""
-        raise NotImplementedError(
-            f"{self} cannot be handled as torch's Shard(dim): a plain DTensor with this placement, and functions of "
-            "torch that slice a full tensor by it (distribute_tensor, set_model_state_dict and "
-            "set_optimizer_state_dict with full_state_dict=True), would give a rank elements that are not its own. "
-            "Use ragged_shard.distribute_tensor, distribute_like, redistribute or RaggedDTensor.from_local for a "
-            "tensor, ragged_shard.load_full_state_dict for a module, load_full_optimizer_state_dict for an optimizer"
+    def dim(self) -> int:
+        """0, for torch's functions that slice a full tensor: `distribute_tensor` and `set_model_state_dict`.
+
+        `distribute_tensor` makes a DTensor with ``Shard(0)`` of it, which modules and optimizers of this project load.
+        Making a DTensor with this placement raises NotImplementedError, as does reading it without a dim that is cut.
+        """
+        if not self.dims:
+            raise self._refusal("it cuts no dimension")
+        dim = _LeadingDim()
+        dim.placement = self
+        return dim
+
+    def _local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: int, num_chunks: int, rank: int, **_: Any
+    ) -> tuple[int, int]:
+        """A rank's rows, for torch's functions that slice a full tensor.
+
+        Raises:
+            NotImplementedError: ranks do not hold one run of whole rows each.
+        """
+        rows, rest = divmod(curr_local_size, self.total_units)
+        if self.dims != (0,) or type(self) is not RaggedShard or rest or num_chunks != len(self.local_units):
+            raise self._refusal(
+                "a rank does not hold one run of whole rows, and torch slices full tensors so"
+            )
+        start, stop = self.unit_range(rank)
+        return (stop - start) * rows, start * rows
+
+    def _split_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        raise self._refusal("it does not split evenly")
+
+    def _refusal(self, reason: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self} cannot be handled as torch's Shard(dim): {reason}. Use ragged_shard.distribute_tensor, "
+            "distribute_like, redistribute or RaggedDTensor.from_local for a tensor, ragged_shard.load_full_state_dict "
+            "or fsdp_runtime.set_full_state_dict for a module, load_full_optimizer_state_dict for an optimizer"
         )
 
     def unit_range(self, rank: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Full state dicts: full, plain tensors on rank 0 or on all ranks, out of and into modules and optimizers.
 
 For parameters that are distributed in any way. torch's `set_model_state_dict` and `set_optimizer_state_dict` with
-``full_state_dict=True`` slice full tensors by torch's placements and raise for ragged ones; these functions load them.
+``full_state_dict=True`` slice whole rows and raise for other cuts; these functions load them all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

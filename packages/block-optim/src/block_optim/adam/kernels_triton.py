@@ -22,7 +22,10 @@ multiples of VECTOR elements; only then does Triton load and store 8 or 16 bytes
 import triton
 import triton.language as tl
 
+from block_optim.adam.q8 import ops
+
 power_of_two = triton.next_power_of_2
+GRAD_MAX = tl.constexpr(ops.GRAD_MAX)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Element types, as arguments name them: 0 fp32, 1 bf16, 2 fp16.
@@ -168,6 +171,7 @@ def _average(
         v = v * v
     else:
         v = tl.load(second_values + code) * second_factor[:, None, None]
+    g = tl.clamp(g, -GRAD_MAX, GRAD_MAX, propagate_nan=tl.PropagateNan.ALL)
     m = m + g * tl.load(rate + 2)
     v = v + g * g * tl.load(rate + 4)
     return m, tl.clamp(v, SQUARE_MIN, SQUARE_MAX, propagate_nan=tl.PropagateNan.ALL)

@@ -88,6 +88,9 @@ class Collector:
             active.grads, active.keeps = local_grads, 0
             return active
         self._version += 1
+        if active is None or addresses[0] != before[0]:
+            for param in present:
+                param.check_layout()
         self._active = Active(present, [p.local for p in present], local_grads, self._version)
         return self._active
 

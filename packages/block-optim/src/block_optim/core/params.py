@@ -34,10 +34,11 @@ class Param:
         placements: one for each mesh axis; () for a plain tensor.
         start: the first element of this rank's run in the flattened global tensor, or None where its elements are
             not one run (a `Shard(1)`, say).
+        local_shape: of this rank's elements when the optimizer was given the parameter.
         master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
     """
 
-    __slots__ = ("group", "master", "mesh", "name", "placements", "shape", "start", "tensor")
+    __slots__ = ("group", "local_shape", "master", "mesh", "name", "placements", "shape", "start", "tensor")
 
     def __init__(self, tensor: torch.Tensor, name: str, group: Group | None = None) -> None:
         self.tensor, self.name = tensor, name
@@ -55,6 +56,7 @@ class Param:
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point parameter, got {tensor.dtype}")
         self.start = first_element(tensor)
+        self.local_shape = local_of(tensor).shape
 
     @property
     def local(self) -> torch.Tensor:
@@ -109,12 +111,24 @@ class Param:
         local = local_of(grad)
         if local.layout is not torch.strided:
             raise RuntimeError(f"{self.name}: sparse gradients are not supported; use sparse=False")
-        if local.shape != local_of(self.tensor).shape:
+        if local.shape != self.local_shape:
+            self.check_layout()
             raise ValueError(
                 f"{self.name}: its gradient's local tensor has shape {tuple(local.shape)}, the parameter's "
-                f"{tuple(local_of(self.tensor).shape)}"
+                f"{tuple(self.local_shape)}"
             )
         return local
+
+    def check_layout(self) -> None:
+        """Raise ValueError where the tensor is not laid out as when the optimizer was given it."""
+        own = self.tensor
+        placements = tuple(own.placements) if isinstance(own, DISTRIBUTED) else ()
+        if (own.shape, local_of(own).shape, placements) != (self.shape, self.local_shape, self.placements):
+            raise ValueError(
+                f"{self.name}: it has shape {tuple(own.shape)} and placements {placements}, and had "
+                f"{tuple(self.shape)} and {self.placements} when its states were made (its .data was set); "
+                "build a new optimizer"
+            )
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """A state of the parameter's global shape and placement around this rank's elements of it.

@@ -14,6 +14,11 @@ from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap
+_AS_THE_OTHER = (
+    "redistribute or distribute_like it first. States of an optimizer that torch's distribute_tensor or "
+    "set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or with "
+    "broadcast_from_rank0=True"
+)
 
 
 def pointwise(op: Op) -> Handler:
@@ -57,8 +62,7 @@ def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bo
     written = kwargs.get("out", args[0]) if in_place else None
     if in_place and not (isinstance(written, RaggedDTensor) and written._sharding == target):
         raise ValueError(
-            f"{func} writes an operand that is not distributed like the ragged one ({target}); "
-            "redistribute or distribute_like it first"
+            f"{func} writes an operand that is not distributed like the ragged one ({target}); {_AS_THE_OTHER}"
         )
     if target.partial:
         numbers = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
@@ -179,7 +183,9 @@ def _check_position(
     if func._schema.name.endswith("_") and not (
         isinstance(first, RaggedDTensor) and first._sharding == target
     ):
-        raise ValueError(f"{func} writes tensor {i} of its first list, which is not distributed as {target}")
+        raise ValueError(
+            f"{func} writes tensor {i} of its first list, which is not distributed as {target}; {_AS_THE_OTHER}"
+        )
     if target.partial:
         values = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         operands.check_linear(func, target, values[:2], kwargs)

@@ -19,6 +19,7 @@ from block_optim.core.rounding import Rounder
 from ragged_shard import is_cpu
 
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
+GRAD_MAX = 1e19  # of a gradient's magnitude: its square is below SQUARE_MAX, so that moments fit each other
 BUFFERS = 7  # m, r, two for the update, and three more that the table look-ups need
 
 
@@ -30,7 +31,7 @@ class TileScratch:
         self._made: dict[tuple[int, int, tuple[int, int]], list[Buffer]] = {}
 
     def buffers(self, stretch: Stretch) -> list[Buffer]:
-        """The buffers with views for a stretch of this shape; the last two are for copies of narrow tensors."""
+        """The buffers with views for a stretch of this shape; the last two are for copies."""
         key = (stretch.rows, stretch.columns, stretch.tile)
         if key not in self._made:
             self._made[key] = [_buffer(flat, stretch) for flat in self._flat]
@@ -106,6 +107,7 @@ class TileStep:
         wide_param, wide_grad = self.buffers[BUFFERS:]
         if grad.dtype != torch.float32:
             grad = wide_grad.inner.copy_(grad)
+        grad = torch.clamp(grad, -GRAD_MAX, GRAD_MAX, out=wide_grad.inner)
         small = update.values[: self.tensors.scales[0].numel()].view(self.tensors.scales[0].shape)
         self._decode(first, second, [root, update, *spare], rates, small)
         self._average(first, second, root, grad, hyper, rates)
