@@ -1,12 +1,16 @@
 """Parameters that are frozen after sharding do not travel; those that are unfrozen do."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import block_policies
+from dbuffer import ReduceScatter
+from dbuffer._memory import BufferMemory
+from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._model import member_of
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
@@ -171,3 +175,20 @@ def memory_is_released():
 
 def test_gathered_gradient_memory_is_free_after_backward():
     run_ranks(2, memory_is_released)
+
+
+def alternating():
+    """Two layers of a group are trained in turns; how many buffers of gradients there are after each step."""
+    model = fully_shard(seeded())
+    counts = []
+    for step in range(8):
+        freeze(model, lambda name, step=step: f"blocks.{step % 2}" in name or name == "norm.weight")
+        loss_of(model, tokens(step=step)).backward()
+        gc.collect()
+        counts.append(sum(isinstance(one, (BufferMemory, ReduceScatter)) for one in gc.get_objects()))
+    return counts
+
+
+def test_memory_of_gradients_is_dropped_when_other_parameters_are_trained():
+    for counts in run_ranks(2, alternating):
+        assert counts[3] == counts[-1], counts

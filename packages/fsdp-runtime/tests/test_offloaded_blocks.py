@@ -183,3 +183,35 @@ def test_what_does_not_apply_is_refused():
         OffloadedOptimizer(block_optim.AdamW(param), bucket_bytes=1 << 20)
     with pytest.raises(TypeError, match="step got grad_norm, which SGD of torch does not take"):
         OffloadedOptimizer(torch.optim.SGD(param)).step(grad_norm=1.0)
+
+
+class Renewing(block_optim.BlockOptimizer):
+    """Momentum, in another tensor after each step."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    def init_states(self, group, params):
+        for p in params:
+            self.state[p.tensor] = {"momentum": p.zeros()}
+
+    def update(self, active):
+        for p, grad in active:
+            state = self.state[p.tensor]
+            momentum = block_optim.local_of(state["momentum"]) * 0.9 + grad
+            del state["momentum"]  # the next tensor may get its address
+            state["momentum"] = p.zeros()
+            block_optim.local_of(state["momentum"]).copy_(momentum)
+            p.local.sub_(p.group["lr"] * momentum)
+
+
+def test_a_state_that_an_optimizer_replaces_is_offloaded_and_saved(monkeypatch):
+    monkeypatch.setitem(KINDS, "renewing", Renewing)
+    with alone_or_one("renewing"):
+        plain, optimizer = prepared("renewing", False)
+        model, offloaded = prepared("renewing", True)
+        for step in range(4):
+            assert same(train(plain, optimizer, (step,)), train(model, offloaded, (step,)))
+            same_states(optimizer.state_dict(), offloaded.state_dict())
+            held = [block_optim.local_of(state["momentum"]) for state in offloaded._inner.state.values()]
+            assert not any(local.untyped_storage().nbytes() for local in held)

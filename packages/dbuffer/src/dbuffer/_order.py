@@ -27,6 +27,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ragged_shard import DeviceLayer
 
+from . import _torch_compat as compat
+
 _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
 _NOTHING = "nothing"
@@ -231,7 +233,7 @@ def watch_order(group: dist.ProcessGroup) -> CollectiveOrder | None:
         group without a store.
     """
     known = watched.get(group)
-    if known is None and group.size() > 1 and dist.get_backend(group) != "fake":
+    if known is None and group.size() > 1 and not compat.is_fake(group):
         store = group.get_group_store()
         if store is not None:
             known = watched[group] = CollectiveOrder(dist.get_process_group_ranks(group), group.rank(), store)

@@ -72,8 +72,13 @@ def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.Proces
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's ranks talk through gloo."""
-    return dist.get_backend(group) == "gloo"
+    """Whether CPU tensors travel through gloo in this group. `get_backend` does not tell: it knows no devices."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the group is torch's fake one, which moves no data."""
+    return ":fake" in dist.get_backend_config(group)
 
 
 def is_completed(work: Any) -> bool:

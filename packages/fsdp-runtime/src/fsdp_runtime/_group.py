@@ -64,8 +64,7 @@ class Group:
         self._gathered_versions: list[int] = []
         self._users_at_rest = 0
         self.extended: ExtendedGather | None = None
-        for index, param in enumerate(params):
-            param.join_group(self, index)
+        self._loaded: list[RaggedDTensor] = []  # until `commit`
 
     def rename(self, unit_name: str) -> None:
         """Call the group and its memory by the unit's new name."""
@@ -81,10 +80,10 @@ class Group:
     # -- getting memory ---------------------------------------------------------------------------------------------
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take the parameters' values: full plain tensors, the same on every rank; sharded ones; or any on meta.
+        """Copy values into new memory: full plain tensors, the same on every rank; sharded ones; or any on meta.
 
-        While one has no memory, the sharded parameters stay where their values are, until `adopt`. Communicates for
-        sharded ones that lie otherwise (see `ragged_shard.redistribute`).
+        The parameters themselves do not change before `commit`. While one has no memory, they stay where their values
+        are, until `adopt`. Communicates for sharded ones that lie otherwise (see `ragged_shard.redistribute`).
         """
         slices: list[torch.Tensor] = []
         on_meta, at_rest = False, self.plan.at_rest
@@ -104,10 +103,18 @@ class Group:
                     if at_rest is None
                     else quantized(self.plan, plan, values[param.name])
                 )
-                param.set_sharded(wrap_local(plan, kept))
+                self._loaded.append(wrap_local(plan, kept))
             return
         self._allocate()
-        self._bind(slices)
+        self._loaded = self._filled(slices)
+
+    def commit(self) -> None:
+        """Point the parameters at the memory that `load` filled, and put the sharded ones into their modules."""
+        loaded, self._loaded = self._loaded, []
+        for index, param in enumerate(self.params):
+            param.join_group(self, index)
+        self._point_to(loaded)
+        self.register_sharded()
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -134,7 +141,7 @@ class Group:
         values: list[torch.Tensor | None] = [None] * len(self.params)
         for param in moved:
             values[param.index] = locals_[param.index]
-        self._bind(values)
+        self._point_to(self._filled(values))
 
     def _common_dtype(self) -> torch.dtype:
         found = {param.sharded.dtype: param.name for param in self.params}
@@ -161,7 +168,7 @@ class Group:
         else:
             self._replan(dtype)
         self._renew_from_meta()
-        self._bind(values)
+        self._point_to(self._filled(values))
 
     def _renew_from_meta(self) -> None:
         assert self.buffer is not None
@@ -248,20 +255,26 @@ class Group:
 
             self._views = {name: scaled_weight(view) for name, view in self._views.items()}
 
-    def _bind(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Point both objects of every pair into the buffer, after these slices were copied there; None: it has it."""
-        buffer = self.buffer
-        assert buffer is not None
-        local_views = buffer.local_views
+    def _filled(self, values: Sequence[torch.Tensor | None]) -> list[RaggedDTensor]:
+        """The sharded tensors in the buffer, after these slices were copied there; None: it has the value."""
+        assert self.buffer is not None
+        local_views, sharded = self.buffer.local_views, []
         for param, plan, value in zip(self.params, self.plan.params, values, strict=True):
+            local = local_views[param.name]
             if value is not None:
                 with torch.no_grad():
-                    local_views[param.name].copy_(value)
-            local = local_views[param.name]
-            param.set_sharded(wrap_local(plan, local if param.extension is None else param.extended(local)))
-            if self.extended is None:
+                    local.copy_(value)
+            sharded.append(wrap_local(plan, param.extended(local)))
+        return sharded
+
+    def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
+        """Point both objects of every pair to these tensors and the gathered memory, where there is a buffer."""
+        for param, tensor in zip(self.params, sharded, strict=True):
+            param.set_sharded(tensor)
+            if self.buffer is not None and self.extended is None:
                 param.set_unsharded(self._views[param.name], self._make_hook)
-        self._users_at_rest = buffer.count_users()
+        if self.buffer is not None:
+            self._users_at_rest = self.buffer.count_users()
 
     # -- which object the module holds ------------------------------------------------------------------------------
 

@@ -517,9 +517,13 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     return _MIXED
 
 
-def mix_in(module: nn.Module) -> None:
-    """Make a module an `FSDPModule` of its own class."""
-    cls = type(module)
+def mixed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that modules of a class get. Python raises TypeError for classes that cannot be mixed with another."""
     if cls not in _MIXED:
         _MIXED[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    module.__class__ = _MIXED[cls]
+    return _MIXED[cls]
+
+
+def mix_in(module: nn.Module) -> None:
+    """Make a module an `FSDPModule` of its own class."""
+    module.__class__ = mixed_class(type(module))

@@ -149,7 +149,7 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
     """Whether the group is torch's fake one, which moves no data and so cannot compare ranks."""
-    return dist.get_backend(group) == "fake"
+    return ":fake" in dist.get_backend_config(group)
 
 
 def mark_for_dynamo(module: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ import dbuffer
 from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
 
 from ._amax import share_amax
+from ._grad_memory import GradientMemory
 from ._group import Group
 from ._labels import label
 from ._mesh import DataMesh, check_alike
@@ -115,7 +116,7 @@ class Unit:
         self._freed: list[Group] = []  # where thinned
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
-        self._reductions: dict[tuple[Any, ...], ReduceScatter] = {}
+        self._reductions: dict[tuple[GradientMemory, ...], ReduceScatter] = {}
         self._entered: list[nn.Module] = []
         self._waiting_for: set[nn.Module] = set()
 
@@ -169,13 +170,15 @@ class Unit:
         """Make the hooks of parameters' gradients so."""
         self._make_hook = make_hook
 
-    def shard(self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool) -> None:
-        """Shard these parameters, of which every rank holds the full values; they are in the modules afterwards."""
+    def lay_out(
+        self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool
+    ) -> list[Group]:
+        """Groups of these parameters, with memory and values, for `take`. Unit, parameters and modules do not change.
+
+        Args:
+            values: full ones, the same on every rank, or sharded ones; by name.
+        """
         assert self._make_hook is not None
-        self.around_others = around_others
-        meshes: set[DataMesh] = set()
-        self.groups = []
-        self._forget_calls()
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         children = children_of(params) if around_others else {}
         policy = self._request.quantize
@@ -185,8 +188,7 @@ class Unit:
             child = children.get(param.name, 0)
             kind = (param.data, param.dtype, param.requires_grad, child, selected, extended)
             kinds.setdefault(kind, []).append(param)
-            meshes.add(param.data)
-        self.on_several_meshes = len(meshes) > 1
+        groups = []
         for members in kinds.values():
             plan = plan_group(members, self._request)
             for member, cut in zip(members, plan.params, strict=True):
@@ -196,8 +198,16 @@ class Unit:
             reduction = self.options.reduction
             group = Group(self.name, suffix, plan, members, self._streams, self._make_hook, reduction)
             group.load(values)
-            group.register_sharded()
-            self.groups.append(group)
+            groups.append(group)
+        return groups
+
+    def take(self, groups: list[Group], *, around_others: bool) -> None:
+        """Hold these groups of `lay_out` from now on, and put their sharded parameters into the modules."""
+        self.groups, self.around_others = groups, around_others
+        self.on_several_meshes = len({group.plan.data for group in groups}) > 1
+        self._forget_calls()
+        for group in groups:
+            group.commit()
 
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
@@ -282,6 +292,8 @@ class Unit:
             return
         if self.closed:
             self.check_open()
+        if self._handles:  # of an earlier gather, of which not all could start
+            self.reshard()
         absent = self.groups
         if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
             absent = [group for group in self.groups if group in self._freed]
@@ -293,7 +305,6 @@ class Unit:
                 if group.plan.wire is not None and group.buffer is not None:
                     keeps = self._keeps_slices and not self._shrunk
                     group.buffer.keep_codes_for(group.plan.neighbors if keeps else None)
-            self.state = UnitState.GATHERING
             not_at_rest.add(self)
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
@@ -304,6 +315,7 @@ class Unit:
                 after = ()
             for call in calls:
                 self._handles.append(call.start(stream, after))
+            self.state = UnitState.GATHERING
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
@@ -343,7 +355,7 @@ class Unit:
         self._leave(keep_slices=True)
 
     def _leave(self, *, keep_slices: bool) -> None:
-        if self.state is UnitState.SHARDED:
+        if self.state is UnitState.SHARDED and not self._handles:
             return
         for handle in self._handles:
             handle.wait()
@@ -393,12 +405,12 @@ class Unit:
             found.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
         calls = []
         for (data, how, add), members in found.items():
-            buffers = [group.gradients.memory.buffer for group in members]
-            key = tuple(id(buffer.memory) for buffer in buffers)
+            key = tuple([group.gradients.memory for group in members])
             if key not in self._reductions:
                 options = self.options
+                self._forget_replaced_memory()
                 self._reductions[key] = dbuffer.prepare_reduction(
-                    buffers,
+                    [memory.buffer for memory in key],
                     op=how.op,
                     divide=how.divide,
                     transport=options.reduce_by,
@@ -406,6 +418,11 @@ class Unit:
                 )
             calls.append((self._reductions[key], add))
         return calls
+
+    def _forget_replaced_memory(self) -> None:
+        """Drop the prepared reductions of memory that was replaced, since other parameters are trained now."""
+        current = {group.gradients.memory for group in self.groups}
+        self._reductions = {key: call for key, call in self._reductions.items() if current.issuperset(key)}
 
     # -- modules of a list ------------------------------------------------------------------------------------------
 
@@ -441,12 +458,14 @@ class Unit:
         """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""
         self._waiting_for.clear()
         self._entered.clear()
-        for handle in self._handles:
+        if self._handles:
+            self.state = UnitState.GATHERING  # also where not all could start
+        handles, self._handles = self._handles, []
+        for handle in handles:
             try:
                 handle.wait()
             except RuntimeError:  # what is being recovered from
                 continue
-        self._handles = []
         self.reshard()
         for param in self.params:
             if param.unsharded is not None:

@@ -19,10 +19,11 @@ from . import _torch_compat as compat
 from ._at_rest import check_taken_over
 from ._errors import WrongCallError
 from ._extension import extension_of
+from ._group import Group
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._mesh_choice import PlacementFn, choose_meshes
 from ._model import Member, gathered_around, member_of, original_name, owner_of, register, remember_original
-from ._module import FSDPModule, mix_in
+from ._module import FSDPModule, mix_in, mixed_class
 from ._param import ManagedParam, Place
 from ._pass import Pass
 from ._plan import Planner, Request, check_quantized
@@ -34,6 +35,7 @@ from .quantization import QuantizationPolicy
 _log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+Slots = dict[str, torch.Tensor | None]
 
 
 class _Options(TypedDict, total=False):
@@ -118,10 +120,11 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
-    for around in gathered_around(modules):
-        around.reshard()  # its unsharded parameters would be taken for plain ones
     managed, around_others = _managed_modules(modules)
-    found = _find_params(modules, managed, _checked_ignored(ignored_params), data, shard_placement_fn)
+    gathered = gathered_around(modules)
+    found = _find_params(
+        modules, managed, gathered, _checked_ignored(ignored_params), data, shard_placement_fn
+    )
     if count is not None:
         _check_neighbors(found, count)
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
@@ -137,12 +140,22 @@ def fully_shard(
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
     values = {one.param.name: one.value for one in found}
-    unit.shard(params, values, around_others=around_others)
-    outer = _release_from_outer(found)
+    groups = unit.lay_out(params, values, around_others=around_others)
+    outer = _lay_out_outer(found)
+    buffers = _moved_buffers(managed, data.device)
+    for one_module in modules:
+        mixed_class(type(one_module))
+    # Everything that may be refused is done. From here on modules change.
+    for around in gathered:
+        around.reshard()
+    unit.take(groups, around_others=around_others)
+    for around_member, kept in outer.items():
+        around_member.unit.take(kept, around_others=True)
     for one in found:
         remember_original(one.original, one.param.name)
+    for slots, name, buffer in buffers:
+        slots[name] = buffer
     for inner in managed:
-        _move_buffers(inner, data.device)
         compat.mark_for_dynamo(inner)
     register(member)
     _hooks.attach(member)
@@ -255,18 +268,24 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bo
 def _find_params(
     modules: tuple[nn.Module, ...],
     managed: set[nn.Module],
+    gathered: list[Unit],
     ignored: set[nn.Parameter],
     data: DataMesh,
     placement_fn: PlacementFn | None,
 ) -> list[_Found]:
     places: dict[torch.Tensor, list[Place]] = {}
     names: dict[torch.Tensor, str] = {}
+    # Units around that are gathered have these in their modules, where the sharded ones belong.
+    sharded: dict[torch.Tensor | None, torch.Tensor] = {}
+    for unit in gathered:
+        sharded.update({p.unsharded: p.sharded for p in unit.params if p.unsharded is not None})
     for number, top in enumerate(modules):
         for path, module in top.named_modules():
             if module not in managed:
                 continue
-            for attribute, param in module._parameters.items():
-                if param is None or param in ignored or param.numel() == 0:
+            for attribute, held in module._parameters.items():
+                param = sharded.get(held, held)
+                if param is None or held in ignored or param in ignored or param.numel() == 0:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
                 names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
@@ -326,18 +345,16 @@ def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: 
     return _Found(taken, managed.sharded, managed.sharded, outer)
 
 
-def _release_from_outer(found: list[_Found]) -> list[Member]:
-    """Take parameters away from the outer units that hold them; these lay out again what they keep."""
-    outers: dict[Member, None] = {}
-    gone = set()
-    for one in found:
-        if one.outer is not None:
-            outers[one.outer] = None
-            gone.add(id(one.original))
-    for outer in outers:
-        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
-        outer.unit.shard(kept, {param.name: param.sharded for param in kept}, around_others=True)
-    return list(outers)
+def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
+    """New groups, for the outer units that parameters are taken from, of those that these keep."""
+    gone = {id(one.original) for one in found if one.outer is not None}
+    laid_out: dict[Member, list[Group]] = {}
+    for outer in dict.fromkeys(one.outer for one in found):
+        if outer is not None:
+            kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+            values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
+            laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
+    return laid_out
 
 
 def _check_neighbors(found: list[_Found], count: int) -> None:
@@ -355,7 +372,11 @@ def _check_neighbors(found: list[_Found], count: int) -> None:
             )
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta and buffer.device != device:
-            module._buffers[name] = buffer.to(device)
+def _moved_buffers(modules: set[nn.Module], device: torch.device) -> list[tuple[Slots, str, torch.Tensor]]:
+    """The buffers of modules that are elsewhere, on this device, and where to put them."""
+    return [
+        (module._buffers, name, buffer.to(device))
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.device != device
+    ]

@@ -6,9 +6,11 @@ reads the answers <----------- answer/0/1, answer/0/2 <---- answer/0/2: "started
 reports                                                    (rank 3 is frozen, or very slow: no answer)
 """
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import socket
 import sys
 import threading
@@ -109,7 +111,7 @@ class Watchdog:
         self._asked_at = 0.0
         self._round = 0
         self._ending = threading.Event()
-        self._pending: _Question | None = None
+        self._questions: queue.SimpleQueue[_Question] = queue.SimpleQueue()
         self._talking_since = float("inf")
         self._lost = ""  # why the store can no longer be used
         self._thread = threading.Thread(target=self._run, name="fsdp-watchdog", daemon=True)
@@ -141,7 +143,7 @@ class Watchdog:
             self._asked_at = time.monotonic()
             silent_for = self._asked_at - self._talking_since
             if not self._lost and silent_for < 3 * self.every + 1:  # a question takes so long itself
-                self._pending = question
+                self._questions.put(question)
             else:
                 self._report_alone(
                     question, self._lost or f"the store has not answered for {silent_for:.0f} s"
@@ -152,14 +154,20 @@ class Watchdog:
         try:
             self._store.set(f"host/{self._rank}", socket.gethostname())
             while not self._ending.wait(self.every):
-                question, self._pending = self._pending, None
+                question = self._next_question()
                 self._talking_since = time.monotonic()
                 self._look(question)
                 self._talking_since = float("inf")
         except Exception as error:  # the store's, of any kind: its process may be gone
             self._lost = str(error).partition("\n")[0] or type(error).__name__
-            if question := question or self._pending:
+            while question := question or self._next_question():
                 self._report_alone(question, self._lost)
+                question = None
+
+    def _next_question(self) -> _Question | None:
+        with contextlib.suppress(queue.Empty):
+            return self._questions.get_nowait()
+        return None
 
     def _report_alone(self, question: _Question, why: str) -> None:
         if not self._ending.is_set():

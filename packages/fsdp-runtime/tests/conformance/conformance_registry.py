@@ -127,6 +127,19 @@ def all_cases() -> dict[str, Case]:
     return CASES
 
 
+def run_with_backend(backend: str | None, name: str, implementation: str, folder: str) -> None:
+    """On a rank: `run_case` after `init_process_group(backend)`, in a world that ends with it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = f"file://{folder}/store-{world_size}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+    try:
+        run_case(name, implementation, folder)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str] | None:
     """On a rank: None if the case works, else the error's type, message and traceback. An expected error is checked."""
     entry = all_cases()[name]

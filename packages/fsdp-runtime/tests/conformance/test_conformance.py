@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance_registry import IMPLEMENTATIONS, TORCH, all_cases, run_case, table
+from conformance_registry import IMPLEMENTATIONS, TORCH, all_cases, run_case, run_with_backend, table
 from make_table import TABLE
 
 from ragged_shard.testing import run_ranks
 
 CASES = all_cases()
+SEVERAL_DTYPES = ("mixed_dtypes", "param_dtype")  # what a backend under another name garbled
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,21 @@ def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
         pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")
     for ranks in CASES[name].ranks:
         run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=CASES[name].timeout, seed=0)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SEVERAL_DTYPES)) for name in CASES]
+)
+def test_behaviour_however_the_process_group_was_initialized(
+    name: str, backend: str | None, tmp_path: Path
+) -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < CASES[name].since:
+        pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")
+    for ranks in CASES[name].ranks:
+        run_ranks(
+            ranks, run_with_backend, backend, name, "ours", str(tmp_path), timeout=CASES[name].timeout, seed=0
+        )
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the table is in the source tree, not in a wheel")

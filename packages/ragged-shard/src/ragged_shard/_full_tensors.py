@@ -109,8 +109,8 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor on every rank; through the GPU if the process group moves only CUDA tensors."""
-    if dist.get_backend() == "nccl" and not tensor.is_cuda:
+    """Rank 0's tensor on every rank; through the GPU if the process group does not move CPU tensors."""
+    if tensor.is_cpu and "cpu:" not in dist.get_backend_config():
         return _broadcast(tensor.cuda()).to(tensor.device)
     dist.broadcast(tensor, src=0)
     return tensor

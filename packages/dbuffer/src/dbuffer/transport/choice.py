@@ -75,7 +75,9 @@ def collectives_of(group: dist.ProcessGroup) -> Collectives:
 def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     if choice == "collectives" or group.size() == 1:
         return Collectives(group)
-    obstacle = "" if compat.is_gloo(group) else f"its backend is {dist.get_backend(group)}, not gloo"
+    obstacle = (
+        "" if compat.is_gloo(group) else f"the backend is {dist.get_backend_config(group)}, not cpu:gloo"
+    )
     if choice == "auto" and not obstacle and group.size() > READ_RANKS:
         obstacle = f"it has {group.size()} ranks, more than {READ_RANKS}"
     if not obstacle:

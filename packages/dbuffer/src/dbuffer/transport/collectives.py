@@ -19,11 +19,10 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
-        self._gloo = compat.is_gloo(group)
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         """One all-gather."""
-        if self._gloo and (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
+        if (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
         work: Work = compat.all_gather(pairs, living(self._group))
         return work
@@ -45,10 +44,9 @@ class Collectives:
 
 
 def _needs_bytes(pairs: Pairs) -> bool:
-    """Whether gloo must be given bytes.
+    """Whether to gather bytes, which is right on every backend.
 
-    It knows no one-byte floats; and it flattens what it coalesces, which garbles tensors of several dtypes without an
-    error.
+    gloo does not know one-byte floats, and flattens coalesced tensors, which garbles several dtypes without an error.
     """
     dtypes = {send.dtype for _, send in pairs}
     return len(dtypes) > 1 or any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)

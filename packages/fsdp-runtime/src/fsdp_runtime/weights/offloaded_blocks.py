@@ -9,6 +9,7 @@ the states stay; their storages are empty between steps.
 """
 
 import math
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class OffloadedBlocks:
         self._optimizer, self._layer = optimizer, layer
         self._copies = layer.new_stream()
         self._blocks: list[_Block] = []
-        self._known: list[int] = []
+        self._known: list[torch.Tensor] = []  # held, so that no other tensor gets the id of one
         self._at_host: dict[int, torch.Tensor] = {}
         self.state: dict[Any, Any] = {}
         optimizer.synchronize()
@@ -201,12 +202,15 @@ class OffloadedBlocks:
 
     def find(self) -> None:
         """Find blocks again where states were made or dropped; move to the CPU those that are not there."""
-        tensors = [tensor for tensors in self._tensors().values() for tensor in tensors]
-        if [id(tensor) for tensor in tensors] == self._known:
+        tensors = self._all_tensors()
+        if len(tensors) == len(self._known) and all(map(operator.is_, tensors, self._known)):
             return
         self._open()
+        self._optimizer.states_moved()
+        self._optimizer.state_dict()  # copies states that were assigned into their own memory, which is there now
+        tensors = self._all_tensors()
         self._blocks = self._find_blocks()
-        self._known = [id(tensor) for tensor in tensors]
+        self._known = tensors
         hosts = {moved.storage._cdata: moved for block in self._blocks for moved in block.moved}
         self._at_host = {}
         for tensor in tensors:
@@ -264,6 +268,9 @@ class OffloadedBlocks:
     def _tensors(self) -> dict[torch.Tensor, list[torch.Tensor]]:
         """The tensors of each parameter's state, outermost objects."""
         return {param: list(_tensors_in(state)) for param, state in self._optimizer.state.items()}
+
+    def _all_tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensors in self._tensors().values() for tensor in tensors]
 
     def _find_blocks(self) -> list[_Block]:
         """One, or where each parameter is updated by itself one for all that share storages."""

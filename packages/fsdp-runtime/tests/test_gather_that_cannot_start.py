@@ -1,0 +1,62 @@
+"""An all-gather that could not start is not taken for one under way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dbuffer import Collectives
+from fsdp_runtime import fully_shard
+from fsdp_runtime._model import member_of
+from ragged_shard.testing import run_ranks
+
+
+class FailsOnce(Collectives):
+    """Collectives of which one all-gather does not start."""
+
+    remaining = 0
+
+    def all_gather(self, pairs, label):
+        """The second call since `remaining` was set to 2 raises."""
+        FailsOnce.remaining -= 1
+        if FailsOnce.remaining == 0:
+            raise RuntimeError("no memory for a connection")
+        return super().all_gather(pairs, label)
+
+
+def the_second_of_two_meshes_fails(use):
+    first = init_device_mesh("cpu", (dist.get_world_size(),))
+    second = DeviceMesh.from_group(dist.new_group(), "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(
+        model,
+        mesh=first,
+        shard_placement_fn=lambda param: second if param.ndim == 1 else None,
+        transport=FailsOnce,
+    )
+    FailsOnce.remaining = 2
+    with pytest.raises(RuntimeError, match="could not start: no memory for a connection"):
+        use(model)
+    assert all(hasattr(param, "placements") for param in model.parameters())
+    model.unshard()
+    for name, param in model.named_parameters():
+        assert param.equal(wanted[name]), name
+    model.reshard()
+    groups = member_of(model).unit.groups
+    assert not any(group.buffer.materialized or group.buffer.busy for group in groups)
+
+
+def by_hand(model):
+    model.unshard()
+
+
+def in_forward(model):
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("use", [by_hand, in_forward])
+def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(use):
+    run_ranks(2, the_second_of_two_meshes_fails, use)
