@@ -60,13 +60,12 @@ class _Question:
 
 
 class Watchdog:
-    """Looks on from threads of its own, and reports a collective that is late: which one, of which unit, on which
-    ranks it has not begun, and where those are.
+    """Reports a collective that is late: which one, of which unit, which ranks have not begun it, and where those are.
 
-    A rank is late when it has waited `after` seconds for a collective of its units, or when so long has passed since
-    the last `beat`, if there was one. It asks; every rank that can answers; the one that asked reports. A rank that
-    does not answer is frozen, gone, cut off, or too busy for its threads to run. Again every `after` seconds while nothing moves. Nothing is ended: that
-    is for the timeout of the process group, which should be longer.
+    A rank is late when it has waited `after` seconds for a collective of its units, or when as much time has passed
+    since the last `beat`. It asks, every rank that can answers, and the one that asked reports. A rank without an
+    answer is frozen, gone, cut off, or too busy for its threads to run. The question is repeated every `after` seconds
+    while nothing moves. Nothing is ended: that is for the timeout of the process group, which should be longer.
 
         with Watchdog(store, rank, world_size, after=60) as watchdog:
             for step, batch in enumerate(batches):
