@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -259,19 +260,25 @@ def _import_torch() -> None:
 
 
 def table(results: list[tuple[Mutant, bool]]) -> list[str]:
-    """The lines of the table, in Markdown."""
+    """Lines of Markdown: the count per file, and each mutant that is not caught."""
     caught = sum(found for _, found in results)
-    lines = [
+    files = Counter(mutant.path.split("/src/")[1] for mutant, _ in results)
+    missed = [mutant for mutant, found in results if not found]
+    missed_files = Counter(mutant.path.split("/src/")[1] for mutant in missed)
+    return [
         f"{caught} of {len(results)} mutants are caught ({caught / len(results):.0%}).",
         "",
-        "| file | function | taken out | caught |",
-        "| --- | --- | --- | --- |",
+        "| file | mutants | caught |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {count} | {count - missed_files[name]} |" for name, count in files.items()),
+        "",
+        "| not caught | removed | why |",
+        "| --- | --- | --- |",
+        *(
+            f"| `{mutant.function}` | `{mutant.code}` | {EXPLAINED.get((mutant.function, mutant.code), '**not explained**')} |"
+            for mutant in missed
+        ),
     ]
-    for mutant, found in results:
-        why = EXPLAINED.get((mutant.function, mutant.code), "no, and not explained")
-        name = mutant.path.split("/src/")[1]
-        lines.append(f"| {name} | `{mutant.function}` | `{mutant.code}` | {'yes' if found else why} |")
-    return lines
 
 
 def main() -> int:
