@@ -275,7 +275,8 @@ def table(results: list[tuple[Mutant, bool]]) -> list[str]:
         "| not caught | removed | why |",
         "| --- | --- | --- |",
         *(
-            f"| `{mutant.function}` | `{mutant.code}` | {EXPLAINED.get((mutant.function, mutant.code), '**not explained**')} |"
+            f"| `{mutant.function}` | `{mutant.code}` | "
+            f"{EXPLAINED.get((mutant.function, mutant.code), '**not explained**').removeprefix('no: ')} |"
             for mutant in missed
         ),
     ]
