@@ -15,7 +15,6 @@ COMMANDS = {
     "padding": ("scale.padding", "how much each layout rule pads real models, for the report"),
     "report": ("report.page", "all results as one Markdown page with pictures"),
     "speed": ("times.speed", "tokens/s, CPU time, step parts and peak memory of all systems"),
-    "syncs": ("counts.syncs", "how often the host waits for the device in a training step"),
     "wrap": ("times.wrap", "what fully_shard of a large model costs the host, and how it grows"),
     # One package each; they print tables.
     "planner": ("packages.planner", "layout-planner: time to plan real models, and padding"),
