@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .hosts import SHARED, Host, Hosts, wait_until
@@ -233,99 +234,82 @@ def train_and_move(bench: Bench) -> Result:
     return bench.result("2 hosts, resumed on 3, then on 1", begun, logs, "")
 
 
-def _with_fault(
-    bench: Bench, case: str, step: int, fault: Callable[[Host], None], expected: str, most: float
-) -> Result:
-    """Train on two hosts; from `step` on `fault` is done to the second. Ranks are to end within `most` seconds."""
-    with bench.hosts("alpha", "beta") as hosts:
-        launch = bench.start(hosts)
-        bench.reach(step)
-        begun, wrong = time.monotonic(), ""
-        fault(hosts[1])
-        try:
-            launch.wait(most)
-        except TimeoutError as error:
-            wrong = str(error)
-        logs = "".join(launch.log(host.name) for host in hosts)
-    return bench.result(case, begun, logs, expected, wrong)
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the second of two hosts while they train.
 
+    Attributes:
+        step: step from which it happens.
+        begin: what happens.
+        expected: pattern of the error; "" if training is to finish.
+        most: seconds within which all ranks must end.
+        lasts: seconds until `end`; 0 if the fault stays.
+        end: how it ends.
+    """
 
-_COLLECTIVE = r"all_(?:gather|reduce)|reduce_scatter"
+    step: int
+    begin: Callable[[Host], None]
+    expected: str = ""
+    most: float = _PATIENCE
+    lasts: float = 0.0
+    end: Callable[[Host], None] = lambda host: None
+
+    def happen(self, case: str, bench: Bench) -> Result:
+        """Train, let it happen, and wait for the ranks."""
+        with bench.hosts("alpha", "beta") as hosts:
+            launch = bench.start(hosts)
+            bench.reach(self.step)
+            begun, wrong = time.monotonic(), ""
+            self.begin(hosts[1])
+            if self.lasts:
+                time.sleep(self.lasts)
+                self.end(hosts[1])
+            try:
+                launch.wait(self.most)
+            except TimeoutError as error:
+                wrong = str(error)
+            logs = "".join(launch.log(host.name) for host in hosts)
+        return bench.result(case, begun, logs, self.expected, wrong)
 
 
 def _lost(*hosts: str) -> str:
-    return rf"rank \d \((?:{'|'.join(hosts)})\): .*(?:{_COLLECTIVE})"
+    return rf"rank \d \((?:{'|'.join(hosts)})\): .*(?:all_(?:gather|reduce)|reduce_scatter)"
 
 
-def link_down(bench: Bench) -> Result:
-    """Cut a host off."""
-    return _with_fault(
-        bench,
-        "link of a host down",
-        22,
-        lambda host: host.link(down=True),
-        _lost("alpha", "beta"),
-        2 * TIMEOUT + 20,
-    )
+def _down(host: Host) -> None:
+    host.link(down=True)
 
 
-def link_down_for_a_while(bench: Bench) -> Result:
-    """Cut a host off for less than the timeout."""
-
-    def fault(host: Host) -> None:
-        host.link(down=True)
-        time.sleep(8)
-        host.link(down=False)
-
-    return _with_fault(bench, "link of a host down for 8 s", 22, fault, "", _PATIENCE)
+def _up(host: Host) -> None:
+    host.link(down=False)
 
 
-def delayed(bench: Bench) -> Result:
-    """200 ms for every frame."""
-    return _with_fault(bench, "200 ms delay", 34, lambda host: host.link(delay=0.2), "", _PATIENCE)
+def _freeze(host: Host) -> None:
+    host.signal(signal.SIGSTOP)
 
 
-def lossy(bench: Bench) -> Result:
-    """Every twentieth frame is lost."""
-    return _with_fault(bench, "5 % loss", 22, lambda host: host.link(loss=0.05), "", _PATIENCE)
+def _thaw(host: Host) -> None:
+    host.signal(signal.SIGCONT)
 
 
-def slow(bench: Bench) -> Result:
-    """A link of 1 Mbit/s."""
-    return _with_fault(bench, "1 Mbit/s", 34, lambda host: host.link(rate=1e6), "", _PATIENCE)
+def _fill_disk(host: Host) -> None:
+    host.run("mount", "-t", "tmpfs", "-o", "size=64k", "none", str(SHARED / "run" / "checkpoints"))
 
 
-def frozen_and_thawed(bench: Bench) -> Result:
-    """Stop all processes of a host for less than the timeout."""
-
-    def fault(host: Host) -> None:
-        host.signal(signal.SIGSTOP)
-        time.sleep(8)
-        host.signal(signal.SIGCONT)
-
-    return _with_fault(bench, "host frozen for 8 s", 22, fault, "", _PATIENCE)
-
-
-def frozen_for_long(bench: Bench) -> Result:
-    """Stop all processes of a host for longer than the timeout."""
-
-    def fault(host: Host) -> None:
-        host.signal(signal.SIGSTOP)
-        time.sleep(TIMEOUT + 15)
-        host.signal(signal.SIGCONT)
-
-    case = f"host frozen for {TIMEOUT + 15:.0f} s"
-    return _with_fault(bench, case, 22, fault, rf"{_lost('alpha')}.*ranks 2, 3 \(beta\)", 2 * TIMEOUT + 20)
-
-
-def full_disk(bench: Bench) -> Result:
-    """The checkpoints' folder of one host is a full disk of its own."""
-
-    def fault(host: Host) -> None:
-        host.run("mount", "-t", "tmpfs", "-o", "size=64k", "none", str(SHARED / "run" / "checkpoints"))
-
-    expected = r"cannot save .*rank [23] \(beta\): No space left on device"
-    return _with_fault(bench, "full disk on a host", 12, fault, expected, 2 * TIMEOUT)
+FAULTS = {
+    "link of a host down": Fault(22, _down, _lost("alpha", "beta"), 2 * TIMEOUT + 20),
+    "link of a host down for 8 s": Fault(22, _down, lasts=8, end=_up),
+    "200 ms delay": Fault(34, lambda host: host.link(delay=0.2)),
+    "5 % loss": Fault(22, lambda host: host.link(loss=0.05)),
+    "1 Mbit/s": Fault(34, lambda host: host.link(rate=1e6)),
+    "host frozen for 8 s": Fault(22, _freeze, lasts=8, end=_thaw),
+    "host frozen for 35 s": Fault(
+        22, _freeze, rf"{_lost('alpha')}.*ranks 2, 3 \(beta\)", 2 * TIMEOUT + 20, lasts=35, end=_thaw
+    ),
+    "full disk on a host": Fault(
+        12, _fill_disk, r"cannot save .*rank [23] \(beta\): No space left on device", 2 * TIMEOUT
+    ),
+}
 
 
 def power_cut(bench: Bench) -> Result:
@@ -387,19 +371,6 @@ def clocks_apart(bench: Bench) -> Result:
 
 
 CASES: dict[str, Callable[[Bench], Result]] = {
-    case.__name__: case
-    for case in (
-        train_and_move,
-        link_down_for_a_while,
-        link_down,
-        delayed,
-        lossy,
-        slow,
-        frozen_and_thawed,
-        frozen_for_long,
-        rank_killed,
-        power_cut,
-        full_disk,
-        clocks_apart,
-    )
+    **{case: partial(fault.happen, case) for case, fault in FAULTS.items()},
+    **{case.__name__: case for case in (train_and_move, rank_killed, power_cut, clocks_apart)},
 }
