@@ -244,7 +244,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
 
         Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
-        reduced.
+        reduced. Forward still has to run on every rank, since it gathers: leave its result out of the loss.
         """
         for unit in _units(self, recurse):
             unit.configure(reduce_unused=reduce_scatter_unused_params)
