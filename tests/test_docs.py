@@ -110,12 +110,22 @@ def test_links_become_links_between_pages_and_sources_are_named_without_one():
     assert relinked("[the noxfile](../../noxfile.py)") == "the noxfile"
     assert relinked("`[a](../../noxfile.py)`") == "`[a](../../noxfile.py)`"
     assert relinked("x `y` [`a`](../../noxfile.py) `z`") == "x `y` `a` `z`"
-    assert relinked("[all of `a`](../../packages/dbuffer/docs/COSTS.md)") == "[all of `a`](../dbuffer/costs.md)"
+    assert (
+        relinked("[all of `a`](../../packages/dbuffer/docs/COSTS.md)") == "[all of `a`](../dbuffer/costs.md)"
+    )
 
 
 def test_the_check_of_built_pages_finds_links_that_lead_nowhere(tmp_path):
     (tmp_path / "inside").mkdir()
-    links = ["", "#here", "../b.html#there", "../inside/", "https://example.org/none", "../b.md", "../b.html#gone"]
+    links = [
+        "",
+        "#here",
+        "../b.html#there",
+        "../inside/",
+        "https://example.org/none",
+        "../b.md",
+        "../b.html#gone",
+    ]
     text = "".join(f'<a href="{link}">x</a>' for link in links)
     (tmp_path / "inside" / "index.html").write_text(f'<h1 id="here">a</h1>{text}')
     (tmp_path / "b.html").write_text('<h1 id="there">b</h1>')

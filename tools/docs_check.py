@@ -1,4 +1,4 @@
-"""Check that built pages load nothing from elsewhere, and that links lead somewhere: `python tools/docs_check.py site`."""
+"""Check that built pages load nothing from elsewhere and that links lead somewhere: `tools/docs_check.py site`."""
 
 import re
 import sys

@@ -18,7 +18,8 @@ SINGLE = {
 }
 # Code, in which nothing is a link, or a link, in whose text there may be code: the one that begins first.
 _CODE_OR_LINK = re.compile(
-    r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", re.MULTILINE | re.DOTALL
+    r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)",
+    re.MULTILINE | re.DOTALL,
 )
 
 

@@ -63,8 +63,8 @@ class Watchdog:
 
     A rank is late when it has waited `after` seconds for a collective of its units, or when so long has passed since
     the last `beat`, if there was one. It asks; every rank that can answers; the one that asked reports. A rank that
-    does not answer is frozen, gone, cut off, or too busy for its threads to run. Again every `after` seconds while nothing moves. Nothing is ended: that
-    is for the timeout of the process group, which should be longer.
+    does not answer is frozen, gone, cut off, or too busy for its threads to run. Again every `after` seconds while
+    nothing moves. Nothing is ended: that is for the timeout of the process group, which should be longer.
 
         with Watchdog(store, rank, world_size, after=60) as watchdog:
             for step, batch in enumerate(batches):

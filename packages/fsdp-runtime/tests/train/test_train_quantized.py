@@ -44,7 +44,10 @@ def test_a_run_with_stochastic_reductions_that_is_resumed_has_the_losses_of_one_
     (parts / METRICS).unlink()
     (summary, _) = run_ranks(2, train, with_changes(config, resume=True), parts)
     assert summary["first_step"] == 3
-    assert losses(read_metrics(parts / METRICS), "train")[1] == losses(read_metrics(whole / METRICS), "train")[1][3:]
+    assert (
+        losses(read_metrics(parts / METRICS), "train")[1]
+        == losses(read_metrics(whole / METRICS), "train")[1][3:]
+    )
     saved = [read_model(out / "checkpoints" / "step-00000006") for out in (whole, parts)]
     assert all(value.equal(saved[1][name]) for name, value in saved[0].items())
 

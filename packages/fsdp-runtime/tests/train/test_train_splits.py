@@ -208,7 +208,10 @@ def save_by_group(config, out):
             {"tp": 2, "quantize": "fp8", "compute": "scaled"},
             "--compute scaled: not with --tp 2, which cuts the matrices; use dequantize",
         ),
-        ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 readers of fsdp 2 x cp 2 x "),
+        (
+            {"cp": 2, "batch": 7},
+            "a global batch of 7 sequences does not divide by 2 readers of fsdp 2 x cp 2 x ",
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_told_before_any_process_starts(folder, changes, message):
@@ -229,7 +232,11 @@ def test_what_cannot_be_combined_is_told_before_any_process_starts(folder, chang
             {"pp": 2, "accumulate": 2, "model": DEEP},
             "5 readers of fsdp 5 x pp 2 x 2 microbatches: use --batch 20 or 6 ranks",
         ),
-        (15, {"hsdp": 3, "accumulate": 2}, "15 readers of fsdp 5 x hsdp 3 x 2 microbatches: use --batch 30 or 6 ranks"),
+        (
+            15,
+            {"hsdp": 3, "accumulate": 2},
+            "15 readers of fsdp 5 x hsdp 3 x 2 microbatches: use --batch 30 or 6 ranks",
+        ),
     ],
 )
 def test_what_does_not_divide_a_batch_says_what_would_and_may_be_changed(folder, ranks, changes, message):

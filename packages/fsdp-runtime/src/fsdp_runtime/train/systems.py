@@ -202,7 +202,6 @@ class Runtime(FullyShard):
             **self.options,
         }
 
-
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Round gradients as any run does in this step, resumed or not."""
         for root in self.roots(model):
