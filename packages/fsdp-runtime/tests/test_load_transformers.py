@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import tokens
 
-from fsdp_runtime import MIXTRAL_EXPERTS, STACKED_EXPERTS, fully_shard, load_safetensors
+from fsdp_runtime import (
+    MIXTRAL_EXPERTS,
+    STACKED_EXPERTS,
+    fully_shard,
+    get_full_state_dict,
+    load_safetensors,
+    save_safetensors,
+)
 from ragged_shard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -21,6 +28,12 @@ def make(kind):
     import transformers
 
     torch.manual_seed(0)
+    if kind == "vit":
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8}
+        config = transformers.ViTConfig(hidden_size=16, patch_size=4, num_labels=3, **sizes)
+        return transformers.ViTForImageClassification(config)
+    if kind == "nomic_bert":
+        return transformers.NomicBertModel(transformers.NomicBertConfig(**SIZES))
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
@@ -55,3 +68,40 @@ def load(folder, kind, rules):
 def test_experts_of_files_are_stacked_as_transformers_stacks_them(kind, rules, tmp_path):
     found = run_ranks(2, load, tmp_path, kind, rules)
     assert sum(read for read, _ in found) == found[0][1]
+
+
+def round_trip(folder, kind):
+    from safetensors.torch import load_file
+
+    wanted = make(kind).eval()
+    if dist.get_rank() == 0:
+        wanted.save_pretrained(folder / "theirs", max_shard_size="20KB")
+    dist.barrier()
+    with torch.device("meta"):
+        model: Any = make(kind).eval()
+    for child in next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList)):
+        fully_shard(child)
+    fully_shard(model)
+    report = load_safetensors(model, folder / "theirs")
+    assert (report.missing, report.unexpected) == ((), ())
+    full = get_full_state_dict(model)
+    assert all(full[name].equal(value) for name, value in wanted.state_dict().items())
+    theirs, ours = ({}, {})
+    save_safetensors(model, folder / "ours", max_file_bytes=20_000)
+    for name, tensors in (("theirs", theirs), ("ours", ours)):
+        for file in (folder / name).glob("*.safetensors"):
+            tensors.update(load_file(file))
+    assert theirs.keys() == ours.keys()
+    assert all(ours[name].equal(value) for name, value in theirs.items())
+    with pytest.raises(
+        NotImplementedError, match=r"save_pretrained: this rank holds shards; .*save_safetensors"
+    ):
+        model.save_pretrained(folder / "alone")
+    model.save_pretrained(folder / "full", state_dict=full, is_main_process=dist.get_rank() == 0)
+    return len(set(theirs) - set(wanted.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["vit", "mixtral", "qwen3_moe", "nomic_bert"])
+def test_files_have_the_names_and_forms_that_transformers_gives_them(kind, tmp_path):
+    renamed = run_ranks(2, round_trip, tmp_path, kind)
+    assert renamed[0] == renamed[1] > 0

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -244,7 +245,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
 
         Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
-        reduced.
+        reduced. Forward still has to run on every rank, since it gathers: leave its result out of the loss.
         """
         for unit in _units(self, recurse):
             unit.configure(reduce_unused=reduce_scatter_unused_params)
@@ -520,10 +521,30 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 def mixed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that modules of a class get. Python raises TypeError for classes that cannot be mixed with another."""
     if cls not in _MIXED:
-        _MIXED[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+        own = {"save_pretrained": _save_pretrained} if issubclass(cls, pretrained) else {}
+        _MIXED[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
     return _MIXED[cls]
 
 
 def mix_in(module: nn.Module) -> None:
     """Make a module an `FSDPModule` of its own class."""
     module.__class__ = mixed_class(type(module))
+
+
+def _save_pretrained(
+    self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+) -> Any:
+    """As transformers' own, with a state dict; without one, of a model that transformers has not sharded, it raises.
+
+    Raises:
+        NotImplementedError: there is no state dict, and this rank has shards only.
+    """
+    if state_dict is None and getattr(self.config, "distributed_config", None) is None:
+        raise NotImplementedError(
+            f"{type(self).__name__}.save_pretrained: this rank holds shards; call it on every rank with "
+            "state_dict=fsdp_runtime.get_full_state_dict(model) and is_main_process=(rank == 0), or call "
+            "fsdp_runtime.save_safetensors(model, folder)"
+        )
+    parent: Any = super(FSDPModule, self)
+    return parent.save_pretrained(save_directory, is_main_process, state_dict, **options)

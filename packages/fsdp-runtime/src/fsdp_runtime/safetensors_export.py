@@ -18,6 +18,7 @@ from ragged_shard import CPU
 
 from .safetensors_fp8 import SCALES, formats_of, quantize_whole, write_config
 from .weights.agreement import agree
+from .weights.conversions import FileForm
 from .weights.entries import Entry
 from .weights.export import Exporter
 from .weights.files import CODE_OF
@@ -57,7 +58,8 @@ def save_safetensors(
     written. Files are complete under their names or not there.
 
     Args:
-        module: with the names that the files should have.
+        module: with the names that the files should have; of a transformers model the files have the names and forms
+            that its `save_pretrained` writes, and tensors that it converts together are on rank 0's CPU together.
         folder: made where it is missing.
         dtype: of floating-point tensors in the files; None: as they are.
         max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
@@ -78,11 +80,16 @@ def save_safetensors(
     def fmt_of(entry: Entry) -> BlockFP8 | None:
         return None if entry.param is None else formats.get(id(entry.param.sharded))
 
+    form = FileForm(module)
     exporter = Exporter(
         module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER, keep=lambda e: fmt_of(e) is not None
     )
-    by_name = {entry.name: fmt_of(entry) for entry in exporter.entries}
-    contents = [_planned(entry, exporter.dtype_of(entry), fmt_of(entry)) for entry in exporter.entries]
+    entries = {entry.name: entry for entry in exporter.entries}
+    place = {name: number for number, name in enumerate(entries)}
+    groups = sorted(form.groups(list(entries)), key=lambda group: place[group[-1]])  # as they are complete
+    contents = [
+        _planned(form, [entries[name] for name in group], exporter.dtype_of, fmt_of) for group in groups
+    ]
     bins = _split([sum(one.nbytes for one in content) for content in contents], max_file_bytes)
     folder = Path(folder)
     names = [_file_name(number, len(bins)) for number in range(len(bins))]
@@ -91,11 +98,17 @@ def save_safetensors(
         for name, members in zip(names, bins, strict=True)
     ]
     problem = _attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-    of_entry = [number for number, members in enumerate(bins) for _ in members]
-    for index, (key, full) in enumerate(exporter.tensors()):  # on rank 0 alone there are any
-        if problem is None:
-            append = partial(files[of_entry[index]].append, key, full, by_name.get(key))
-            problem = _attempt(append)
+    file_of = {index: files[number] for number, members in enumerate(bins) for index in members}
+    index_of = {name: index for index, group in enumerate(groups) for name in group}
+    waiting: dict[int, dict[str, torch.Tensor]] = {}
+    for key, full in exporter.tensors():  # on rank 0 alone there are any
+        index = index_of[key]
+        waiting.setdefault(index, {})[key] = full if len(groups[index]) == 1 else full.to(CPU)
+        if len(waiting[index]) == len(groups[index]):
+            whole = waiting.pop(index)
+            if problem is None:
+                problem = _attempt(partial(file_of[index].append, form, whole, fmt_of(entries[key])))
+            del whole
         del full
     if problem is None and not contents:
         problem = _attempt(files[0].finish)
@@ -113,23 +126,44 @@ def save_safetensors(
     return [file.path for file in files]
 
 
-def _planned(entry: Entry, dtype: torch.dtype, fmt: BlockFP8 | None) -> list[_Planned]:
-    shape = tuple(entry.tensor.shape)
+def _planned(
+    form: FileForm,
+    entries: list[Entry],
+    dtype_of: Callable[[Entry], torch.dtype],
+    fmt_of: Callable[[Entry], BlockFP8 | None],
+) -> list[_Planned]:
+    """The tensors that a group of entries becomes in the file."""
+    for entry in entries:
+        if fmt_of(entry) is None and dtype_of(entry) not in CODE_OF:
+            raise ValueError(
+                f"{entry.name} is {dtype_of(entry)}, which safetensors files do not have; pass dtype"
+            )
+    fmt = fmt_of(entries[0])
+    group = {
+        entry.name: torch.empty(entry.tensor.shape, dtype=dtype_of(entry), device="meta") for entry in entries
+    }
+    made = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in form.convert(group).items()}
     if fmt is None:
-        if dtype not in CODE_OF:
-            raise ValueError(f"{entry.name} is {dtype}, which safetensors files do not have; pass dtype")
-        return [_Planned(entry.name, dtype, shape)]
+        return [_Planned(name, dtype, shape) for name, (dtype, shape) in made.items()]
+    shape = tuple(entries[0].tensor.shape)
+    if len(entries) > 1 or [found for _, found in made.values()] != [shape]:
+        raise ValueError(
+            f"save_safetensors(quantized=True): {entries[0].name} has another form in files of transformers "
+            f"({', '.join(list(made)[:4])}), which its codes cannot be given"
+        )
+    (name,) = made
     scales = (*shape[:-2], -1, fmt.grid(shape).across)
     rows = fmt.grid(shape).num_scales // math.prod(shape[:-2]) // scales[-1]
     return [
-        _Planned(entry.name, torch.float8_e4m3fn, shape),
-        _Planned(entry.name + SCALES, torch.float32, (*shape[:-2], rows, scales[-1])),
+        _Planned(name, torch.float8_e4m3fn, shape),
+        _Planned(name + SCALES, torch.float32, (*shape[:-2], rows, scales[-1])),
     ]
 
 
-def _as_written(key: str, full: torch.Tensor, fmt: BlockFP8 | None) -> list[torch.Tensor]:
+def _as_written(form: FileForm, group: dict[str, torch.Tensor], fmt: BlockFP8 | None) -> list[torch.Tensor]:
     if fmt is None:
-        return [full.to(CPU).contiguous()]
+        return [tensor.to(CPU).contiguous() for tensor in form.convert(group).values()]
+    ((key, full),) = group.items()
     return [tensor for _, tensor in quantize_whole(key, full, fmt)]
 
 
@@ -163,12 +197,12 @@ class _File:
         self._unfinished = path.with_suffix(".unfinished")
         self._file: BinaryIO | None = None
 
-    def append(self, key: str, full: torch.Tensor, fmt: BlockFP8 | None) -> None:
-        """Write the next tensor; after the last one the file is there."""
+    def append(self, form: FileForm, group: dict[str, torch.Tensor], fmt: BlockFP8 | None) -> None:
+        """Write the next group's tensors; after the last one the file is there."""
         if self._file is None:
             self._file = self._unfinished.open("wb")
             self._file.write(self._header())
-        for tensor in _as_written(key, full, fmt):
+        for tensor in _as_written(form, group, fmt):
             self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             self._waiting -= 1
         if self._waiting == 0:

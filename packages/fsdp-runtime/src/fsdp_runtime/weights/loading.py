@@ -17,6 +17,7 @@ from ..safetensors_fp8 import SCALES, tile_in
 from .agreement import agree
 from .boxes import Ints, pieces_of, runs_of
 from .checksums import sum_of
+from .conversions import rules_of
 from .files import Checkpoint, Stored
 from .rules import Piece, Rule, pieces_for
 from .targets import Target, give_memory, targets_of, views_of
@@ -66,7 +67,8 @@ def load_safetensors(
     Args:
         model: on every rank with the same names.
         path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
-        rules: what has another name or form in the files: `Rename`, `Fused`, `Split`; the first that fits counts.
+        rules: what has another name or form in the files: `Rename`, `Fused`, `Split`; the first that fits counts. After
+            them come those of transformers 5 for its own models.
         strict: raise where names are missing or unexpected. False: leave them; parameters on meta must all be there.
         checksum: sum up what is read; one more all-gather of small objects, and a pass over the bytes.
         progress: show a bar on the first rank, of what it reads; needs rich.
@@ -127,13 +129,14 @@ def _plan(model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], stric
     shapes: dict[str, Ints] = {
         name: tuple(target.tensor.shape) for target in targets for name in (target.name, *target.also)
     }
+    own = rules_of(model, shapes, stored)
     plan, used, missing = _Plan(), set[str](), []
     for target in targets:
         names = (target.name, *target.also)
         found = [
             (name, pieces)
             for name in names
-            if (pieces := pieces_for(name, shapes, stored, rules)) is not None
+            if (pieces := pieces_for(name, shapes, stored, rules, own)) is not None
         ]
         if not found:
             missing.append(target.name)

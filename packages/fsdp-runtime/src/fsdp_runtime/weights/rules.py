@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from ragged_shard import Box
 
@@ -86,7 +87,7 @@ class Fused:
             raise ValueError(f"{name} is made of {len(wanted)} tensors, of which {missing[0]} is missing")
         element, pieces = shape[1:] if stacked else shape, []
         for lead, files in rows:
-            pieces += _one_after_another(name, lead, element, [source[file] for file in files], self.dim)
+            pieces += one_after_another(name, lead, element, [source[file] for file in files], self.dim)
         return pieces
 
 
@@ -164,23 +165,31 @@ MIXTRAL_EXPERTS: tuple[Rule, ...] = (
 )
 
 
-def pieces_for(name: str, shapes: Shapes, source: Source, rules: Sequence[Rule]) -> list[Piece] | None:
+class _Finds(Protocol):
+    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None: ...
+
+
+def pieces_for(
+    name: str, shapes: Shapes, source: Source, rules: Sequence[Rule], own: Mapping[str, _Finds]
+) -> list[Piece] | None:
     """What fills a tensor of the model: by the first rule whose tensors are there, else under its own name.
+
+    `own` are rules of the model by its tensors' names, after `rules`.
 
     None: nothing does.
 
     Raises:
         ValueError: some of what a rule names is missing, or a shape is wrong; by name.
     """
-    for rule in rules:
+    for rule in (*rules, *([own[name]] if name in own else [])):
         found = rule.find(name, shapes, source)
         if found is not None:
             return found
     stored = source.get(name)
-    return None if stored is None else _one_after_another(name, (), shapes[name], [stored], 0)
+    return None if stored is None else one_after_another(name, (), shapes[name], [stored], 0)
 
 
-def _one_after_another(name: str, lead: Ints, shape: Ints, parts: list[Stored], dim: int) -> list[Piece]:
+def one_after_another(name: str, lead: Ints, shape: Ints, parts: list[Stored], dim: int) -> list[Piece]:
     """Pieces that fill the element `lead` of a model's tensor (all of it where that is empty)."""
     if len(parts) == 1:
         if parts[0].shape != shape:

@@ -1,0 +1,189 @@
+"""Names and forms that tensors of a transformers model have in files, where they differ from the model's.
+
+transformers 5 keeps the rules with each type of model; `from_pretrained` and `save_pretrained` follow them, and so do
+`load_safetensors` and `save_safetensors`. Other models, and transformers before 5, have none.
+"""
+
+import copy
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from .boxes import Ints
+from .rules import Piece, Rule, Shapes, Source, Split, one_after_another
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the model that tensors of the file make up: one row of them, or a row for each element of a stack.
+
+    Args:
+        rows: names in the file.
+        stacked: whether rows are stacked.
+        dim: along which those of a row follow one another; of the file's tensors.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+    dim: int = 0
+
+    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece]:
+        """As `Fused.find`."""
+        shape = shapes[name]
+        if self.stacked and len(self.rows) != shape[0]:
+            raise ValueError(f"{name} is a stack of {shape[0]}, of which {len(self.rows)} are there")
+        pieces: list[Piece] = []
+        for index, files in enumerate(self.rows):
+            lead: Ints = (index,) if self.stacked else ()
+            element = shape[len(lead) :]
+            pieces += one_after_another(name, lead, element, [source[file] for file in files], self.dim)
+        return pieces
+
+
+def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Rule | Made]:
+    """The model's own rules for the tensors of a file, by the name of the model's tensor.
+
+    Raises:
+        ValueError: a rule that cannot be followed by reading ranges; by name.
+    """
+    library, twin = _library(), _plain_twin(model)
+    if library is None or twin is None:
+        return {}
+    transforms = library.mapping.get_model_conversion_mapping(twin)
+    if not transforms:
+        return {}
+    renamings, converters = library.divided(transforms)
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    rules: dict[str, Rule | Made] = {}
+    converted: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for file in sorted(files, key=library.loading.dot_natural_key):
+        name, pattern = library.loading.rename_source_key(file, renamings, converters)
+        if pattern is not None:
+            _, sources = converted.setdefault(name, (by_pattern[pattern], {}))
+            sources.setdefault(pattern, []).append(file)
+        elif name in shapes and name != file:
+            rules[name] = Made(((file,),))
+    for name, (converter, sources) in converted.items():
+        lists = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
+        rules.update(_rules_of(name, converter, lists, library.loading))
+    return rules
+
+
+def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -> dict[str, Rule | Made]:
+    """The rules that one converter stands for; `lists`: of names in the file, one for each of its patterns."""
+    merge, concatenate, chunk = loading.MergeModulelist, loading.Concatenate, loading.Chunk
+    stack = len({len(files) for files in lists}) == 1
+    match converter.operations:
+        case [merge(dim=0)] if stack and len(lists) == 1:
+            return {name: Made(tuple((file,) for file in lists[0]), stacked=True)}
+        case [merge(dim=0), concatenate(dim=dim)] if stack and dim > 0:
+            return {name: Made(tuple(zip(*lists, strict=True)), stacked=True, dim=dim - 1)}
+        case [concatenate(dim=dim)]:
+            return {name: Made((tuple(file for files in lists for file in files),), dim=dim)}
+        case [chunk(dim=dim, num_shards_attribute=None)] if len(lists) == len(lists[0]) == 1:
+            first, *others = converter.target_patterns
+            if name.count(first) == 1:
+                models = (name, *(name.replace(first, other) for other in others))
+                return dict.fromkeys(models, Split(lists[0][0], models, dim))
+    operations = [type(operation).__name__ for operation in converter.operations]
+    raise ValueError(
+        f"{name} is made of {[file for files in lists for file in files][:4]} by {operations} of transformers, which "
+        "load_safetensors does not follow; use from_pretrained inside integrations.transformers.sharded_loading"
+    )
+
+
+class FileForm:
+    """The form of a model's tensors in files: of a transformers model as `save_pretrained` writes them.
+
+    Tensors that are converted together are one group; all others are groups of one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._library, self._twin = _library(), _plain_twin(model)
+        transforms: Sequence[Any] = ()
+        if self._library is not None and self._twin is not None:
+            loading, mapping = self._library.loading, self._library.mapping
+            transforms = getattr(model, "_weight_conversions", None) or [
+                one
+                for one in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
+                if not isinstance(one, loading.PrefixChange)
+            ]
+            reverse = [one.reverse_transform() for one in reversed(transforms)]
+            self._renamings, self._converters = self._library.divided(reverse)
+            self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._changes = bool(transforms)
+
+    def groups(self, names: Sequence[str]) -> list[list[str]]:
+        """Names of the model that are converted together, in the order of their first."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            key, pattern = self._converted(name)
+            found.setdefault(name if pattern is None else f"{key} of a converter", []).append(name)
+        return list(found.values())
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One group's tensors under the names, and in the form, of the file. Also on meta."""
+        (first, *_), pattern = tensors, None
+        if self._changes:
+            key, pattern = self._converted(first)
+        if not self._changes or self._library is None or self._twin is None:
+            return dict(tensors)
+        rename = self._library.loading.apply_renamings
+        if pattern is None:
+            return {rename(name, self._renamings): tensor for name, tensor in tensors.items()}
+        converter = copy.deepcopy(self._by_pattern[pattern])
+        for name in sorted(tensors, key=self._library.loading.dot_natural_key):
+            key, pattern = self._converted(name)
+            converter.add_tensor(key, name, pattern, tensors[name])
+        made = converter.convert(key, model=self._twin, config=self._twin.config)
+        return {
+            rename(name, self._renamings): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
+        }
+
+    def _converted(self, name: str) -> tuple[str, str | None]:
+        if not self._changes or self._library is None:
+            return name, None
+        key, pattern = self._library.loading.apply_converters(name, self._converters)
+        return key, pattern
+
+
+@dataclass(frozen=True)
+class _Library:
+    loading: Any  # transformers.core_model_loading
+    mapping: Any  # transformers.conversion_mapping
+
+    def divided(self, transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Renamings, and converters of values."""
+        found = list(transforms)
+        kinds = (self.loading.WeightRenaming, self.loading.WeightConverter)
+        renamings, converters = ([one for one in found if isinstance(one, kind)] for kind in kinds)
+        return renamings, converters
+
+
+def _library() -> _Library | None:
+    """transformers, if the program uses it and it has rules."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:  # before 5
+        return None
+    return _Library(core_model_loading, conversion_mapping)
+
+
+def _plain_twin(model: nn.Module) -> Any:
+    """The model in the class that transformers knows, on meta where it is sharded; None of other libraries' models."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
+        return None
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
+    original: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return original(copy.deepcopy(model.config))
