@@ -201,8 +201,8 @@ class Param:
                 ends = piece.first, piece.first + piece.width
                 if not all(grid.are_cuts(end, piece.stride, piece.rows) for end in ends):
                     raise ValueError(
-                        f"{self.name}: its placements {self.placements} cut {block!r}, which {optimizer} needs whole on "
-                        f"a rank; pass block_policy={optimizer}.block_policy() to fully_shard"
+                        f"{self.name}: its placements {self.placements} cut {block!r}, which {optimizer} needs whole "
+                        f"on a rank; pass block_policy={optimizer}.block_policy() to fully_shard"
                     )
 
     def check_row_major(self) -> None:
