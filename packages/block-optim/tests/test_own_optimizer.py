@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from readme_examples import run_examples
 from runs import Run, same, tensors
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo, local_of
 from layout_planner import Elements, Rows, Whole
@@ -147,3 +150,102 @@ def test_a_parameter_shows_its_local_memory_and_makes_states_like_itself():
     assert local_of(state) is state
     assert state.dtype == torch.float64
     assert state.shape == (3, 2)
+
+
+MATRICES = ((6, 4), (4, 6), (3, 5))
+
+
+def adafactor(layout, cuts=0):
+    return Run(run_examples("Write your own")["Adafactor"], layout, shapes=MATRICES, cuts=cuts)
+
+
+def saved(run, folder):
+    weights = {name: p.detach() for name, p in run.module.named_parameters()}
+    state = {"model": weights, "optimizer": get_optimizer_state_dict(run.module, run.optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def owners_states_go_round(folder):
+    saved(adafactor("planned").steps(0, 3), folder)
+
+
+def loaded(folder, expected):
+    run = adafactor("planned", cuts=1).steps(50, 51)
+    weights = {name: p.detach() for name, p in run.module.named_parameters()}
+    state = {"model": weights, "optimizer": get_optimizer_state_dict(run.module, run.optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(run.module, run.optimizer, state["optimizer"])
+    same(run.steps(3, 5).result(), expected)
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (3, 2), (2, 3)])
+def test_states_of_other_shapes_lie_on_the_owner_and_load_at_any_world_size(ranks, tmp_path):
+    expected = adafactor("plain").steps(0, 5).result()
+    run_ranks(ranks[0], owners_states_go_round, str(tmp_path))
+    run_ranks(ranks[1], loaded, str(tmp_path), expected)
+
+
+def cut_blocks_and_plain_states():
+    kind = run_examples("Write your own")["Adafactor"]
+    with pytest.raises(ValueError, match=r"cut Whole\(\), which Adafactor needs whole .*block_policy"):
+        adafactor("shard")
+
+    class PlainAtFirst(kind):
+        requires_blocks = False
+
+        def init_states(self, group, params):
+            for p in params:
+                self.state[p.tensor] = {"row": torch.zeros(p.shape[0])}
+
+    class PlainInStep(kind):
+        def init_states(self, group, params):
+            for p in params:
+                self.state[p.tensor] = {}
+
+        def update(self, active):
+            for p, _ in active:
+                self.state[p.tensor].setdefault("row", torch.zeros(p.shape[0]))
+
+    with pytest.raises(ValueError, match=r"p0: state 'row' is a plain tensor of shape \(6,\).*p\.zeros"):
+        Run(PlainAtFirst, "shard", shapes=MATRICES)
+    run = Run(PlainInStep, "planned", shapes=MATRICES)
+    run.step(0)
+    with pytest.raises(ValueError, match=r"p0: state 'row' is a plain tensor"):
+        run.step(1)
+
+    class NotWhole(kind):
+        requires_blocks = False
+
+    with pytest.raises(ValueError, match=r"p0: a state of shape .* no rank holds the whole parameter"):
+        Run(NotWhole, "shard", shapes=MATRICES)
+
+
+def test_cut_blocks_and_plain_states_of_cut_parameters_are_refused():
+    run_ranks(2, cut_blocks_and_plain_states)
+
+
+def rows_as_the_parameter():
+    class Rowwise(BlockOptimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        def init_states(self, group, params):
+            for p in params:
+                self.state[p.tensor] = {
+                    "row": p.zeros(shape=p.shape[:1]),
+                    "wide": p.zeros(shape=(p.shape[0], 2)),
+                }
+
+    for layout in ("rows", "shard", "replicate"):
+        run = Run(Rowwise, layout, shapes=MATRICES)
+        for param in run.params:
+            for key, shape in (("row", param.shape[:1]), ("wide", (param.shape[0], 2))):
+                state = run.optimizer.state[param][key]
+                assert state.shape == torch.Size(shape)
+                assert state.placements == param.placements
+                assert local_of(state).shape[0] == local_of(param).shape[0]
+    assert dist.get_world_size() == 3
+
+
+def test_a_state_for_each_row_is_cut_as_the_rows_are():
+    run_ranks(3, rows_as_the_parameter)

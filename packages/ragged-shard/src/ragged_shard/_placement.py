@@ -38,7 +38,7 @@ class _LeadingDim(int):
             "parameter on the meta device: call to_empty(device=...) first"
         )
 
-    __le__ = __eq__  # type: ignore[assignment]
+    __le__ = __eq__
     __hash__ = int.__hash__
 
 
@@ -107,7 +107,7 @@ class RaggedShard(Shard):
         return (self.dims, self.local_units)
 
     @property
-    def dim(self) -> int:
+    def dim(self) -> int:  # type: ignore[override]
         """0, for torch's functions that slice a full tensor: `distribute_tensor` and `set_model_state_dict`.
 
         `distribute_tensor` makes a DTensor with ``Shard(0)`` of it, which modules and optimizers of this project load.
@@ -135,7 +135,7 @@ class RaggedShard(Shard):
         start, stop = self.unit_range(rank)
         return (stop - start) * rows, start * rows
 
-    def _split_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def _split_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise self._refusal("it does not split evenly")
 
     def _refusal(self, reason: str) -> NotImplementedError:

@@ -153,6 +153,9 @@ class AdamW8bit(BlockOptimizer):
                 _check_quantizable(param)
                 scale_layout(param, block)
 
+    def check_blocks(self, params: list[Param]) -> None:
+        """Nothing more: `check_group` has checked those that get 8-bit states."""
+
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Make step counts, moments or codes, and scales."""
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)

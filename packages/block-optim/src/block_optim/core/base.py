@@ -22,7 +22,7 @@ from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.active import Active, Collector
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.options import answer_torch_options, rename, says_nothing
-from block_optim.core.params import Group
+from block_optim.core.params import Group, Param
 from block_optim.core.policy import Policy, Wish, policy_of
 from block_optim.core.precision import take_over, write_back
 from block_optim.core.skip import PendingFlags
@@ -58,7 +58,7 @@ class BlockOptimizer(Stateful):
     Attributes:
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments that hold for all groups, kept as attributes of the same name.
-        requires_blocks: whether the optimizer cannot work where `block_of` is cut.
+        requires_blocks: whether the optimizer cannot work where `block_of` is cut; its constructor then raises.
         aliases: other names of options, as papers and other packages have them: ``{alias: option}``.
 
     `step` communicates nothing where the answer about finite gradients is known (``found_inf``, ``grad_norm``),
@@ -192,6 +192,18 @@ class BlockOptimizer(Stateful):
         if unknown := sorted(set(found) - set(known)):
             raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
         return found
+
+    def _train(self, params: list[Param]) -> None:
+        if self.requires_blocks:
+            self.check_blocks(params)
+        super()._train(params)
+
+    def check_blocks(self, params: list[Param]) -> None:
+        """Raise ValueError where `block_of` is cut, of an optimizer that `requires_blocks`."""
+        for param in params:
+            block = self.block_of(param.name, param.tensor, {**self.defaults, **param.group})
+            if block is not None and param.numel:
+                param.check_whole(block, type(self).__name__)
 
     # ---------------------------------------------------------------- step
 

@@ -37,9 +37,11 @@ class Seen:
 
     Attributes:
         states: the state of each parameter that has one, as `init_states` made it.
+        has_more: there may be others since, which `update` or the user added.
     """
 
     def __init__(self) -> None:
+        self.has_more = False
         self.states: dict[torch.Tensor, dict[str, Any]] = {}
         self._groups: list[Group] = []
         self._options: dict[int, Group] = {}
@@ -99,7 +101,8 @@ class Seen:
         empty: dict[str, Any] = {}
         if not _are([state.get(t, empty).get(key) for t, key in self._kept], self._objects):
             return False
-        self._values = values  # what the user added among them
+        self._values = values  # those that were added among them
+        self.has_more = True
         return True
 
     def check_memory(self, params: Mapping[torch.Tensor, Param]) -> None:

@@ -13,11 +13,19 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement
+from torch.distributed.tensor import Partial, Placement, Shard
 
 from block_optim.core._torch_compat import DISTRIBUTED, local_of, share_layout
-from block_optim.core.holding import Holding, Range, first_element, holding_of, wrap_local
-from ragged_shard import RaggedDTensor
+from block_optim.core.holding import (
+    Holding,
+    Range,
+    cutting_axes,
+    first_element,
+    holding_of,
+    wrap_local,
+)
+from layout_planner import Block, TensorSpec
+from ragged_shard import RaggedDTensor, RaggedShard
 
 Group = dict[str, Any]  # a parameter group: "params" and options, as torch's optimizers have them
 
@@ -138,9 +146,64 @@ class Param:
         ragged = isinstance(self.tensor, RaggedDTensor)
         return wrap_local(local, self.mesh, self.placements, self.shape, ragged)
 
-    def zeros(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A state of zeros of the parameter's global shape and placement, in the dtype of `local` or another."""
-        return self.wrap(torch.zeros_like(self.local, dtype=dtype))
+    def zeros(self, dtype: torch.dtype | None = None, *, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """A state of zeros of the parameter's global shape and placement, in the dtype of `local` or another.
+
+        With a ``shape`` whose leading dimensions are those of the parameter that are cut, such as one number for each
+        row, it is cut as the parameter is. Any other shape belongs to the rank that holds the whole parameter: its
+        local tensor has all elements there, flattened, and none on other ranks.
+
+        Raises:
+            ValueError: another shape, and no rank holds the whole parameter.
+        """
+        if shape is None:
+            return self.wrap(torch.zeros_like(self.local, dtype=dtype))
+        local = self.local
+        options: Any = {"dtype": dtype or local.dtype, "device": local.device}
+        flattened = [len(p.dims) for p in self.placements if isinstance(p, RaggedShard)]
+        depth = max([*flattened, *(p.dim + 1 for p in self.placements if type(p) is Shard)], default=0)
+        if tuple(shape[:depth]) == tuple(self.shape[:depth]) and 0 not in flattened:
+            kept = local.shape[: depth + 1 - sum(flattened or [1])]
+            return wrap_local(
+                torch.zeros((*kept, *shape[depth:]), **options),
+                self.mesh,
+                self.placements,
+                shape,
+                bool(flattened),
+            )
+        holding, numel = self.holding, math.prod(shape)
+        owners = [sum(piece.numel for piece in held) == self.numel for held in holding.held]
+        if not any(owners):
+            raise ValueError(
+                f"{self.name}: a state of shape {tuple(shape)} cannot be cut as the parameter of shape "
+                f"{tuple(self.shape)} is, and no rank holds the whole parameter. Set requires_blocks = True, return "
+                "Whole() from block_of, and pass block_policy() to fully_shard"
+            )
+        lengths = [numel if rank == owners.index(True) else 0 for rank in range(len(owners))]
+        own = torch.zeros(lengths[holding.rank], **options)
+        return holding.state(own, shape, lengths)
+
+    def check_state(self, key: str, value: Any) -> None:
+        """Raise ValueError where a state is plain although ranks hold different elements of the parameter."""
+        plain = isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DISTRIBUTED)
+        if plain and cutting_axes(self.mesh, self.placements):
+            raise ValueError(
+                f"{self.name}: state {key!r} is a plain tensor of shape {tuple(value.shape)}, and the parameter lies "
+                f"as {self.placements}: checkpoints would keep one rank's. Make it in init_states, by "
+                "p.zeros(dtype, shape=...)"
+            )
+
+    def check_whole(self, block: Block, optimizer: str) -> None:
+        """Raise ValueError where some rank's elements begin or end inside a block."""
+        grid = TensorSpec(self.name, tuple(self.shape), block).grid
+        for held in self.holding.held:
+            for piece in held:
+                ends = piece.first, piece.first + piece.width
+                if not all(grid.are_cuts(end, piece.stride, piece.rows) for end in ends):
+                    raise ValueError(
+                        f"{self.name}: its placements {self.placements} cut {block!r}, which {optimizer} needs whole "
+                        f"on a rank; pass block_policy={optimizer}.block_policy() to fully_shard"
+                    )
 
     def check_row_major(self) -> None:
         """Raise ValueError unless the local tensor is contiguous."""

@@ -62,7 +62,8 @@ class Stateful(torch.optim.Optimizer):
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Fill ``self.state[p.tensor]``, a dict, for every `Param`. Called when parameters of a group begin to train.
 
-        Make states of a parameter's shape by ``p.zeros(dtype)``: they lie as it does, and checkpoints reshard them.
+        Make states of a parameter's shape by ``p.zeros(dtype)``: they lie as it does, and checkpoints reshard them; of
+        other shapes by ``p.zeros(dtype, shape=...)``. A plain tensor of one dimension or more is refused.
         """
         raise NotImplementedError
 
@@ -147,6 +148,8 @@ class Stateful(torch.optim.Optimizer):
                     make_masters(members)
                 self.init_states(group, members)
             for p in params:
+                for key, value in self.state[p.tensor].items():
+                    p.check_state(key, value)
                 if p.master is not None:
                     self.state[p.tensor][MASTER] = p.wrap(p.local)
                 if p.tensor in given:
@@ -196,7 +199,13 @@ class Stateful(torch.optim.Optimizer):
             changed = self._seen.changed(group) if self._seen.options(group) is not None else set()
             if changed:
                 self._take_options(group, changed)
-        if not self._seen.is_current(self.param_groups, self.state):
+        current = self._seen.is_current(self.param_groups, self.state)
+        if self._seen.has_more:
+            for tensor, param in self._params.items():
+                for key, value in self.state.get(tensor, {}).items():
+                    param.check_state(key, value)
+            self._seen.has_more = False
+        if not current:
             self._complete()
             state: Any = self.state  # torch's is a defaultdict; a user may have assigned another
             self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._geometry import Box
@@ -62,8 +62,23 @@ def to_local(value: Any, target: Sharding, func: Op) -> Any:
             return local
         if sharding.mesh == target.mesh:
             return local_from_full(local, target, func)
+    if _broadcasts(sharding, target):
+        return local
     raise ValueError(
         f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nredistribute one like the other"
+    )
+
+
+def _broadcasts(sharding: Sharding, target: Sharding) -> bool:
+    """Whether it is the target's, but for dims of size 1 that no rank's share is cut in."""
+    if sharding.axis is None or sharding.placements != target.placements or sharding.mesh != target.mesh:
+        return False
+    cut = max([len(target.ragged.dims), *(p.dim + 1 for p in target.placements if type(p) is Shard)])
+    return (
+        not target.partial
+        and len(sharding.shape) == len(target.shape)
+        and sharding.shape[:cut] == target.shape[:cut]
+        and all(n in (1, size) for n, size in zip(sharding.shape, target.shape, strict=True))
     )
 
 

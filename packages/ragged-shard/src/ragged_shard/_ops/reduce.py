@@ -1,4 +1,4 @@
-"""Rules for ops that reduce over elements: norms, sum, mean, min, max, any, all.
+"""Rules for ops that reduce over elements: norms, sums, products, counts, mean, min, max, any, all.
 
 Over all elements, or over a dim that is cut, each rank reduces what it holds, and one all-reduce for each mesh axis
 that cuts the tensor (8 bytes per tensor for a norm, the size of the result otherwise) combines the ranks' results;
@@ -10,7 +10,7 @@ For min, max and the infinity norm NaNs travel in a second row: not every backen
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import _comm
 from ragged_shard._ops import operands
-from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.fallback import fallback
 from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
@@ -45,7 +45,7 @@ class Reduction:
     linear: bool = False
 
 
-def _dims(dim: Any, ndim: int) -> list[int] | None:
+def dims_of(dim: Any, ndim: int) -> list[int] | None:
     """Dimensions as a sorted list, or None for all of them."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return None
@@ -66,7 +66,7 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
         )
     over = list(range(len(sharding.shape))) if dims is None else dims
     count = math.prod(sharding.shape[d] for d in over)
-    if dims is not None and _uncut(sharding, over):
+    if dims is not None and uncut(sharding, over):
         return _within_rank(tensor, how, over, keepdim, count)
     if dims is None:
         buffer = local_of(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
@@ -89,7 +89,7 @@ def local_of(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return torch.full(shape, how.empty, dtype=how.work, device=x.device)
 
 
-def _uncut(sharding: Sharding, dims: list[int]) -> bool:
+def uncut(sharding: Sharding, dims: list[int]) -> bool:
     cut = {
         p.dim
         for axis, p in enumerate(sharding.placements)
@@ -130,6 +130,8 @@ def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.
         value = how.local(view, dims)
         if how.join is dist.ReduceOp.SUM:
             buffer[place] += value
+        elif how.join is dist.ReduceOp.PRODUCT:
+            buffer[place] *= value
         else:
             joined = torch.maximum if how.join is dist.ReduceOp.MAX else torch.minimum
             buffer[place] = joined(buffer[place], value)
@@ -138,7 +140,7 @@ def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.
 
 def join(buffer: torch.Tensor, how: Reduction, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """All-reduce over these process groups, one after another."""
-    if how.join is dist.ReduceOp.SUM or not buffer.is_floating_point():
+    if how.join in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT) or not buffer.is_floating_point():
         for group in groups:
             buffer = _comm.all_reduce(buffer, how.join, group)
         return buffer
@@ -150,7 +152,7 @@ def join(buffer: torch.Tensor, how: Reduction, groups: Sequence[dist.ProcessGrou
     return torch.where(packed[1] != 0, math.nan, packed[0])
 
 
-def _sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reduction:
+def sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reduction:
     integral = not x.is_floating_point() and not x.is_complex()
     out = dtype or (torch.int64 if integral else x.dtype)
     if mean and not (out.is_floating_point or out.is_complex):
@@ -165,7 +167,7 @@ def _sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reducti
     )
 
 
-def _extreme(x: torch.Tensor, largest: bool) -> Reduction:
+def extreme(x: torch.Tensor, largest: bool) -> Reduction:
     if x.is_floating_point():
         work, empty = x.dtype, -math.inf if largest else math.inf
     else:
@@ -209,6 +211,37 @@ def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: to
     return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 
+def _counted(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
+    return Reduction(
+        lambda v, d: (v != 0).sum(d, keepdim=True), dist.ReduceOp.SUM, torch.int64, 0, lambda t, n: t
+    )
+
+
+def _nansum(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
+    how = sum_like(x, dtype, False)
+    return replace(how, local=lambda v, d: v.nansum(d, keepdim=True, dtype=how.work), linear=False)
+
+
+def _prod(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
+    how = sum_like(x, dtype, False)
+
+    def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        v = v.to(how.work)
+        for d in dims:
+            v = v.prod(d, keepdim=True)
+        return v
+
+    return replace(how, local=local, join=dist.ReduceOp.PRODUCT, empty=1, linear=False)
+
+
+#: Sums and products that are made of a tensor and dtype.
+COUNTED: dict[str, Callable[[torch.Tensor, torch.dtype | None], Reduction]] = {
+    "count_nonzero": _counted,
+    "nansum": _nansum,
+    "prod": _prod,
+}
+
+
 def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, with defaults filled in."""
     bound = {}
@@ -223,8 +256,6 @@ def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 def reduction(op: Op) -> Handler:
     """A reduction over all or some dims."""
     kind = op._schema.name.removeprefix("aten::")
-    if kind in ("max", "min") and len(op._schema.returns) > 1:
-        return lambda func, args, kwargs: _refuse_indices(func, args, kwargs)
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -232,10 +263,12 @@ def reduction(op: Op) -> Handler:
             return fallback(func, args, kwargs)
         given = bound(func, args, kwargs)
         local, shape = tensor._local_tensor, tensor._sharding.shape
-        dims = _dims(given.get("dim"), len(shape))
+        dims = dims_of(given.get("dim"), len(shape))
         keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
         if kind in ("sum", "mean"):
-            how = _sum_like(local, dtype, kind == "mean")
+            how = sum_like(local, dtype, kind == "mean")
+        elif kind in COUNTED:
+            how = COUNTED[kind](local, dtype)
         elif kind in ("any", "all"):
             how = _logical(local, kind == "all")
         elif kind in ("linalg_vector_norm", "norm"):
@@ -246,16 +279,10 @@ def reduction(op: Op) -> Handler:
             how = norm_over(local, 2.0 if order is None else float(order), dtype, wide)
         else:
             _check_not_empty(func, shape, dims)
-            how = _extreme(local, kind in ("max", "amax"))
+            how = extreme(local, kind in ("max", "amax"))
         return reduced(tensor, how, dims, keepdim, func)
 
     return handle
-
-
-def _refuse_indices(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0]._sharding.axis is None:
-        return fallback(func, args, kwargs)
-    raise refusal(func, args[0]._sharding)
 
 
 def _check_not_empty(func: Op, shape: torch.Size, dims: list[int] | None) -> None:

@@ -107,13 +107,22 @@ def query(op: Op) -> Handler:
 
 
 def item(op: Op) -> Handler:
-    """``.item()``: only if every rank has the number."""
+    """``.item()`` of a number that every rank has, or that one rank of the ragged axis holds."""
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if not tensor._sharding.replicate:
-            raise refusal(func, tensor._sharding)
-        return func(tensor._local_tensor)
+        local, sharding = tensor._local_tensor, tensor._sharding
+        if not sharding.replicate:
+            if not sharding.ordinary or sharding.cut_axes != (sharding.axis,):
+                raise refusal(func, sharding)
+            held = local.new_zeros(1)
+            held[: local.numel()] = local
+            # Its bytes, of which other ranks have zeros: any number stays what it is.
+            _comm.all_reduce(
+                held.view(torch.uint8), dist.ReduceOp.SUM, sharding.mesh.get_group(sharding.axis)
+            )
+            local = held
+        return func(local)
 
     return handle
 

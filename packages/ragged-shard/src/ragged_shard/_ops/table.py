@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragged_shard._ops import elementwise, norms, reduce, special, views
+from ragged_shard._ops import elementwise, norms, reduce, special, statistics, views
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._registry import HANDLERS, Handler
 from ragged_shard._tensor import RaggedDTensor
@@ -87,7 +87,21 @@ RULES: dict[str, Rule] = {
         "over everything or some dims: Replicate where a cut dim is reduced, else ragged",
         "one all_reduce per cut mesh axis, of the result's size; nothing if no cut dim is reduced",
         reduce.reduction,
-        "all amax amin any linalg_vector_norm max mean min norm sum",
+        "all amax amin any count_nonzero linalg_vector_norm max mean min nansum norm prod sum",
+    ),
+    "statistic": Rule(
+        "over uncut dims on local tensors; `std`, `var`, `argmax`, `argmin`, `max` and `min` with indices, `aminmax`, "
+        "`logsumexp`, softmax, `histc`, `dot`, `dist`, `mse_loss` over everything or cut dims too",
+        "nothing over uncut dims; else one or two all_reduces per cut mesh axis, of the result's size",
+        statistics.statistic,
+        """_log_softmax _softmax aminmax argmax argmin cummax cummin cumprod cumsum dist dot histc kthvalue logcumsumexp
+        logsumexp max.dim median.dim min.dim mode mse_loss nanmedian.dim sort std std_mean topk var var_mean vdot""",
+    ),
+    "rows": Rule(
+        "rows of a tensor that is cut between rows: views, and a single row lies on its holder",
+        "nothing",
+        views.rows,
+        "select slice split split_with_sizes unbind",
     ),
     "foreach norm": Rule(
         "a Replicate 0-d norm for each tensor",
@@ -127,18 +141,27 @@ RULES: dict[str, Rule] = {
         "index_put",
     ),
     "query": Rule("passed on to the local tensor", "nothing", special.query, "is_pinned record_stream"),
-    "number": Rule("item() of a Replicate tensor", "nothing", special.item, "_local_scalar_dense"),
+    "number": Rule(
+        "item() of a Replicate tensor, or of a number that one rank holds",
+        "nothing; one all_reduce of the number if one rank holds it",
+        special.item,
+        "_local_scalar_dense",
+    ),
 }
 
 
 def _overloads(name: str, takes_out: bool) -> list[Any]:
-    """The functional and in-place overloads of an aten op of this name, with ``out=`` if the rule takes it."""
+    """The functional and in-place overloads of an aten op of this name, with ``out=`` if the rule takes it.
+
+    ``max.dim`` is one overload.
+    """
     found = []
+    name, _, only = name.partition(".")
     for spelling in (name, name + "_"):
         packet = getattr(torch.ops.aten, spelling, None)
         if packet is None:
             continue
-        for overload in packet.overloads():
+        for overload in [only] if only else packet.overloads():
             op = getattr(packet, overload)
             arguments = op._schema.arguments
             if not any("Tensor" in str(argument.type) for argument in arguments):

@@ -3,16 +3,22 @@
     (8, 6) cut along dims (0,)     view (2, 4, 6) -> dims (0, 1)     view (8, 2, 3) -> dims (0,)
                                    view (48,)     -> dims (0,)       view (6, 8)    -> dims (0, 1)
 
-Each rank's storage stays the same; t(), [2:5] and the like would need other cuts and are refused.
+Each rank's storage stays the same; t(), [:, 2:5] and the like would need other cuts and are refused. Rows of a tensor
+that is cut between rows are views of what ranks hold of them:
+
+    (8, 6) cut 3 | 5      [2:5] -> cut 1 | 2 rows     [4] -> (6,), all of it on rank 1
 """
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.overrides import enable_reentrant_dispatch
 
 from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.reduce import bound
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
@@ -31,7 +37,9 @@ def view(op: Op) -> Handler:
         shape = _target_shape(func, sharding.shape, args[1:], kwargs)
         after = sharding if shape == sharding.shape else _reshaped(func, sharding, shape)
         assert after.local_shape is not None
-        return RaggedDTensor._wrap(source._local_tensor.view(after.local_shape), after)
+        with enable_reentrant_dispatch():  # so that the view shares the local tensor's version counter
+            local = source._local_tensor.view(after.local_shape)
+        return RaggedDTensor._wrap(local, after)
 
     return handle
 
@@ -46,6 +54,65 @@ def same(op: Op) -> Handler:
         return RaggedDTensor._wrap(source._local_tensor, source._sharding)
 
     return handle
+
+
+def rows(op: Op) -> Handler:
+    """Rows of a tensor that is cut between rows; a single one lies on its holder."""
+    name = op._schema.name.removeprefix("aten::")
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        sharding: Sharding = source._sharding
+        if sharding.axis is None:
+            return fallback(func, args, kwargs)
+        given = bound(func, args, kwargs)
+        others = [p for axis, p in enumerate(sharding.placements) if axis != sharding.axis]
+        plain = type(sharding.ragged) is RaggedShard and sharding.ragged.dims == (0,)
+        along = given["dim"] in (0, -len(sharding.shape))
+        if not (plain and along and all(type(p) is Replicate for p in others)):
+            raise refusal(func, sharding)
+        count = sharding.shape[0]
+        if name == "select":
+            if not -count <= given["index"] < count:
+                raise IndexError(f"{func}: index {given['index']} is out of bounds for {count} rows")
+            return _run(func, source, given["index"] % count, None)
+        if name == "unbind":
+            return [_run(func, source, index, None) for index in range(count)]
+        if name == "slice":
+            start, stop, step = slice(given["start"], given["end"], given["step"]).indices(count)
+            if step != 1:
+                raise refusal(func, sharding)
+            return _run(func, source, start, stop)
+        sizes = given.get("split_sizes") or [given["split_size"]] * -(-count // given["split_size"])
+        stops = list(accumulate(sizes))
+        return [
+            _run(func, source, stop - size, min(stop, count)) for size, stop in zip(sizes, stops, strict=True)
+        ]
+
+    return handle
+
+
+def _run(func: Op, source: RaggedDTensor, start: int, stop: int | None) -> RaggedDTensor:
+    """Rows [start, stop); without stop one, whose dimension is dropped."""
+    sharding = source._sharding
+    assert sharding.axis is not None
+    placement, rest = sharding.ragged, tuple(sharding.shape[1:])
+    size = sharding.shape[0] // placement.total_units
+    end = start + 1 if stop is None else stop
+    ranges = [placement.unit_range(rank) for rank in range(len(placement.local_units))]
+    counts = [max(0, min(end, high * size) - max(start, low * size)) for low, high in ranges]
+    if not any(counts):
+        raise refusal(func, sharding)
+    own = sharding.coordinate[sharding.axis]
+    first = max(start - ranges[own][0] * size, 0) if counts[own] else 0
+    dims, shape = ((0,), (end - start, *rest)) if stop is not None else ((0,) if rest else (), rest)
+    after = list(sharding.placements)
+    after[sharding.axis] = RaggedShard(dims, counts)
+    target = sharding_of(sharding.mesh, after, torch.Size(shape))
+    assert target.local_shape is not None
+    with enable_reentrant_dispatch():
+        local = source._local_tensor.narrow(0, first, counts[own]).view(target.local_shape)
+    return RaggedDTensor._wrap(local, target)
 
 
 def _target_shape(func: Op, shape: torch.Size, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:

@@ -1,0 +1,191 @@
+"""Rules for statistics: each is a few reductions, or one op of what a rank holds, and never a gather.
+
+over dims that are not cut     the op itself, on local tensors          argmax(1), sort(1), softmax(1), std(1)
+over cut dims, or everything   composed of reductions: `COMPOSED`       std(), argmax(), histc(), logsumexp(0)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+from ragged_shard import _comm
+from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.operands import local_from_full
+from ragged_shard._ops.reduce import HALVES, bound, dims_of, extreme, reduced, sum_like, uncut
+from ragged_shard._registry import Handler
+from ragged_shard._sharding import Sharding, sharding_of
+from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import Op
+
+_wrap = RaggedDTensor._wrap
+_LAST = torch.iinfo(torch.int64).max
+_MEAN, _SUM = 1, 2  # how losses are reduced
+
+
+def _require_linear(func: Op, sharding: Sharding) -> None:
+    if sharding.partial:
+        raise NotImplementedError(
+            f"{func} on a tensor with a pending reduction ({sharding}): it is not linear; redistribute Partial to "
+            "Replicate first"
+        )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor in another dtype; anything else unchanged."""
+    if isinstance(value, RaggedDTensor):
+        return _wrap(value._local_tensor.to(dtype), value._sharding)
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _within(func: Op, given: dict[str, Any], tensor: RaggedDTensor, dims: list[int]) -> Any:
+    """The op over dims that no rank's share is cut in: on local tensors; placements stay."""
+    sharding = tensor._sharding
+    shift = len(sharding.ragged.dims) - 1
+    listed = isinstance(given["dim"], (list, tuple))
+    local_dims = [d - shift for d in dims]
+    on_local = {**given, "self": tensor._local_tensor, "dim": local_dims if listed else local_dims[0]}
+    on_meta = {**given, "self": torch.empty(sharding.shape, dtype=tensor.dtype, device="meta")}
+    metas = func(**on_meta)
+    single = isinstance(metas, torch.Tensor)
+    metas = (metas,) if single else metas
+    after = [sharding_of(sharding.mesh, sharding.placements, meta.shape) for meta in metas]
+    if tensor._local_tensor.numel():
+        results = func(**on_local)
+        results = (results,) if single else results
+    else:
+        results = [
+            torch.empty(s.local_shape or (), dtype=m.dtype, device=tensor.device)
+            for s, m in zip(after, metas, strict=True)
+        ]
+    wrapped = tuple([_wrap(r.contiguous(), s) for r, s in zip(results, after, strict=True)])
+    return wrapped[0] if single else wrapped
+
+
+def statistic(op: Op) -> Handler:
+    """Over uncut dims the op itself; else what `COMPOSED` says, and a refusal where it says nothing."""
+    name = op._schema.name.removeprefix("aten::")
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, given = args[0], bound(func, args, kwargs)
+        if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
+            return fallback(func, args, kwargs)
+        sharding = tensor._sharding
+        _require_linear(func, sharding)
+        dims = dims_of(given.get("dim"), len(sharding.shape))
+        alone = sharding.cut_axes in ((), (sharding.axis,)) and "other" not in given and "target" not in given
+        if dims is not None and alone and uncut(sharding, dims):
+            return _within(func, given, tensor, dims)
+        composed = COMPOSED.get(name)
+        if composed is None or tensor.is_complex():
+            raise refusal(func, sharding)
+        if tensor.dtype in HALVES and name in IN_FP32:
+            wide = {key: _cast(value, torch.float32) for key, value in given.items()}
+            return _cast(composed(func, wide["self"], dims, wide), tensor.dtype)
+        return composed(func, tensor, dims, given)
+
+    return handle
+
+
+def _deviation(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+    """var, std and their pairs with the mean: the mean first, then the mean of squared deviations, in fp64."""
+    name, keepdim = func._schema.name.removeprefix("aten::"), bool(given.get("keepdim"))
+    if not x.is_floating_point():
+        raise refusal(func, x._sharding)
+    correction = given.get("correction", given.get("unbiased"))
+    over = range(x.ndim) if dims is None else dims
+    count = math.prod(x.shape[d] for d in over)
+    left = max(count - (1 if correction is None else float(correction)), 0)
+    wide = x._local_tensor.double()
+    mean = reduced(_wrap(wide, x._sharding), sum_like(wide, None, True), dims, True, func)
+    apart = wide - local_from_full(mean._local_tensor, x._sharding, func)
+    squares = _wrap(apart.square_(), x._sharding)
+    total = reduced(squares, sum_like(wide, None, False), dims, keepdim, func)
+    value = total / left if left else total * math.inf  # 0 * inf is NaN, as torch has it
+    value = _cast(value.sqrt() if name.startswith("std") else value, x.dtype)
+    return (value, _cast(mean.view(value.shape), x.dtype)) if name.endswith("_mean") else value
+
+
+def _extremes(largest: bool) -> Callable[..., Any]:
+    """Values and indices of the largest or smallest: the extreme first, then the first index that has it."""
+
+    def values_and_indices(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+        local, sharding, keepdim = x._local_tensor, x._sharding, bool(given.get("keepdim"))
+        if not x.numel() or sharding.cut_axes not in ((), (sharding.axis,)):
+            raise refusal(func, sharding)
+        values = reduced(x, extreme(local, largest), dims, True, func)
+        mine = local_from_full(values._local_tensor, sharding, func)
+        if dims is None:
+            start = sharding.region.start * math.prod(local.shape[1:])
+            index = torch.arange(start, start + local.numel(), device=local.device).view(local.shape)
+        else:
+            shape = [-1 if d == dims[0] else 1 for d in range(x.ndim)]
+            ordinals = torch.arange(x.shape[dims[0]], device=local.device).view(shape)
+            index = local_from_full(ordinals, sharding, func)
+        same = (local == mine) | ((local != local) & (mine != mine))
+        first = _wrap(torch.where(same, index, _LAST), sharding)
+        indices = reduced(first, extreme(index, False), dims, keepdim, func)
+        return (values.view(indices.shape), indices) if len(func._schema.returns) > 1 else indices
+
+    return values_and_indices
+
+
+def _histogram(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
+    """histc: each rank counts what it holds, between bounds that are the same on all ranks."""
+    sharding, low, high = x._sharding, float(given["min"]), float(given["max"])
+    if low == high == 0 and x.numel():
+        low, high = x.amin().item(), x.amax().item()
+    if low == high:
+        low, high = low - 1, high + 1
+    counts = torch.histc(x._local_tensor, given["bins"], low, high)
+    for axis in sharding.cut_axes:
+        counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, sharding.mesh.get_group(axis))
+    return _wrap(counts, sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, counts.shape))
+
+
+def _logsumexp(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+    top = x.amax(dims or (), keepdim=True)
+    top = torch.where(top.isinf(), 0.0, top)
+    total = (x - top).exp().sum(dims, keepdim=bool(given["keepdim"])).log()
+    return total + top.view(total.shape)
+
+
+def _softmax(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+    if given["half_to_float"]:
+        raise refusal(func, x._sharding)
+    apart = x - x.amax(dims or (), keepdim=True)
+    total = apart.exp().sum(dims, keepdim=True)
+    return apart.exp() / total if func._schema.name == "aten::_softmax" else apart - total.log()
+
+
+def _mse(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
+    squares = (x - given["target"]).square()
+    return {_MEAN: squares.mean, _SUM: squares.sum}.get(given["reduction"], lambda: squares)()
+
+
+def _product(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
+    return _cast((x * given.get("other", given.get("tensor"))).sum(), x.dtype)
+
+
+#: Of these narrow numbers are worked on in fp32, as torch does it.
+IN_FP32 = ("dist", "dot", "vdot", "mse_loss", "logsumexp", "_softmax", "_log_softmax")
+
+#: name -> call(func, tensor, dims (None: all), arguments by name)
+COMPOSED: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), _deviation),
+    **dict.fromkeys(("argmax", "max"), _extremes(largest=True)),
+    **dict.fromkeys(("argmin", "min"), _extremes(largest=False)),
+    "aminmax": lambda func, x, dims, given: (
+        x.amin(dims or (), given["keepdim"]),
+        x.amax(dims or (), given["keepdim"]),
+    ),
+    "dist": lambda func, x, dims, given: torch.linalg.vector_norm(x - given["other"], float(given["p"])),
+    **dict.fromkeys(("dot", "vdot"), _product),
+    "mse_loss": _mse,
+    "histc": _histogram,
+    "logsumexp": _logsumexp,
+    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
+}
