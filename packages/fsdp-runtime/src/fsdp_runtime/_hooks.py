@@ -71,10 +71,12 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
     unit, passes = member.unit, member.passes
     recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
-    if torch.is_grad_enabled() and not recomputed:
-        _mark_outputs(member, output)
+    if not recomputed:
+        marked = torch.is_grad_enabled() and _mark_outputs(member, output)
         if compat.transforming():
-            output = map_tensors(_marker(member), output)
+            output = map_tensors(_marker(member), output) if torch.is_grad_enabled() else output
+        elif not marked and compat.backward_id() == -1:
+            passes.rest(free=not torch.is_grad_enabled())  # with gradients, a loss may be out of sight
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
@@ -111,8 +113,8 @@ def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor],
     return make
 
 
-def _mark_outputs(member: Member, output: Any) -> None:
-    """Have the unit gathered when the gradient of any output arrives."""
+def _mark_outputs(member: Member, output: Any) -> bool:
+    """Have the unit gathered when the gradient of any output arrives. Returns whether one requires a gradient."""
     hook: Callable[[torch.Tensor], None] | None = None
     unit = member.unit
     for tensor in tensors_in(output):
@@ -127,6 +129,7 @@ def _mark_outputs(member: Member, output: Any) -> None:
         if hook is None:
             hook = _pre_backward(member)
         tensor.register_hook(hook)
+    return hook is not None
 
 
 def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:

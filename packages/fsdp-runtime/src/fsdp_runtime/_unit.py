@@ -31,19 +31,21 @@ class UnitState(enum.Enum):
     SHARDED     each rank holds its slices; modules hold the sharded parameters
     GATHERING   an all-gather is under way; modules hold the sharded parameters
     UNSHARDED   modules hold the unsharded parameters, views of gathered memory
+    PARKED      gathered memory is kept for the next pass; modules hold the sharded parameters
     THINNED     in backward of a unit around others: groups that are done with were freed, the rest is unsharded
 
         SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-                                ^                     |  ^
-                                |                release_early
-                             gather                   v  unshard
-                                '----------------- THINNED --reshard--> SHARDED
+                                ^                 |  ^   |  ^
+                                |            release_early  park
+                             gather               v  |   v  unshard
+                                '------------- THINNED  PARKED --reshard--> SHARDED
     """
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
     THINNED = enum.auto()
+    PARKED = enum.auto()
 
 
 # Units that hold more than their shards; few at a time, however many units there are.
@@ -292,6 +294,10 @@ class Unit:
             return
         if self.closed:
             self.check_open()
+        if self.state is UnitState.PARKED:
+            if not any(group.changed_since_gather() for group in self.groups):
+                return
+            self.reshard()
         if self._handles:  # of an earlier gather, of which not all could start
             self.reshard()
         absent = self.groups
@@ -353,6 +359,12 @@ class Unit:
     def reshard_for_backward(self) -> None:
         """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
         self._leave(keep_slices=True)
+
+    def park(self) -> None:
+        """Put the sharded parameters into the modules and keep the gathered memory."""
+        self.state = UnitState.PARKED
+        for group in self.groups:
+            group.register_sharded()
 
     def _leave(self, *, keep_slices: bool) -> None:
         if self.state is UnitState.SHARDED and not self._handles:
