@@ -138,7 +138,7 @@ class Handle:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            if work is None or is_under_way(work):
+            if work is None or is_under_way(work) or compat.has_succeeded(work):
                 raise  # from a signal handler
             self._fail(f"failed: {error}", quiet=is_quiet(work), cause=error)
             return
