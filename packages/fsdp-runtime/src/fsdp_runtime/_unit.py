@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -278,6 +278,20 @@ class Unit:
     def at_rest(self) -> bool:
         """Whether it holds its shards and nothing more."""
         return self.state is UnitState.SHARDED and not self._shrunk
+
+    @property
+    def freed(self) -> bool:
+        """Whether the memory under the unsharded parameters is gone; on one rank it may be that of the shards."""
+        return self.at_rest and not all(
+            group.buffer is not None and group.buffer.aliased for group in self.groups
+        )
+
+    def shares_memory_with(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these plain tensors is, or is a view of, an unsharded parameter."""
+        own = {p.unsharded.untyped_storage()._cdata for p in self.params if type(p.unsharded) is nn.Parameter}
+        return any(
+            type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
+        )
 
     @property
     def gathered(self) -> bool:
