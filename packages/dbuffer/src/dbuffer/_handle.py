@@ -82,6 +82,9 @@ class Handle:
             order.titles.append(self.title)
             order.number += 1
             self._order, self._number = order, order.number
+            at = len(order.titles) - 1
+            if at >= len(order.expected) or order.expected[at] != self.title:
+                order.leave(self._layer)  # before it starts
         try:
             self._work = start()
             if self._layer.asynchronous:

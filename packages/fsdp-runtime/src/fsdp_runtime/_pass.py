@@ -225,6 +225,15 @@ class Pass:
         for order in self._compared:
             order.compare(self.streams.layer)
 
+    def check_order(self) -> None:
+        """Before values are saved: compare the orders again if the device may not have been done with the last pass."""
+        layer = self.streams.layer
+        orders = [order for order in self._compared if not order.titles] if layer.asynchronous else []
+        if orders:
+            layer.synchronize()
+        for order in orders:
+            order.compare(layer)
+
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
 
