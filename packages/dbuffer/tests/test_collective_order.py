@@ -26,10 +26,18 @@ def ranks_of(count):
     return [CollectiveOrder([10 + rank for rank in range(count)], rank, store) for rank in range(count)]
 
 
+def start(order, titles):
+    """As `Handle.launch` does."""
+    for title in titles:
+        order.titles.append(title)
+        order.number += 1
+        if tuple(order.titles) != order.expected[: len(order.titles)]:
+            order.leave(Layer())
+
+
 def run(order, titles, event=None):
     """Start these collectives and wait for them."""
-    order.titles += titles
-    order.number += len(titles)
+    start(order, titles)
     order.completed = (order.number, event)
 
 
@@ -39,36 +47,44 @@ def pass_of(order, layer, *segments):
         order.compare(layer)
 
 
+def pass_of_all(ranks, layer, *titles):
+    """Each rank's collectives, which all have started when one has completed; each rank's error."""
+    for order, mine in zip(ranks, titles, strict=True):
+        start(order, mine)
+    errors = []
+    for order in ranks:
+        order.completed = (order.number, None)
+        try:
+            order.compare(layer)
+        except RuntimeError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+    return errors
+
+
 def test_an_error_names_the_first_difference_and_the_ranks_of_the_job():
-    one, two = ranks_of(2)
-    layer = Layer()
-    pass_of(one, layer, ["gather a", "gather b"])
-    pass_of(two, layer, ["gather b", "gather a"])
-    with pytest.raises(RuntimeError, match="as number 1 of a pass rank 10 starts gather a, rank 11 gather b"):
-        pass_of(one, layer, ["reduce a"])
-    with pytest.raises(RuntimeError, match="rank 11 starts gather b, rank 10 gather a"):
-        pass_of(two, layer, ["reduce a"])
+    ranks, layer = ranks_of(2), Layer()
+    assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather b", "gather a"]) == ["", ""]
+    one, two = pass_of_all(ranks, layer, ["reduce a"], ["reduce a"])
+    assert "as number 1 of a pass rank 10 starts gather a, rank 11 gather b" in one
+    assert "rank 11 starts gather b, rank 10 gather a" in two
 
 
 def test_a_rank_that_starts_one_less_is_named():
-    one, two = ranks_of(2)
-    layer = Layer()
-    pass_of(one, layer, ["gather a", "gather b"])
-    pass_of(two, layer, ["gather a"])
-    with pytest.raises(RuntimeError, match="as number 2 of a pass rank 10 starts gather b, rank 11 nothing"):
-        pass_of(one, layer, ["reduce a"])
+    ranks, layer = ranks_of(2), Layer()
+    assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a"]) == ["", ""]
+    one, _ = pass_of_all(ranks, layer, ["reduce a"], ["reduce a"])
+    assert "as number 2 of a pass rank 10 starts gather b, rank 11 nothing" in one
 
 
 def test_nothing_is_said_before_a_later_collective_has_completed_on_the_device():
     one, two = ranks_of(2)
     layer = Layer()
-    run(one, ["gather a"], "event 1")
-    one.compare(layer)
-    layer.done = False
-    run(one, ["reduce a"], "event 2")
-    one.compare(layer)  # the device has not got there; rank 11 may be behind
-    run(one, ["gather a"], "event 3")
-    one.compare(layer)
+    layer.done = False  # the device has not got there; rank 11 may be behind
+    for number, title in enumerate(["gather a", "reduce a", "gather a"]):
+        run(one, [title], f"event {number}")
+        one.compare(layer)
     layer.done = True
     with pytest.raises(RuntimeError, match="do not agree"):
         one.compare(layer)
@@ -78,11 +94,13 @@ def test_nothing_is_said_before_a_later_collective_has_completed_on_the_device()
 def test_a_rank_that_is_slow_is_waited_for_without_blocking():
     one, two = ranks_of(2)
     layer = Layer()
+    start(two, ["gather a"])
     run(one, ["gather a"])
     one.compare(layer)
     one.compare(layer)  # nothing was started since
-    run(two, ["gather a"])
+    two.completed = (two.number, None)
     two.compare(layer)
+    start(two, ["reduce a"])
     run(one, ["reduce a"])
     one.compare(layer)
     assert one._scopes[""].agreed == {("gather a",)}
@@ -108,11 +126,9 @@ def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
             order.compare(layer)
     for order in (one, two):
         order.begin("3")
-    pass_of(one, layer, ["gather a", "gather b"])
-    pass_of(two, layer, ["gather b", "gather a"])
-    for order in (one, two):
-        with pytest.raises(RuntimeError, match="as number 1 of a pass"):
-            pass_of(order, layer, ["reduce a"])
+    assert pass_of_all((one, two), layer, ["gather a", "gather b"], ["gather b", "gather a"]) == ["", ""]
+    errors = pass_of_all((one, two), layer, ["reduce a"], ["reduce a"])
+    assert all("as number 1 of a pass" in error for error in errors)
 
 
 def test_a_model_whose_order_is_new_in_each_pass_does_not_fill_the_store(caplog):
@@ -134,6 +150,9 @@ def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
         def set(self, key, value):
             raise RuntimeError("gone")
 
+        def check(self, keys):
+            raise RuntimeError("gone")
+
     order = CollectiveOrder([0, 1], 0, dist.HashStore())
     order._store = Broken()
     pass_of(order, Layer(), ["gather a"], ["reduce a"])
@@ -145,8 +164,7 @@ def test_ranks_that_run_the_same_never_disagree(segments, count):
     ranks, layer = ranks_of(count), Layer()
     for titles in segments:
         for order in ranks:  # all have started it when the first has completed it
-            order.titles += titles
-            order.number += len(titles)
+            start(order, titles)
         for order in ranks:
             order.completed = (order.number, None)
             order.compare(layer)
@@ -166,8 +184,7 @@ def test_a_rank_that_runs_what_no_other_has_run_raises_by_the_next_segment(segme
     for index, titles in enumerate([*segments, ["end"]]):
         for place, order in enumerate(ranks):
             last = index == len(segments) - 1
-            order.titles += other if place == 1 and last else titles
-            order.number += 1
+            start(order, other if place == 1 and last else titles)
         for place, order in enumerate(ranks):
             order.completed = (order.number, None)
             try:
@@ -175,3 +192,45 @@ def test_a_rank_that_runs_what_no_other_has_run_raises_by_the_next_segment(segme
             except RuntimeError:
                 errors.append(place)
     assert 1 in errors
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), min_size=2, max_size=4), min_size=1, max_size=6),
+    st.lists(st.sampled_from("abcd"), min_size=2, max_size=4),
+)
+def test_every_rank_raises_at_the_end_of_the_pass_in_which_one_leaves_all_orders(segments, other):
+    ranks, layer = ranks_of(3), Layer()
+    if any(titles[: len(other)] == other for titles in segments):
+        return
+    for titles in [*segments, segments[-1]]:
+        for order in ranks:
+            start(order, titles)
+        for order in ranks:
+            order.completed = (order.number, None)
+            order.compare(layer)
+    usual = (segments[-1] * 2)[: len(other)] if len(segments[-1]) < len(other) else segments[-1]
+    if tuple(usual) not in ranks[0]._scopes[""].told:
+        return
+    for place, order in enumerate(ranks):
+        start(order, other if place == 1 else usual)
+    for order in ranks:
+        order.completed = (order.number, None)
+        with pytest.raises(RuntimeError, match="do not agree"):
+            order.compare(layer)
+
+
+def test_a_rank_that_is_ahead_in_an_order_that_is_new_to_all_is_no_error():
+    one, two = ranks_of(2)
+    layer = Layer()
+    assert pass_of_all((one, two), layer, ["gather a"], ["gather a"]) == ["", ""]
+    start(one, ["gather a"])
+    start(two, ["gather a"])
+    two.completed = (two.number, None)
+    two.compare(layer)
+    start(two, ["gather b"])  # its next pass
+    one.completed = (one.number, None)
+    one.compare(layer)
+    start(one, ["gather b"])
+    for order in (one, two):
+        order.completed = (order.number, None)
+        order.compare(layer)

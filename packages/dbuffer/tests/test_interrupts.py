@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, peers_of, swap
 
 import dbuffer
+from dbuffer._handle import HandleState
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
 from dbuffer.transport.digest import digest
@@ -26,11 +27,12 @@ PACKAGE = os.path.dirname(dbuffer.__file__)
 
 
 @contextlib.contextmanager
-def interrupted_at(number, without=()):
+def interrupted_at(number, without=(), error=Interrupted):
     """Raise at so many bytecodes of this package from here on, in this thread; yields what was counted.
 
     Args:
         without: names of files whose bytecodes do not count.
+        error: what is raised.
     """
     counted = [0]
 
@@ -43,7 +45,7 @@ def interrupted_at(number, without=()):
             counted[0] += 1
             if counted[0] == number:
                 sys.settrace(None)
-                raise Interrupted
+                raise error
         return trace
 
     sys.settrace(trace)
@@ -226,6 +228,44 @@ def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(transp
     """As torch's DataLoader raises one where a worker dies."""
     found = run_ranks(2, a_wait_is_interrupted, transport, RuntimeError("from the handler"))
     assert found == [True, True]
+
+
+def waits_for_completed_exchanges_are_interrupted(transport):
+    """Rank 0's wait, when the exchange has completed: by a handler's RuntimeError at each bytecode in turn."""
+    buffer = build_large(transport=transport)
+    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    said = []
+    for number in range(1, 250):
+        buffer.materialize()
+        buffer.zero_("full")
+        handle = buffer.all_gather()
+        if dist.get_rank() == 0:
+            while transport != "sends" and not handle.completed:  # gloo's receives complete in a wait only
+                time.sleep(1e-4)
+            from_handler = RuntimeError("from the handler")
+            try:
+                with interrupted_at(number, error=from_handler):
+                    handle.wait()
+            except RuntimeError as error:
+                if error is not from_handler:
+                    said.append(f"at {number}: {error}")
+        try:
+            handle.wait()
+            assert bool((buffer.views["w"] == 3).all()), f"at {number}"
+        except RuntimeError as error:
+            if "interrupted while" not in str(error):
+                said.append(f"at {number}, then: {error}")
+        assert not buffer.busy, f"at {number}"
+        if dist.get_rank() == 0 and handle.state is not HandleState.COMPLETED:
+            buffer = again(buffer)
+            buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    return said
+
+
+@pytest.mark.parametrize("transport", ["sends", "peer_memory", "collectives"])
+def test_a_handlers_error_when_an_exchange_completes_is_not_taken_for_its_failure(transport):
+    said = run_ranks(2, waits_for_completed_exchanges_are_interrupted, transport)
+    assert said == [[], []]
 
 
 def interrupt_at_failure(frame, event, _):

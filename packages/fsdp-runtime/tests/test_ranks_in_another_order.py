@@ -5,10 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_runtime import fully_shard
+from fsdp_runtime._model import member_of
 from ragged_shard.testing import run_ranks
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)
@@ -83,21 +85,27 @@ def test_another_order_without_gradients_is_an_error_on_every_rank_in_the_second
     assert all("do not agree on the order" in message for message in run_ranks(2, without_gradients))
 
 
-def later():
-    """Rank 1 leaves the order in the second step. Each rank's error in the third forward."""
+def last_pass(evaluates):
+    """Rank 1 leaves the order in the last pass before a save, or in an evaluation. Each rank's error in it."""
     net = sharded()
-    net(torch.ones(2, 8)).backward()
+    net.set_prefetch_depth(0)  # else blocks are gathered in the usual order, and nothing is wrong
+    for _ in range(2):
+        net(torch.ones(2, 8)).backward()
+        with torch.no_grad():
+            net(torch.ones(2, 8))
     if dist.get_rank() == 1:
         net.order = OTHER
-    net(torch.ones(2, 8)).backward()
-    return error_of(lambda: net(torch.ones(2, 8)))
+    with torch.set_grad_enabled(not evaluates):
+        return error_of(lambda: net(torch.ones(2, 8)) if evaluates else net(torch.ones(2, 8)).backward())
 
 
-def test_a_rank_that_leaves_the_order_later_raises_in_the_next_forward():
-    usual, other = run_ranks(2, later)
-    assert usual == ""
-    assert "rank 1 starts all_gather of blocks.2, all_gather of blocks.1" in other
-    assert "not all of ranks [0, 1] do so" in other
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_every_rank_raises_in_the_pass_in_which_one_leaves_the_order(ranks, evaluates):
+    usual, other, *rest = run_ranks(ranks, last_pass, evaluates)
+    assert f"rank 1 starts all_gather of blocks.1, and not all of ranks {[*range(ranks)]} do so" in other
+    assert "rank 0 starts all_gather of blocks.0, rank 1 all_gather of blocks.1" in usual
+    assert all("do not agree on the order" in message for message in rest)
 
 
 def changes_everywhere():
@@ -150,3 +158,23 @@ def collectives_of_first_steps():
 def test_an_order_that_all_ranks_have_is_told_once():
     _, second, *rest = run_ranks(2, collectives_of_first_steps)[0]
     assert set(rest) == {second}
+
+
+class Differs:
+    """An order that differs once the device is done."""
+
+    titles: tuple[str, ...] = ()
+
+    def compare(self, layer):
+        raise RuntimeError("do not agree")
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_on_an_accelerator_orders_are_compared_before_a_state_dict_is_made():
+    with device():
+        model = shard(seeded())
+        loss_of(model, tokens()).backward()
+        model.state_dict()
+        member_of(model).passes._compared.append(Differs())
+        with pytest.raises(RuntimeError, match="do not agree"):
+            model.state_dict()

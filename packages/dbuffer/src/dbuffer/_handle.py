@@ -82,6 +82,9 @@ class Handle:
             order.titles.append(self.title)
             order.number += 1
             self._order, self._number = order, order.number
+            at = len(order.titles) - 1
+            if at >= len(order.expected) or order.expected[at] != self.title:
+                order.leave(self._layer)  # before it starts
         try:
             self._work = start()
             if self._layer.asynchronous:
@@ -138,7 +141,7 @@ class Handle:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            if work is None or is_under_way(work):
+            if work is None or is_under_way(work) or compat.has_succeeded(work):
                 raise  # from a signal handler
             self._fail(f"failed: {error}", quiet=is_quiet(work), cause=error)
             return

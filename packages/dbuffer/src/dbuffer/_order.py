@@ -8,8 +8,12 @@ titles --compare--> told --every rank told it--> agreed
                       |--every rank told one since, and not all this one--> RuntimeError
                       '--a collective started later has completed, and not every rank told it--> RuntimeError
 
-That collective has completed on this rank, so every rank has started it, and has told its order before. The first kind
-is seen sooner, but not where the other ranks go on in an order that was agreed before.
+That collective has completed on this rank, so every rank has started it, and has told its order before.
+
+A rank that leaves the orders it has told says so before it starts the first other collective. When that has completed,
+every rank has started its counterpart, and has said so if it left too. So at the end of the same pass the ranks that
+left see that not all did, and the others that one did: all raise. A pass in which ranks run different orders is not
+seen if each of these was agreed before.
 """
 
 import hashlib
@@ -32,6 +36,10 @@ from . import _torch_compat as compat
 _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
 _NOTHING = "nothing"
+_END = (
+    "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all ranks, "
+    "and go on from the last checkpoint"
+)
 _MOST = 256  # orders of a model that are told; the store keeps them all
 
 
@@ -60,6 +68,10 @@ class _Scope:
 
     told: dict[tuple[str, ...], int] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
+    following: dict[tuple[str, ...], tuple[str, ...]] = field(
+        default_factory=dict
+    )  # what came after each, last time
+    left: int = 0  # how often this rank has left all of them
 
 
 class CollectiveOrder:
@@ -74,6 +86,7 @@ class CollectiveOrder:
         titles: what was started since the last `compare`. Appended to by each launch.
         number: how many have been started.
         completed: the number of the last that this rank waited for, and the device's event at the end of the wait.
+        expected: an order that was told and that `titles` begin like, as far as known; else `leave` is called.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store) -> None:
@@ -86,6 +99,11 @@ class CollectiveOrder:
         self._scope = ""
         self._waiting: list[_Told] = []
         self._discards = 0  # of all ranks, as far as known
+        self.expected: tuple[str, ...] = ()
+        self._before: tuple[str, ...] = ()  # the order that was compared last
+        self._left_at = (
+            0  # the number of the collective with which this rank left all orders, in this sequence
+        )
 
     def begin(self, scope: str) -> None:
         """Forget what was started since the last `compare`, and tell what follows under a name that all ranks give it.
@@ -93,17 +111,17 @@ class CollectiveOrder:
         An order that the ranks have agreed on under one name is told again under another. What another name still waits
         for is looked at when it recurs: the model it belongs to may have failed.
         """
-        self.titles = []
         self._waiting = [one for one in self._waiting if one.scope == scope]
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
+        self._begin_sequence(())
 
     def compare(self, layer: DeviceLayer, patience: float = 0.0) -> None:
         """End a sequence of collectives that every rank starts in one order, and check this and earlier ones.
 
         Every rank calls this at the same points of its program. A sequence that is new takes five requests of the
         process group's store (some hundred bytes, and the titles compressed), more while this waits, and one at each
-        further call until all ranks are known to have it; any other takes none. Nothing while a graph is captured, and
+        further call until all ranks are known to have it; any other takes one. Nothing while a graph is captured, and
         for new ones after 256: a model that draws its layers anew in each pass would fill the store.
 
         Args:
@@ -114,21 +132,24 @@ class CollectiveOrder:
         Raises:
             RuntimeError: another rank started other collectives, or the same in another order.
         """
-        started, self.titles = tuple(self.titles), []
+        started, left_at = tuple(self.titles), self._left_at
         scope = self._scopes[self._scope]
+        if started:
+            scope.following[self._before] = started
+        self._begin_sequence(started or self._before)
         new = started and started not in scope.agreed and (len(scope.told) < _MOST or started in scope.told)
-        if not (new or self._waiting) or self._store is None:
-            return
-        if layer.capturing:
+        if self._store is None or layer.capturing:
             return
         difference = ""
         try:
+            difference = self._check_left(self._store, layer, started, left_at)
             latest = None
-            if new:
+            if new and not difference:
                 told = self._tell(self._store, started)
                 if patience > 0 and self._others_told(self._store, told, patience):
                     latest = told
-            difference = self._check(self._store, layer, latest)
+            if self._waiting and not difference:
+                difference = self._check(self._store, layer, latest)
         except RuntimeError as error:
             self._give_up(error)
         if difference:
@@ -136,13 +157,81 @@ class CollectiveOrder:
 
     def discard(self) -> None:
         """Forget what was started since the last `compare`: a pass ended early here, and perhaps not on other ranks."""
-        self.titles = []
+        self._begin_sequence(())
         self._waiting = []
         if self._store is not None:
             try:
                 self._discards = self._store.add("discards", 1)
             except RuntimeError as error:
                 self._give_up(error)
+
+    def _begin_sequence(self, before: tuple[str, ...]) -> None:
+        self.titles, self._left_at, self._before = [], 0, before
+        self.expected = self._scopes[self._scope].following.get(before, ())
+
+    def leave(self, layer: DeviceLayer) -> None:
+        """The collective that was noted last, and has not started, is not the expected one: go by another order.
+
+        Where none that was told begins so, tells the other ranks, with two requests of the store.
+        """
+        scope, begun = self._scopes[self._scope], tuple(self.titles)
+        if self._left_at or layer.capturing or self._store is None:
+            return
+        for told in scope.told:
+            if told[: len(begun)] == begun:
+                self.expected = told
+                return
+        if len(scope.told) >= _MOST:
+            return
+        self._left_at = self.number
+        try:
+            key = f"{self._scope}/left {scope.left}"
+            self._store.set(f"{key}/rank {self._rank}", f"{self.number} {begun[-1]}")
+            self._store.add(key, 1)
+        except RuntimeError as error:
+            self._give_up(error)
+        scope.left += 1
+
+    def _check_left(self, store: Store, layer: DeviceLayer, started: tuple[str, ...], left_at: int) -> str:
+        """What differs if some ranks, not all, have left the orders that were told; this one with number `left_at`."""
+        scope, here = self._scopes[self._scope], self._ranks[self._rank]
+        first = self.number - len(started)  # the number before the sequence
+        if left_at:
+            number, event = self.completed
+            if number < left_at or not layer.has_completed(event):
+                return ""
+            if store.add(f"{self._scope}/left {scope.left - 1}", 0) >= len(self._ranks):
+                return ""
+            if self._discarded(store):
+                return ""
+            return (
+                f"the ranks do not agree on the order of collectives: as number {left_at - first} of a pass "
+                f"rank {here} starts {started[left_at - first - 1]}, and not all of ranks {self._ranks} do so; {_END}"
+            )
+        key = f"{self._scope}/left {scope.left}"
+        if not store.check([key]):
+            return ""
+        for place, rank in enumerate(self._ranks[:_NAMED]):
+            if not store.check([f"{key}/rank {place}"]):
+                continue
+            text, title = store.get(f"{key}/rank {place}").decode().split(" ", 1)
+            at = int(text) - first
+            if at > len(started):
+                continue  # it is ahead
+            if self._discarded(store):
+                scope.left += 1
+                return ""
+            mine = started[at - 1] if at > 0 else "another one"
+            return (
+                f"the ranks do not agree on the order of collectives: as number {max(at, 1)} of a pass rank {here} "
+                f"starts {mine}, rank {rank} {title}; {_END}"
+            )
+        return ""
+
+    def _discarded(self, store: Store) -> bool:
+        """Whether a rank has begun again since the last look, so that ranks differ although they run the same."""
+        before, self._discards = self._discards, store.add("discards", 0)
+        return self._discards != before
 
     def _give_up(self, error: RuntimeError) -> None:
         self._store = None
@@ -190,19 +279,13 @@ class CollectiveOrder:
                 told.witness.append(event)
             if told is latest or (told.witness and layer.has_completed(told.witness[0])):
                 self._waiting.remove(told)
-                discards = store.add("discards", 0)
-                if discards == self._discards:
+                if not self._discarded(store):  # else a rank may tell this order in its next pass
                     return self._difference(store, told)
-                self._discards = discards  # a rank has begun again, and may tell this order in its next pass
         return ""
 
     def _difference(self, store: Store, told: _Told) -> str:
         here, mine = self._ranks[self._rank], told.titles
         number = self._scopes[told.scope].told[mine]
-        end = (
-            "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all "
-            "ranks, and go on from the last checkpoint"
-        )
         for place, rank in enumerate(self._ranks[:_NAMED]):
             key = f"{told.scope}/rank {place}/{number}"
             if place == self._rank or not store.check([key]):
@@ -213,11 +296,11 @@ class CollectiveOrder:
                 if ours != other:
                     return (
                         "the ranks do not agree on the order of collectives: as number "
-                        f"{at + 1} of a pass rank {here} starts {ours}, rank {rank} {other}; {end}"
+                        f"{at + 1} of a pass rank {here} starts {ours}, rank {rank} {other}; {_END}"
                     )
         return (
             f"the ranks do not agree on the order of collectives: rank {here} starts {', '.join(mine[:4])}"
-            f"{' ...' if mine[4:] else ''}, and not all of ranks {self._ranks} do so; {end}"
+            f"{' ...' if mine[4:] else ''}, and not all of ranks {self._ranks} do so; {_END}"
         )
 
 

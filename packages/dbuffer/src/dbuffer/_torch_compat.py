@@ -94,6 +94,12 @@ def has_failed(work: Any) -> bool:
     return not work.is_success()
 
 
+def has_succeeded(work: Any) -> bool:
+    """Whether a work, or each of those that were coalesced, has completed without an error. False if it cannot tell."""
+    works = getattr(work, "works", (work,))
+    return is_completed(work) and all(hasattr(one, "is_success") and not has_failed(one) for one in works)
+
+
 def timeout_seconds(group: dist.ProcessGroup) -> float:
     """How long the CPU collectives of a group wait for a rank."""
     backend: Any = group._get_backend(CPU)

@@ -91,6 +91,14 @@ def extension_of(name: str, tensor: torch.Tensor) -> Extension:
             f"{what} whose {PRE} takes {count} arguments; expected (mesh) or "
             "(mesh, outer_size, outer_stride, module, mp_policy)"
         )
+    unflatten = inspect.signature(flatten.__tensor_unflatten__)
+    try:
+        unflatten.bind({}, context, plain.shape, plain.stride())
+    except TypeError:
+        raise WrongCallError(
+            f"{what} whose __tensor_unflatten__ takes {unflatten}; torch passes it four: (inner_tensors, metadata, "
+            f"outer_size, outer_stride). Correct it, or {advice}"
+        ) from None
     extension = Extension(type(tensor), names[0], context, count == 5, frozenset())
     rebuilt = extension.wrap(plain.detach())
     if type(rebuilt) is not type(tensor):

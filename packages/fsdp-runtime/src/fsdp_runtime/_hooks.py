@@ -9,8 +9,8 @@ inputs' gradients are there -- post-backward: free, reduce
 
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from . import _torch_compat as compat
 from ._labels import label
 from ._model import Member
 from ._tree import cast_to, map_tensors, tensors_in
-from ._unit import Param
+from ._unit import Param, Unit
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def attach(member: Member) -> None:
@@ -27,6 +29,7 @@ def attach(member: Member) -> None:
     for module in member.unit.modules:
         module.register_forward_pre_hook(_pre_forward(member), prepend=True, with_kwargs=True)
         module.register_forward_hook(_post_forward(member), always_call=True)
+        module.register_state_dict_pre_hook(lambda *_: member.passes.check_order())
 
 
 def _pre_forward(member: Member) -> Callable[..., Any]:
@@ -71,10 +74,20 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
     unit, passes = member.unit, member.passes
     recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
-    if torch.is_grad_enabled() and not recomputed:
-        _mark_outputs(member, output)
-        if compat.transforming():
+    if compat.transforming():
+        if torch.is_grad_enabled() and not recomputed:
+            _mark_outputs(member, tensors_in(output))
             output = map_tensors(_marker(member), output)
+    elif not recomputed:
+        outputs = tensors_in(output)
+        for tensor in outputs:
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+                _refuse_freed(unit)
+        marked = torch.is_grad_enabled() and _mark_outputs(member, outputs)
+        if not marked and compat.backward_id() == -1:
+            # With gradients a loss may be out of sight.
+            passes.rest(free=not (torch.is_grad_enabled() or unit.shares_memory_with(outputs)))
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
@@ -111,11 +124,18 @@ def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor],
     return make
 
 
-def _mark_outputs(member: Member, output: Any) -> None:
-    """Have the unit gathered when the gradient of any output arrives."""
+def _refuse_freed(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of its own parameter, which is freed after "
+        "its forward. Call set_reshard_after_forward(False, recurse=False) on it, or return parameter.clone()"
+    )
+
+
+def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
+    """Have the unit gathered when the gradient of any output arrives. Returns whether one requires a gradient."""
     hook: Callable[[torch.Tensor], None] | None = None
     unit = member.unit
-    for tensor in tensors_in(output):
+    for tensor in outputs:
         if not tensor.requires_grad:
             continue
         if compat.is_view(tensor):
@@ -127,6 +147,7 @@ def _mark_outputs(member: Member, output: Any) -> None:
         if hook is None:
             hook = _pre_backward(member)
         tensor.register_hook(hook)
+    return hook is not None
 
 
 def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
@@ -182,6 +203,19 @@ class _PreBackward(torch.autograd.Function):
         return None if tangent is None else _PreBackward.apply(ctx.member, tangent)
 
 
+def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """What autograd calls when a backward through a unit's backward begins."""
+
+    def hook(grad: torch.Tensor) -> None:
+        if unit.freed:
+            raise RuntimeError(
+                f"{unit.name} ({type(unit.modules[0]).__name__}): a second backward (create_graph=True) needs "
+                "parameters that were freed after the first. Call set_reshard_after_backward(False) on the model"
+            )
+
+    return hook
+
+
 class _PostBackward(torch.autograd.Function):
     """Identity; in backward it says that the inputs' gradients are there."""
 
@@ -200,6 +234,10 @@ class _PostBackward(torch.autograd.Function):
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
             compat.outside_transforms(member.passes.leave_backward, member.unit)
+        if torch.is_grad_enabled() and member.unit.freed:  # create_graph
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(_second_backward(member.unit))
         return (None, *grads)
 
     @staticmethod

@@ -78,6 +78,12 @@ def owner_of(param: torch.Tensor) -> tuple[Member, Param] | None:
     return None
 
 
+def gathered_names() -> dict[torch.Tensor, str]:
+    """The names of all unsharded parameters, which modules hold while a pass is under way."""
+    params = [param for member in _members for param in member.unit.params]
+    return {param.unsharded: param.name for param in params if param.unsharded is not None}
+
+
 def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
     """Units that hold gathered memory and whose modules have one of these inside."""
     wanted, found = set(modules), []

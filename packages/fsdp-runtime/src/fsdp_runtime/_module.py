@@ -158,6 +158,7 @@ class FSDPModule(fsdp.FSDPModule):
         for unit in reversed(passes.units):
             passes.leave_backward_by_hand(unit)
         passes.finish_backward()
+        passes.rest(free=False)
         handle = GradientReductionHandle(passes)
         if async_op:
             return handle
@@ -212,6 +213,14 @@ class FSDPModule(fsdp.FSDPModule):
             units, others.values(), max_norm, float(norm_type),
             error_if_nonfinite=error_if_nonfinite, copies=copies, pp_mesh=pp_mesh,
         )  # fmt: skip
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, also of those that are gathered just now."""
+        super(fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in _units(self, True):
+            for param in unit.params:
+                grad = param.sharded.grad
+                param.sharded.grad = None if grad is None or set_to_none else grad.detach().zero_()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; else they add up, unsharded, in the reduce dtype."""

@@ -1,6 +1,6 @@
 """An optimizer that holds parameters that nobody trains: say so at its first step.
 
-Those of before `fully_shard`, where it was built before, and weights that are kept as codes.
+Those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as codes.
 """
 
 import weakref
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._at_rest import is_at_rest
-from ._model import original_name
+from ._model import gathered_names, original_name
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _watching = False
@@ -34,6 +34,13 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(params)} parameters, "
             f"{stale[0]!r} first, were replaced by sharded ones and would never be trained. "
             "Build the optimizer after fully_shard, from model.parameters()"
+        )
+    gathered = gathered_names()
+    if held := [name for param in params if (name := gathered.get(param)) is not None]:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built between forward and backward: {len(held)} of its {len(params)} "
+            f"parameters, {held[0]!r} first, are gathered values that are not trained. Build the optimizer before "
+            "forward, or call reshard() first"
         )
     coded = [tuple(param.shape) for param in params if is_at_rest(param)]
     if coded:

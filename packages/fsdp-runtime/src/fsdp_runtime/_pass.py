@@ -28,6 +28,7 @@ _MAX_PASSES = 64  # forwards before one backward whose order is remembered
 _PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
+_PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
 
 
 class Observer(Protocol):
@@ -179,7 +180,7 @@ class Pass:
             if limited and ahead == self.prefetch_depth:
                 return
             skipped = what == "backward" and not other.options.unshard_in_backward
-            if other is unit or other.state in _USABLE or skipped:
+            if other is unit or other.state in _PRESENT or skipped:
                 continue
             ahead += 1
             if other.state is not UnitState.GATHERING:
@@ -223,6 +224,29 @@ class Pass:
             self.streams.recycler.trim()  # the loss has the memory to itself
         for order in self._compared:
             order.compare(self.streams.layer)
+
+    def check_order(self) -> None:
+        """Before values are saved: compare the orders again if the device may not have been done with the last pass."""
+        layer = self.streams.layer
+        orders = [order for order in self._compared if not order.titles] if layer.asynchronous else []
+        if orders:
+            layer.synchronize()
+        for order in orders:
+            order.compare(layer)
+
+    def rest(self, *, free: bool) -> None:
+        """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
+
+        Args:
+            free: free gathered memory, except of units that were asked to keep it after forward. Else it stays.
+        """
+        if self._root is None and not self.in_backward:
+            for unit in self.units:
+                if unit.state is UnitState.UNSHARDED:
+                    if free and unit.options.reshard_after_forward is not False:
+                        unit.reshard()
+                    else:
+                        unit.park()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +310,8 @@ class Pass:
             self._last_backward = self._backward.seen
             self._backward.end()
             self.in_backward = False
+        if self.backward.is_last and not self.backward.by_hand:
+            self.rest(free=False)
 
     def finish_backward(self) -> None:
         """Do what post-backwards have left; after the last backward of a step, wait for the reductions."""

@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,19 +31,21 @@ class UnitState(enum.Enum):
     SHARDED     each rank holds its slices; modules hold the sharded parameters
     GATHERING   an all-gather is under way; modules hold the sharded parameters
     UNSHARDED   modules hold the unsharded parameters, views of gathered memory
+    PARKED      gathered memory is kept for the next pass; modules hold the sharded parameters
     THINNED     in backward of a unit around others: groups that are done with were freed, the rest is unsharded
 
         SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-                                ^                     |  ^
-                                |                release_early
-                             gather                   v  unshard
-                                '----------------- THINNED --reshard--> SHARDED
+                                ^                 |  ^   |  ^
+                                |            release_early  park
+                             gather               v  |   v  unshard
+                                '------------- THINNED  PARKED --reshard--> SHARDED
     """
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
     THINNED = enum.auto()
+    PARKED = enum.auto()
 
 
 # Units that hold more than their shards; few at a time, however many units there are.
@@ -278,6 +280,20 @@ class Unit:
         return self.state is UnitState.SHARDED and not self._shrunk
 
     @property
+    def freed(self) -> bool:
+        """Whether the memory under the unsharded parameters is gone; on one rank it may be that of the shards."""
+        return self.at_rest and not all(
+            group.buffer is not None and group.buffer.aliased for group in self.groups
+        )
+
+    def shares_memory_with(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these plain tensors is, or is a view of, an unsharded parameter."""
+        own = {p.unsharded.untyped_storage()._cdata for p in self.params if type(p.unsharded) is nn.Parameter}
+        return any(
+            type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
+        )
+
+    @property
     def gathered(self) -> bool:
         """Whether all parameters are gathered or on their way."""
         return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
@@ -292,6 +308,10 @@ class Unit:
             return
         if self.closed:
             self.check_open()
+        if self.state is UnitState.PARKED:
+            if not any(group.changed_since_gather() for group in self.groups):
+                return
+            self.reshard()
         if self._handles:  # of an earlier gather, of which not all could start
             self.reshard()
         absent = self.groups
@@ -353,6 +373,12 @@ class Unit:
     def reshard_for_backward(self) -> None:
         """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
         self._leave(keep_slices=True)
+
+    def park(self) -> None:
+        """Put the sharded parameters into the modules and keep the gathered memory."""
+        self.state = UnitState.PARKED
+        for group in self.groups:
+            group.register_sharded()
 
     def _leave(self, *, keep_slices: bool) -> None:
         if self.state is UnitState.SHARDED and not self._handles:

@@ -219,9 +219,10 @@ def extension_from_meta(fsdp):
     for p in reference.parameters():
         nn.init.ones_(p)
     x = torch.randn(2, 8)
-    close(model(x), reference(x), "output", rtol=1e-5, atol=1e-5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
-    model(x).sum().backward()
+    out = model(x)
+    close(out, reference(x), "output", rtol=1e-5, atol=1e-5)
+    out.sum().backward()
     optimizer.step()
 
 

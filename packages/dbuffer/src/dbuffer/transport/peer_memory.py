@@ -61,7 +61,7 @@ class PeerExchange:
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
         quiet: whether nothing reads or writes the tensors any more.
-        under_way: whether it may still complete.
+        under_way: whether `wait` has not raised an error of its own.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class PeerExchange:
         """Completed, or failed for this reason: the answering thread is done with it, or has ended."""
         self._error = error
         self._held = self.total = None
-        self.under_way = False
         self.quiet = True
         with contextlib.suppress(RuntimeError):  # ended already
             self._ended.release()
@@ -117,7 +116,9 @@ class PeerExchange:
                 "this exchange is set aside for good"
             )
         if self._error is not None:
-            raise RuntimeError(self._error)
+            error = RuntimeError(self._error)
+            self.under_way = False  # only now: until this is raised, another error is a signal handler's
+            raise error
 
     def why_late(self, given: set[int]) -> str:
         """The reason at its deadline, when these peers have given their tensors: others may wait for the same ones."""

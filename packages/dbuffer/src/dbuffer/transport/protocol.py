@@ -77,7 +77,7 @@ def is_quiet(work: Work) -> bool:
 
 
 def is_under_way(work: Work) -> bool:
-    """Whether a work may still complete, although `wait` raised RuntimeError: a signal handler's, not its own.
+    """Whether a RuntimeError that `wait` raised was a signal handler's, not its own: the next `wait` goes on.
 
     A transport that knows says so with an attribute `under_way` of its works; the others' have failed.
     """

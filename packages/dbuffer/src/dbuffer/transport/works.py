@@ -19,7 +19,7 @@ class Then:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
-        self._done = False
+        self._done = self._failed = False
 
     @property
     def quiet(self) -> bool:
@@ -28,8 +28,8 @@ class Then:
 
     @property
     def under_way(self) -> bool:
-        """Whether it may still complete."""
-        return is_under_way(self.work)
+        """Whether `wait` has not raised an error of its own."""
+        return not self._failed and is_under_way(self.work)
 
     def wait(self) -> None:
         """Block until the work has completed, then act."""
@@ -38,7 +38,9 @@ class Then:
             return
         action, self._action = self._action, None
         if action is None:
-            raise RuntimeError("it was interrupted while its result was written")
+            error = RuntimeError("it was interrupted while its result was written")
+            self._failed = True
+            raise error
         action()
         self._done = True
 

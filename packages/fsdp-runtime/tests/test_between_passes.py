@@ -1,0 +1,198 @@
+"""Between passes a user finds the sharded parameters in the modules, whatever stays gathered."""
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+
+from fsdp_runtime import fully_shard
+from ragged_shard import RaggedDTensor
+from ragged_shard.testing import record_collectives, run_ranks
+
+
+def all_sharded(model):
+    return all(isinstance(param, RaggedDTensor) for param in model.parameters())
+
+
+def evaluated(model):
+    with torch.no_grad():
+        model(tokens())
+
+
+def evaluated_in_inference_mode(model):
+    with torch.inference_mode():
+        model(tokens())
+
+
+def kept_after_forward(model):
+    model.set_reshard_after_forward(False)
+    evaluated(model)
+
+
+def kept_after_backward(model):
+    model.set_reshard_after_backward(False)
+    loss_of(model, tokens()).backward()
+
+
+def kept_throughout(model):
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    loss_of(model, tokens()).backward()
+
+
+def frozen_forward(model):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param in trained:
+        param.requires_grad_(False)
+    model(tokens())
+    for param in model.parameters():
+        param.requires_grad_(True)
+
+
+def forward_that_fails(model):
+    with pytest.raises(IndexError):
+        model(tokens() + 1000)
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        evaluated,
+        evaluated_in_inference_mode,
+        kept_after_forward,
+        kept_after_backward,
+        kept_throughout,
+        frozen_forward,
+        forward_that_fails,
+    )
+}
+
+
+def touched_after(way):
+    """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
+    model, alone = shard(seeded()), seeded()
+    loss_of(model, tokens(step=9)).backward()
+    WAYS[way](model)
+    assert all_sharded(model)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, tokens(step, rank=0)).backward()
+        loss_of(alone, tokens(step, rank=0)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
+        optimizer.step()
+        reference.step()
+        for one in (model, alone):
+            evaluated(model)
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.mul_(0.5)
+            one.zero_grad()
+    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
+    run_ranks(2, touched_after, way)
+
+
+def gathers_of(call):
+    with record_collectives() as record:
+        call()
+    return record.kinds.count("all_gather")
+
+
+def kept_memory_is_used_again():
+    """Gathers of a second step and of one after a value was written."""
+    model = shard(seeded())
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    loss_of(model, tokens()).backward()
+    again = gathers_of(lambda: loss_of(model, tokens()).backward())
+    with torch.no_grad():
+        model.blocks[0].weight.add_(1)
+    return again, gathers_of(lambda: loss_of(model, tokens()).backward())
+
+
+def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
+    assert run_ranks(2, kept_memory_is_used_again) == [(0, 1)] * 2
+
+
+def written_before_unshard():
+    model, alone = shard(seeded()), seeded()
+    evaluated(model)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+        alone.head.weight.mul_(2)
+    model.unshard()
+    assert model.head.weight.equal(alone.head.weight)
+    model.reshard()
+    assert all_sharded(model)
+
+
+def test_unshard_by_hand_gathers_again_what_was_written_since_it_was_kept():
+    run_ranks(2, written_before_unshard)
+
+
+def cleared_between_forward_and_backward():
+    """The usual step that clears gradients late: those of the step before are gone, whatever is gathered."""
+    model, alone = shard(seeded()), seeded()
+    loss_of(model, tokens(step=1)).backward()
+    loss = loss_of(model, tokens(rank=0))
+    model.zero_grad()
+    loss.backward()
+    loss_of(alone, tokens(rank=0)).backward()
+    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_gathered():
+    run_ranks(2, cleared_between_forward_and_backward)
+
+
+def built_between_forward_and_backward():
+    model = shard(seeded())
+    loss = loss_of(model, tokens())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    with pytest.raises(
+        RuntimeError, match=r"SGD was built between forward and backward: .* 'embed.weight' first"
+    ):
+        optimizer.step()
+
+
+def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
+    run_ranks(2, built_between_forward_and_backward)
+
+
+class Hidden(nn.Module):
+    """Keeps its loss to itself: what it returns has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        self.loss = self.head(self.inner(x)).square().mean()
+        return self.loss.detach()
+
+
+def hidden_loss():
+    model, alone = seeded(Hidden), seeded(Hidden)
+    fully_shard(model.inner)
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    for one in (model, alone):
+        one(x)
+        one.loss.backward()
+    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert all_sharded(model)
+
+
+def test_a_loss_that_is_not_among_the_outputs_still_has_its_backward():
+    run_ranks(2, hidden_loss)

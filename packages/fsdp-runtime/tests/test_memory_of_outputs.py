@@ -1,0 +1,148 @@
+"""What outlives a unit's pass and needs its gathered memory: errors name the unit and what works."""
+
+import pytest
+import torch
+from extended_tensors import Halved
+from torch import nn
+
+from fsdp_runtime import MixedPrecisionPolicy, fully_shard
+from fsdp_runtime._extension import extension_of
+from ragged_shard.testing import run_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class Returns(nn.Module):
+    """Returns its parameter too, in some way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.way = way
+
+    def forward(self, x):
+        return self.linear(x), self.way(self.linear.weight)
+
+
+class Around(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.inner = Returns(way)
+
+    def forward(self, x):
+        out, weight = self.inner(x)
+        return (out @ weight).float().sum()
+
+
+def itself(weight):
+    return weight
+
+
+def view(weight):
+    return weight.t()
+
+
+def detached(weight):
+    return weight.detach()
+
+
+def cloned(weight):
+    return weight.clone()
+
+
+def returned(way):
+    x = torch.ones(2, 4)
+    torch.manual_seed(0)
+    model = Around(way)
+    fully_shard(model.inner, mp_policy=BF16)
+    fully_shard(model)
+    for grads in (True, False):
+        with (
+            torch.set_grad_enabled(grads),
+            pytest.raises(
+                RuntimeError,
+                match=r"inner \(FSDPReturns\) returned memory .*set_reshard_after_forward\(False",
+            ),
+        ):
+            model(x)
+    model.inner.set_reshard_after_forward(False, recurse=False)
+    model(x).backward()
+    assert model.inner.linear.weight.grad is not None
+    with torch.no_grad():
+        model(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_a_unit_that_returns_its_own_parameter_is_named_with_the_option_that_works():
+    for way in (itself, view, detached):
+        run_ranks(2, returned, way)
+
+
+def a_copy_is_returned():
+    torch.manual_seed(0)
+    model = Around(cloned)
+    fully_shard(model.inner, mp_policy=BF16)
+    fully_shard(model)
+    model(torch.ones(2, 4)).backward()
+
+
+def test_a_unit_that_returns_a_copy_of_its_parameter_just_works():
+    run_ranks(2, a_copy_is_returned)
+
+
+def the_root_returns_its_parameter():
+    torch.manual_seed(0)
+    model = Returns(itself)
+    wanted = model.linear.weight.detach().clone()
+    fully_shard(model, mp_policy=BF16)
+    with torch.no_grad():
+        _, weight = model(torch.ones(2, 4))
+    assert weight.equal(wanted.bfloat16())
+
+
+def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluation():
+    run_ranks(2, the_root_returns_its_parameter)
+
+
+def second_order(model, x):
+    (grad,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def differentiated_twice():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    alone = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    alone.load_state_dict(model.state_dict())
+    fully_shard(model[0])
+    fully_shard(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
+    ):
+        second_order(model, x)
+    model.reset_iter_state()
+    model.set_reshard_after_backward(False)
+    second_order(model, x)
+    second_order(alone, x)
+    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
+    run_ranks(2, differentiated_twice)
+
+
+class ThreeArguments(Halved):
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size):
+        return Halved.__tensor_unflatten__(tensors, context, size, None)
+
+
+def test_a_subclass_whose_unflatten_takes_other_arguments_than_torch_passes_is_refused_by_name():
+    with pytest.raises(
+        ValueError,
+        match=r"w is a ThreeArguments whose __tensor_unflatten__ .*takes \(tensors, context, size\)",
+    ):
+        extension_of("w", ThreeArguments(torch.ones(2, 2)))
