@@ -264,7 +264,7 @@ class Group:
             if value is not None:
                 with torch.no_grad():
                     local.copy_(value)
-            sharded.append(wrap_local(plan, param.extended(local)))
+            sharded.append(wrap_local(plan, local if param.extension is None else param.extended(local)))
         return sharded
 
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:

@@ -536,11 +536,6 @@ def mixed_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _MIXED[cls]
 
 
-def mix_in(module: nn.Module) -> None:
-    """Make a module an `FSDPModule` of its own class."""
-    module.__class__ = mixed_class(type(module))
-
-
 def _save_pretrained(
     self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
 ) -> Any:

@@ -113,7 +113,7 @@ class Unit:
         self._request = request
         self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
         self._streams = streams
-        self._make_hook: MakeHook | None = None
+        self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned
         self._shrunk = False  # after forward slices were kept among neighbors
@@ -168,10 +168,6 @@ class Unit:
         """All of them, group by group."""
         return [param for group in self.groups for param in group.params]
 
-    def listen(self, make_hook: MakeHook) -> None:
-        """Make the hooks of parameters' gradients so."""
-        self._make_hook = make_hook
-
     def lay_out(
         self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool
     ) -> list[Group]:
@@ -180,7 +176,7 @@ class Unit:
         Args:
             values: full ones, the same on every rank, or sharded ones; by name.
         """
-        assert self._make_hook is not None
+        assert self.make_hook is not None
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         children = children_of(params) if around_others else {}
         policy = self._request.quantize
@@ -198,18 +194,20 @@ class Unit:
                     check_alike(member.name, member.other, cut.placements)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
             reduction = self.options.reduction
-            group = Group(self.name, suffix, plan, members, self._streams, self._make_hook, reduction)
+            group = Group(self.name, suffix, plan, members, self._streams, self.make_hook, reduction)
             group.load(values)
             groups.append(group)
         return groups
 
     def take(self, groups: list[Group], *, around_others: bool) -> None:
-        """Hold these groups of `lay_out` from now on, and put their sharded parameters into the modules."""
+        """Hold these groups of `lay_out`, and put their sharded parameters into the modules."""
         self.groups, self.around_others = groups, around_others
-        self.on_several_meshes = len({group.plan.data for group in groups}) > 1
         self._forget_calls()
+        meshes = set()
         for group in groups:
+            meshes.add(group.plan.data)
             group.commit()
+        self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""

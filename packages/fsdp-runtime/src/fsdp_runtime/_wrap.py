@@ -23,7 +23,7 @@ from ._group import Group
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._mesh_choice import PlacementFn, choose_meshes
 from ._model import Member, gathered_around, member_of, original_name, owner_of, register, remember_original
-from ._module import FSDPModule, mix_in, mixed_class
+from ._module import FSDPModule, mixed_class
 from ._param import ManagedParam, Place
 from ._pass import Pass
 from ._plan import Planner, Request, check_quantized
@@ -138,7 +138,7 @@ def fully_shard(
             check_taken_over(one.param, quantize)
     unit = Unit(modules, request, options, streams)
     member = Member(unit, Pass(streams))
-    unit.listen(_hooks.gradient_hooks(member))
+    unit.make_hook = _hooks.gradient_hooks(member)
     values = {one.param.name: one.value for one in found}
     groups = unit.lay_out(params, values, around_others=around_others)
     outer = _lay_out_outer(found)
@@ -163,7 +163,7 @@ def fully_shard(
     _state_dict.attach(unit)
     _optimizers.watch()
     for one_module in modules:
-        mix_in(one_module)
+        one_module.__class__ = mixed_class(type(one_module))
     for joining in (member, *outer):
         joining.join()
     return module
@@ -188,7 +188,9 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             )
         if member_of(one) is not None:
             raise WrongCallError(f"fully_shard was already called on this {type(one).__name__}")
-    inside = {sub for one in given for sub in one.modules() if sub is not one} if len(given) > 1 else set()
+    if len(given) == 1:
+        return tuple(given)
+    inside = {sub for one in given for sub in one.modules() if sub is not one}
     return tuple(dict.fromkeys([one for one in given if one not in inside]))
 
 
@@ -346,14 +348,16 @@ def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: 
 
 
 def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
-    """New groups, for the outer units that parameters are taken from, of those that these keep."""
-    gone = {id(one.original) for one in found if one.outer is not None}
+    """New groups for each outer unit that parameters are taken from, of the parameters that it keeps."""
+    taken: dict[Member, set[int]] = {}
+    for one in found:
+        if one.outer is not None:
+            taken.setdefault(one.outer, set()).add(id(one.original))
     laid_out: dict[Member, list[Group]] = {}
-    for outer in dict.fromkeys(one.outer for one in found):
-        if outer is not None:
-            kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
-            values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
-            laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
+    for outer, gone in taken.items():
+        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+        values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
+        laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
     return laid_out
 
 
@@ -373,10 +377,10 @@ def _check_neighbors(found: list[_Found], count: int) -> None:
 
 
 def _moved_buffers(modules: set[nn.Module], device: torch.device) -> list[tuple[Slots, str, torch.Tensor]]:
-    """The buffers of modules that are elsewhere, on this device, and where to put them."""
-    return [
-        (module._buffers, name, buffer.to(device))
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and buffer.device != device
-    ]
+    """Copies on this device of the modules' buffers that are elsewhere, and where to put them."""
+    moved: list[tuple[Slots, str, torch.Tensor]] = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                moved.append((module._buffers, name, buffer.to(device)))
+    return moved
