@@ -86,7 +86,8 @@ def round_trip(folder, kind):
     assert (report.missing, report.unexpected) == ((), ())
     full = get_full_state_dict(model)
     assert all(full[name].equal(value) for name, value in wanted.state_dict().items())
-    theirs, ours = ({}, {})
+    theirs: dict[str, torch.Tensor] = {}
+    ours: dict[str, torch.Tensor] = {}
     save_safetensors(model, folder / "ours", max_file_bytes=20_000)
     for name, tensors in (("theirs", theirs), ("ours", ours)):
         for file in (folder / name).glob("*.safetensors"):

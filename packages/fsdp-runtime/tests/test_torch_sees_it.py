@@ -52,13 +52,14 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
 
 
 def instead_of_torchs():
-    torchs, torch_fsdp.fully_shard = torch_fsdp.fully_shard, fully_shard
+    module: Any = torch_fsdp
+    torchs, module.fully_shard = module.fully_shard, fully_shard
     try:
-        model: Any = torch_fsdp.fully_shard(seeded())
+        model: Any = module.fully_shard(seeded())
         loss_of(model, tokens()).backward()
-        assert torch_fsdp.fully_shard.state(model) is torchs.state(model) is not None
+        assert module.fully_shard.state(model) is torchs.state(model) is not None
     finally:
-        torch_fsdp.fully_shard = torchs
+        module.fully_shard = torchs
 
 
 def test_our_function_works_in_place_of_torchs():
