@@ -514,8 +514,3 @@ def mixed_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _MIXED:
         _MIXED[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return _MIXED[cls]
-
-
-def mix_in(module: nn.Module) -> None:
-    """Make a module an `FSDPModule` of its own class."""
-    module.__class__ = mixed_class(type(module))

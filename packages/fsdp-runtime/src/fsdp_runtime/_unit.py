@@ -205,11 +205,14 @@ class Unit:
 
     def take(self, groups: list[Group], *, around_others: bool) -> None:
         """Hold these groups of `lay_out` from now on, and put their sharded parameters into the modules."""
+        if self.groups:
+            self._forget_calls()
         self.groups, self.around_others = groups, around_others
-        self.on_several_meshes = len({group.plan.data for group in groups}) > 1
-        self._forget_calls()
+        meshes = set()
         for group in groups:
+            meshes.add(group.plan.data)
             group.commit()
+        self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""

@@ -23,7 +23,7 @@ from ._group import Group
 from ._mesh import DataMesh, data_mesh, take_apart
 from ._mesh_choice import PlacementFn, choose_meshes
 from ._model import Member, gathered_around, member_of, original_name, owner_of, register, remember_original
-from ._module import FSDPModule, mix_in, mixed_class
+from ._module import FSDPModule, mixed_class
 from ._param import ManagedParam, Place
 from ._pass import Pass
 from ._plan import Planner, Request, check_quantized
@@ -130,7 +130,11 @@ def fully_shard(
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
-    params = [one.param for one in found]
+    params: list[Param] = []
+    values: dict[str, torch.Tensor] = {}
+    for one in found:
+        params.append(one.param)
+        values[one.param.name] = one.value
     if quantize is not None:
         check_quantized(params, request, quantize)
     for one in found:
@@ -139,12 +143,10 @@ def fully_shard(
     unit = Unit(modules, request, options, streams)
     member = Member(unit, Pass(streams))
     unit.listen(_hooks.gradient_hooks(member))
-    values = {one.param.name: one.value for one in found}
     groups = unit.lay_out(params, values, around_others=around_others)
     outer = _lay_out_outer(found)
     buffers = _moved_buffers(managed, data.device)
-    for one_module in modules:
-        mixed_class(type(one_module))
+    classes = list(map(mixed_class, map(type, modules)))
     # Everything that may be refused is done. From here on modules change.
     for around in gathered:
         around.reshard()
@@ -162,8 +164,8 @@ def fully_shard(
     _torch_state.attach(member)
     _state_dict.attach(unit)
     _optimizers.watch()
-    for one_module in modules:
-        mix_in(one_module)
+    for one_module, mixed in zip(modules, classes, strict=True):
+        one_module.__class__ = mixed
     for joining in (member, *outer):
         joining.join()
     return module
@@ -343,13 +345,16 @@ def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: 
 
 def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
     """New groups, for the outer units that parameters are taken from, of those that these keep."""
-    gone = {id(one.original) for one in found if one.outer is not None}
     laid_out: dict[Member, list[Group]] = {}
-    for outer in dict.fromkeys(one.outer for one in found):
-        if outer is not None:
-            kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
-            values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
-            laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
+    gone = set()
+    for one in found:
+        if one.outer is not None:
+            laid_out[one.outer] = []
+            gone.add(id(one.original))
+    for outer in laid_out:
+        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+        values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
+        laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
     return laid_out
 
 
@@ -370,9 +375,9 @@ def _check_neighbors(found: list[_Found], count: int) -> None:
 
 def _moved_buffers(modules: set[nn.Module], device: torch.device) -> list[tuple[Slots, str, torch.Tensor]]:
     """The buffers of modules that are elsewhere, on this device, and where to put them."""
-    return [
-        (module._buffers, name, buffer.to(device))
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and buffer.device != device
-    ]
+    moved: list[tuple[Slots, str, torch.Tensor]] = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                moved.append((module._buffers, name, buffer.to(device)))
+    return moved
