@@ -111,10 +111,10 @@ class Group:
     def commit(self) -> None:
         """Point the parameters at the memory that `load` filled, and put the sharded ones into their modules."""
         loaded, self._loaded = self._loaded, []
-        for index, param in enumerate(self.params):
-            param.join_group(self, index)
         self._point_to(loaded)
-        self.register_sharded()
+        for param in self.params:
+            for slots, attribute in param.slots:
+                slots[attribute] = param.sharded
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -269,7 +269,8 @@ class Group:
 
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
         """Point both objects of every pair to these tensors and the gathered memory, where there is a buffer."""
-        for param, tensor in zip(self.params, sharded, strict=True):
+        for index, (param, tensor) in enumerate(zip(self.params, sharded, strict=True)):
+            param.join_group(self, index)
             param.set_sharded(tensor)
             if self.buffer is not None and self.extended is None:
                 param.set_unsharded(self._views[param.name], self._make_hook)

@@ -201,8 +201,9 @@ class Unit:
 
     def take(self, groups: list[Group], *, around_others: bool) -> None:
         """Hold these groups of `lay_out`, and put their sharded parameters into the modules."""
+        if self.groups:
+            self._forget_calls()
         self.groups, self.around_others = groups, around_others
-        self._forget_calls()
         meshes = set()
         for group in groups:
             meshes.add(group.plan.data)

@@ -130,7 +130,11 @@ def fully_shard(
     options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
-    params = [one.param for one in found]
+    params: list[Param] = []
+    values: dict[str, torch.Tensor] = {}
+    for one in found:
+        params.append(one.param)
+        values[one.param.name] = one.value
     if quantize is not None:
         check_quantized(params, request, quantize)
     for one in found:
@@ -139,12 +143,10 @@ def fully_shard(
     unit = Unit(modules, request, options, streams)
     member = Member(unit, Pass(streams))
     unit.make_hook = _hooks.gradient_hooks(member)
-    values = {one.param.name: one.value for one in found}
     groups = unit.lay_out(params, values, around_others=around_others)
     outer = _lay_out_outer(found)
     buffers = _moved_buffers(managed, data.device)
-    for one_module in modules:
-        mixed_class(type(one_module))
+    classes = list(map(mixed_class, map(type, modules)))
     # Everything that may be refused is done. From here on modules change.
     for around in gathered:
         around.reshard()
@@ -162,8 +164,8 @@ def fully_shard(
     _torch_state.attach(member)
     _state_dict.attach(unit)
     _optimizers.watch()
-    for one_module in modules:
-        one_module.__class__ = mixed_class(type(one_module))
+    for one_module, mixed in zip(modules, classes, strict=True):
+        one_module.__class__ = mixed
     for joining in (member, *outer):
         joining.join()
     return module
