@@ -312,14 +312,15 @@ def claims():
             if len(placements) == 1
             else init_device_mesh("cpu", (3, 1) if placements[0] is ragged else (1, 3))
         )
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensor.from_local(torch.zeros(6, 2), on, placements, shape=torch.Size([6, 2]), stride=(2, 1))
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensor.from_local(torch.zeros(6, 2), on, placements)
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensorSpec(on, tuple(placements))
-        with pytest.raises(NotImplementedError, match="load_full_state_dict"):
-            torch_distribute_tensor(torch.zeros(6, 2), on, placements)
+        placed = torch_distribute_tensor(torch.arange(12.0).view(6, 2), on, placements)
+        assert placed.placements == tuple(Shard(0) if p is ragged else p for p in placements)
+        assert torch.equal(placed.full_tensor(), torch.arange(12.0).view(6, 2))
 
 
 def test_a_plain_dtensor_cannot_be_made_with_a_ragged_placement():
