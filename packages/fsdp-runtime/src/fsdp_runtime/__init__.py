@@ -44,7 +44,6 @@ from .weights.full_state import (
 from .weights.loading import LoadReport, load_safetensors
 from .weights.offloaded_optimizer import OffloadedOptimizer
 from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
-from .weights.save_planner import LocalSavePlanner
 from .weights.sleep import offload, reload
 from .weights.snapshot import Snapshot, snapshot
 
@@ -64,7 +63,6 @@ __all__ = [
     "Fused",
     "LiveBytes",
     "LoadReport",
-    "LocalSavePlanner",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OffloadedOptimizer",

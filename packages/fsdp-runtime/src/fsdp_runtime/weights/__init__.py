@@ -8,5 +8,4 @@ full_params             whole parameters in the modules for a while             
 sleep, snapshot         shards in CPU memory, copies of shards                     know: units
 offloaded_optimizer     states in CPU memory, updates on the device                knows: nothing of models
 offloaded_blocks        the same for block_optim's                                 knows: nothing of models
-save_planner            metadata of checkpoints from layouts                       knows: nothing of models
 """
