@@ -1,6 +1,7 @@
 """The whole model as safetensors files that plain torch and Hugging Face's loaders read."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def save_nowhere(folder):
 def test_a_failure_to_write_is_raised_on_every_rank(tmp_path):
     (tmp_path / "not_a_folder").write_text("")
     assert run_ranks(3, save_nowhere, str(tmp_path / "not_a_folder")) == [0, 1, 2]
+
+
+def test_a_dtype_that_files_do_not_have_is_refused_by_name(tmp_path):
+    model = seeded()
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(OSError, match=r"phases is torch.complex128, which safetensors files do not have"):
+        save_safetensors(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_library_is_an_error_that_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(OSError, match=r"pip install 'fsdp-runtime\[export\]'"):
+        save_safetensors(seeded(), tmp_path)
 
 
 def save_quantized(folder, limit):

@@ -26,8 +26,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
     "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-#: What a dtype is called in a header.
-CODE_OF = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -254,3 +252,12 @@ def _counts(value: Any) -> bool:
     """Whether it is a list of sizes or offsets that a file can have: few, and below 2^63."""
     short = isinstance(value, list) and len(value) <= _MOST_DIMS
     return short and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def library() -> Any:
+    """safetensors.torch. Raises ImportError with the extra that has it."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("safetensors is not installed: pip install 'fsdp-runtime[export]'") from None
+    return safetensors.torch
