@@ -1,6 +1,7 @@
 """The whole model as safetensors files that plain torch and Hugging Face's loaders read."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -124,6 +125,14 @@ def test_scales_and_codes_belong_together(tmp_path):
             read_safetensors(tmp_path)
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [2, 2]}}')
     with pytest.raises(ValueError, match=r"shape \(2, 2\); expected \(2, 3\) for tiles of \(2, 2\)"):
+        read_safetensors(tmp_path)
+
+
+def test_a_fifo_instead_of_config_json_is_refused(tmp_path):
+    content = {"a.weight": torch.ones(4, 6).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(2, 2)}
+    safetensors.save_file(content, tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(OSError, match=r"config\.json: a FIFO; expected a file"):
         read_safetensors(tmp_path)
 
 

@@ -13,12 +13,13 @@ from torch import nn
 from dbuffer import BlockFP8
 from ragged_shard import CPU
 
-from .safetensors_fp8 import SCALES, formats_of, quantize_whole, write_config
+from .safetensors_fp8 import formats_of, quantize_whole, write_config
 from .weights.agreement import agree
 from .weights.conversions import FileForm
 from .weights.entries import Entry
 from .weights.export import Exporter
 from .weights.files import library
+from .weights.fp8_files import SCALES
 
 INDEX = "model.safetensors.index.json"
 _CALLER = "save_safetensors"
@@ -137,7 +138,7 @@ def _sizes(
 def _prepare(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
     for name, dtype in dtypes.items():
         try:
-            library().save({name: torch.empty(0, dtype=dtype)})
+            library().torch.save({name: torch.empty(0, dtype=dtype)})
         except KeyError:
             raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def _write(content: dict[str, torch.Tensor], path: Path) -> None:
     """Write a file, which has its name when it is complete."""
     unfinished = path.with_suffix(".unfinished")
     try:
-        library().save_file(content, unfinished, metadata={"format": "pt"})
+        library().torch.save_file(content, unfinished, metadata={"format": "pt"})
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
