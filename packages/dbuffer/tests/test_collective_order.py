@@ -32,7 +32,7 @@ def start(order, titles):
         order.titles.append(title)
         order.number += 1
         if tuple(order.titles) != order.expected[: len(order.titles)]:
-            order.leave(Layer())
+            order.depart(Layer())
 
 
 def run(order, titles, event=None):
@@ -65,10 +65,60 @@ def pass_of_all(ranks, layer, *titles):
 
 def test_an_error_names_the_first_difference_and_the_ranks_of_the_job():
     ranks, layer = ranks_of(2), Layer()
-    assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather b", "gather a"]) == ["", ""]
-    one, two = pass_of_all(ranks, layer, ["reduce a"], ["reduce a"])
+    for _ in range(2):
+        assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a", "gather b"]) == ["", ""]
+    one, two = pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather b", "gather a"])
     assert "as number 1 of a pass rank 10 starts gather a, rank 11 gather b" in one
-    assert "rank 11 starts gather b, rank 10 gather a" in two
+    assert "rank 11 starts gather b, and not all of ranks [10, 11] do so" in two
+
+
+def test_ranks_that_depart_to_different_known_orders_all_raise():
+    ranks, layer = ranks_of(3), Layer()
+    orders = [["gather a", "gather b"], ["gather b", "gather a"], ["gather c", "gather a"]]
+    for titles in [*orders, orders[0], orders[0]]:
+        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
+    for error in pass_of_all(ranks, layer, *orders):
+        assert "do not agree" in error
+
+
+def test_a_rank_that_ends_a_known_shorter_order_is_seen_by_the_end_of_the_longer_one():
+    ranks, layer = ranks_of(2), Layer()
+    for titles in (
+        ["gather a"],
+        ["gather a", "gather b"],
+        ["gather a", "gather b"],
+        ["gather a", "gather b"],
+    ):
+        assert not any(pass_of_all(ranks, layer, titles, titles))
+    assert pass_of_all(ranks[1:], layer, ["gather a"]) == [""]
+    start(ranks[1], ["gather a"])  # its next pass
+    (error,) = pass_of_all(ranks[:1], layer, ["gather a", "gather b"])
+    assert "as number 2 of a pass rank 10 starts gather b, rank 11 nothing" in error
+
+
+def test_orders_that_alternate_on_all_ranks_do_not_fill_the_store():
+    ranks, layer = ranks_of(3), Layer()
+    sizes = []
+    for step in range(40):
+        titles = ["gather a", "gather b"] if step % 3 % 2 else ["gather b", "gather a"]
+        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
+        sizes.append(ranks[0]._store.num_keys())
+    assert sizes[6] == sizes[-1]
+
+
+def test_after_a_failed_pass_of_one_rank_the_known_orders_are_no_disagreement_and_another_one_is():
+    ranks, layer = ranks_of(2), Layer()
+    gathers, reduces = ["gather a", "gather b"], ["reduce a", "reduce b"]
+    for titles in [gathers, reduces] * 3:
+        assert not any(pass_of_all(ranks, layer, titles, titles))
+    for order in ranks:
+        start(order, gathers)
+    ranks[1].discard()
+    ranks[0].completed = (ranks[0].number, None)
+    ranks[0].compare(layer)
+    for titles in [gathers, reduces, gathers, gathers, reduces, gathers, reduces]:
+        assert not any(pass_of_all(ranks, layer, titles, titles))
+    assert all(pass_of_all(ranks, layer, gathers, reduces))
 
 
 def test_a_rank_that_starts_one_less_is_named():
@@ -126,8 +176,7 @@ def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
             order.compare(layer)
     for order in (one, two):
         order.begin("3")
-    assert pass_of_all((one, two), layer, ["gather a", "gather b"], ["gather b", "gather a"]) == ["", ""]
-    errors = pass_of_all((one, two), layer, ["reduce a"], ["reduce a"])
+    errors = pass_of_all((one, two), layer, ["gather a", "gather b"], ["gather b", "gather a"])
     assert all("as number 1 of a pass" in error for error in errors)
 
 

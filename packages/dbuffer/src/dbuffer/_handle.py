@@ -84,7 +84,7 @@ class Handle:
             self._order, self._number = order, order.number
             at = len(order.titles) - 1
             if at >= len(order.expected) or order.expected[at] != self.title:
-                order.leave(self._layer)  # before it starts
+                order.depart(self._layer)  # before it starts
         try:
             self._work = start()
             if self._layer.asynchronous:

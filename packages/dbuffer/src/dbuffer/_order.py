@@ -10,10 +10,13 @@ titles --compare--> told --every rank told it--> agreed
 
 That collective has completed on this rank, so every rank has started it, and has told its order before.
 
-A rank that leaves the orders it has told says so before it starts the first other collective. When that has completed,
-every rank has started its counterpart, and has said so if it left too. So at the end of the same pass the ranks that
-left see that not all did, and the others that one did: all raise. A pass in which ranks run different orders is not
-seen if each of these was agreed before.
+Each rank expects the order that followed the last one before, also in turns. A rank that departs from it, for a new
+order or another known one, announces its collective before it starts it. When that has completed, every rank has started
+its counterpart, and has announced that if it departed too. So at the end of the same pass a rank that departed sees
+whether all ranks departed to the same collective, and the others that one did: all raise. A pass as expected announces
+nothing.
+
+After an exception in a pass ranks may expect different orders. The next pass is compared by its titles alone.
 """
 
 import hashlib
@@ -62,16 +65,34 @@ class _Told:
     witness: list[Any]
 
 
+@dataclass(frozen=True)
+class _Departure:
+    """A collective that this rank has started and had not expected.
+
+    Attributes:
+        key: where the store has the last rank that departed, and with which collective.
+        counter: where the store counts the ranks that departed to this collective; twice those that saw all of them.
+        number: how many collectives had been started by then, with this one.
+        title: of the collective.
+    """
+
+    key: str
+    counter: str
+    number: int
+    title: str
+
+
 @dataclass
 class _Scope:
     """What this rank has told under one name, each with its number; and what all ranks have."""
 
     told: dict[tuple[str, ...], int] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
-    following: dict[tuple[str, ...], tuple[str, ...]] = field(
-        default_factory=dict
-    )  # what came after each, last time
-    left: int = 0  # how often this rank has left all of them
+    # the order that came after each the last time, and how often in a row
+    following: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = field(default_factory=dict)
+    # by both: which came then; after three backwards without a reduction, one with it
+    turns: dict[tuple[tuple[str, ...], tuple[str, ...], int], tuple[str, ...]] = field(default_factory=dict)
+    departures: int = 0  # of this rank, since the last pass that failed
 
 
 class CollectiveOrder:
@@ -86,7 +107,7 @@ class CollectiveOrder:
         titles: what was started since the last `compare`. Appended to by each launch.
         number: how many have been started.
         completed: the number of the last that this rank waited for, and the device's event at the end of the wait.
-        expected: an order that was told and that `titles` begin like, as far as known; else `leave` is called.
+        expected: an order that was told and that `titles` begin like, as far as known; else `depart` is called.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store) -> None:
@@ -98,11 +119,14 @@ class CollectiveOrder:
         self._scopes = {"": _Scope()}
         self._scope = ""
         self._waiting: list[_Told] = []
-        self._discards = 0  # of all ranks, as far as known
         self.expected: tuple[str, ...] = ()
         self._before: tuple[str, ...] = ()  # the order that was compared last
-        self._left_at = (
-            0  # the number of the collective with which this rank left all orders, in this sequence
+        self._unknown = False  # whether no order that was told begins like `titles`
+        self._departures: list[_Departure] = []  # not all ranks are known to have departed likewise
+        self._discards = 0  # of this rank
+        self._failure = ""  # the last failed pass after which the ranks expect the same again
+        self._failed_at: int | None = (
+            None  # a pass failed after so many collectives; the ranks' orders may differ
         )
 
     def begin(self, scope: str) -> None:
@@ -112,6 +136,7 @@ class CollectiveOrder:
         for is looked at when it recurs: the model it belongs to may have failed.
         """
         self._waiting = [one for one in self._waiting if one.scope == scope]
+        self._departures = []
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
         self._begin_sequence(())
@@ -132,17 +157,24 @@ class CollectiveOrder:
         Raises:
             RuntimeError: another rank started other collectives, or the same in another order.
         """
-        started, left_at = tuple(self.titles), self._left_at
+        if self.titles and len(self.expected) > len(self.titles):
+            self._announce(layer, _NOTHING, len(self.titles) + 1, self.number + 1)
+        started = tuple(self.titles)
         scope = self._scopes[self._scope]
         if started:
-            scope.following[self._before] = started
-        self._begin_sequence(started or self._before)
+            if len(scope.turns) >= 16 * _MOST:  # on all ranks at once
+                scope.following.clear()
+                scope.turns.clear()
+            last, times = scope.following.get(self._before, ((), 0))
+            scope.turns[self._before, last, times] = started
+            scope.following[self._before] = (started, min(times + 1, _MOST) if started == last else 1)
+            self._begin_sequence(started)
         new = started and started not in scope.agreed and (len(scope.told) < _MOST or started in scope.told)
         if self._store is None or layer.capturing:
             return
         difference = ""
         try:
-            difference = self._check_left(self._store, layer, started, left_at)
+            difference = self._check_departures(self._store, layer, started)
             latest = None
             if new and not difference:
                 told = self._tell(self._store, started)
@@ -158,80 +190,108 @@ class CollectiveOrder:
     def discard(self) -> None:
         """Forget what was started since the last `compare`: a pass ended early here, and perhaps not on other ranks."""
         self._begin_sequence(())
-        self._waiting = []
+        self._waiting, self._departures = [], []
+        self._failed_at = self.number
+        self._discards += 1
         if self._store is not None:
             try:
-                self._discards = self._store.add("discards", 1)
+                self._store.set("failure", f"{self.number} {self._rank} {self._discards}")
+                self._store.set(self._departure_key(), f"{self.number} {self._rank} an exception")
             except RuntimeError as error:
                 self._give_up(error)
 
     def _begin_sequence(self, before: tuple[str, ...]) -> None:
-        self.titles, self._left_at, self._before = [], 0, before
-        self.expected = self._scopes[self._scope].following.get(before, ())
+        self.titles, self._unknown, self._before = [], False, before
+        scope = self._scopes[self._scope]
+        last, times = scope.following.get(before, ((), 0))
+        self.expected = scope.turns.get((before, last, times), last)
 
-    def leave(self, layer: DeviceLayer) -> None:
-        """The collective that was noted last, and has not started, is not the expected one: go by another order.
+    def _departure_key(self) -> str:
+        return f"{self._scope}/{self._failure}/departure {self._scopes[self._scope].departures}"
 
-        Where none that was told begins so, tells the other ranks, with two requests of the store.
+    def depart(self, layer: DeviceLayer) -> None:
+        """Announce the collective that was noted last and is not the expected one; it has not started.
+
+        Two requests of the store. What is expected then is a known order that begins so; without one nothing is, until
+        the next `compare`.
         """
         scope, begun = self._scopes[self._scope], tuple(self.titles)
-        if self._left_at or layer.capturing or self._store is None:
+        if self._unknown or layer.capturing:
             return
-        for told in scope.told:
-            if told[: len(begun)] == begun:
-                self.expected = told
-                return
-        if len(scope.told) >= _MOST:
+        known = next((told for told in scope.told if told[: len(begun)] == begun), None)
+        self._unknown = known is None
+        if known is not None:
+            self.expected = known
+        elif len(scope.told) >= _MOST:
             return
-        self._left_at = self.number
+        self._announce(layer, begun[-1], len(begun), self.number)
+
+    def _announce(self, layer: DeviceLayer, title: str, at: int, number: int) -> None:
+        """Announce the collective with this number, at this place in its sequence."""
+        if self._store is None or self._failed_at is not None or layer.capturing:
+            return
+        key = self._departure_key()
+        departure = _Departure(key, f"{key}/{at} {title}", number, title)
         try:
-            key = f"{self._scope}/left {scope.left}"
-            self._store.set(f"{key}/rank {self._rank}", f"{self.number} {begun[-1]}")
-            self._store.add(key, 1)
+            self._store.set(key, f"{number} {self._rank} {title}")
+            self._store.add(departure.counter, 1)
         except RuntimeError as error:
             self._give_up(error)
-        scope.left += 1
+        self._scopes[self._scope].departures += 1
+        self._departures.append(departure)
 
-    def _check_left(self, store: Store, layer: DeviceLayer, started: tuple[str, ...], left_at: int) -> str:
-        """What differs if some ranks, not all, have left the orders that were told; this one with number `left_at`."""
-        scope, here = self._scopes[self._scope], self._ranks[self._rank]
-        first = self.number - len(started)  # the number before the sequence
-        if left_at:
-            number, event = self.completed
-            if number < left_at or not layer.has_completed(event):
-                return ""
-            if store.add(f"{self._scope}/left {scope.left - 1}", 0) >= len(self._ranks):
-                return ""
-            if self._discarded(store):
-                return ""
-            return (
-                f"the ranks do not agree on the order of collectives: as number {left_at - first} of a pass "
-                f"rank {here} starts {started[left_at - first - 1]}, and not all of ranks {self._ranks} do so; {_END}"
-            )
-        key = f"{self._scope}/left {scope.left}"
-        if not store.check([key]):
-            return ""
-        for place, rank in enumerate(self._ranks[:_NAMED]):
-            if not store.check([f"{key}/rank {place}"]):
-                continue
-            text, title = store.get(f"{key}/rank {place}").decode().split(" ", 1)
-            at = int(text) - first
-            if at > len(started):
-                continue  # it is ahead
-            if self._discarded(store):
-                scope.left += 1
-                return ""
-            mine = started[at - 1] if at > 0 else "another one"
-            return (
-                f"the ranks do not agree on the order of collectives: as number {max(at, 1)} of a pass rank {here} "
-                f"starts {mine}, rank {rank} {title}; {_END}"
-            )
+    def _check_departures(self, store: Store, layer: DeviceLayer, started: tuple[str, ...]) -> str:
+        """What differs if ranks depart from the expected order, and not all to the same collective."""
+        difference = ""
+        if self._failed_at is None:
+            difference = self._departed_alone(store, layer, started)
+            if not difference or not self._has_failed(store):
+                return difference
+        assert self._failed_at is not None
+        if self.number - len(started) >= self._failed_at:  # all ranks have begun a pass after the failed one
+            self._failure, self._failed_at = store.get("failure").decode(), None
+            self._departures = []
+            for scope in self._scopes.values():
+                scope.following.clear()
+                scope.turns.clear()
+                scope.departures = 0
+            self._begin_sequence(())
         return ""
 
-    def _discarded(self, store: Store) -> bool:
-        """Whether a rank has begun again since the last look, so that ranks differ although they run the same."""
-        before, self._discards = self._discards, store.add("discards", 0)
-        return self._discards != before
+    def _departed_alone(self, store: Store, layer: DeviceLayer, started: tuple[str, ...]) -> str:
+        here, first = self._ranks[self._rank], self.number - len(started)  # the number before the sequence
+        number, event = self.completed
+        for departure in self._departures.copy():
+            if store.add(departure.counter, 0) >= len(self._ranks):
+                self._departures.remove(departure)
+                if store.add(departure.counter, 1) == 2 * len(self._ranks):
+                    store.delete_key(departure.counter)
+                    store.delete_key(departure.key)
+            elif number >= departure.number and layer.has_completed(event):
+                return (
+                    f"the ranks do not agree on the order of collectives: as number {departure.number - first} of a "
+                    f"pass rank {here} starts {departure.title}, and not all of ranks {self._ranks} do so; {_END}"
+                )
+        key = self._departure_key()
+        if not store.check([key]):
+            return ""
+        text, place, title = store.get(key).decode().split(" ", 2)
+        at = int(text) - first
+        if at > len(started):
+            return ""  # that rank is ahead
+        ours = started[at - 1] if at > 0 else "another one"
+        return (
+            f"the ranks do not agree on the order of collectives: as number {max(at, 1)} of a pass rank {here} "
+            f"starts {ours}, rank {self._ranks[int(place)]} {title}; {_END}"
+        )
+
+    def _has_failed(self, store: Store) -> bool:
+        """Whether a rank's pass has failed since the last look, so that ranks differ although they run the same."""
+        if self._failed_at is None and store.check(["failure"]):
+            failure = store.get("failure").decode()
+            if failure != self._failure:
+                self._failed_at = int(failure.split()[0])
+        return self._failed_at is not None
 
     def _give_up(self, error: RuntimeError) -> None:
         self._store = None
@@ -279,7 +339,7 @@ class CollectiveOrder:
                 told.witness.append(event)
             if told is latest or (told.witness and layer.has_completed(told.witness[0])):
                 self._waiting.remove(told)
-                if not self._discarded(store):  # else a rank may tell this order in its next pass
+                if not self._has_failed(store):  # else a rank may tell this order in its next pass
                     return self._difference(store, told)
         return ""
 
