@@ -126,7 +126,7 @@ def quantized(
         like = _empty(plan, param, value.dtype, torch.device("meta"))
         value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
     with torch.no_grad():
-        if isinstance(value, (DTensor, RaggedDTensor)):
+        if isinstance(value, DTensor):
             value = ragged_shard.redistribute(value, placements=param.placements).to_local()
         else:
             value = plan.geometry.cut(param.name, value)
@@ -148,7 +148,7 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's slice of a value, placed as another."""
     assert isinstance(like, RaggedDTensor)
     with torch.no_grad():
-        if isinstance(value, (DTensor, RaggedDTensor)):
+        if isinstance(value, DTensor):
             placed = ragged_shard.redistribute(value, placements=like.placements)
         else:
             placed = ragged_shard.distribute_tensor(

@@ -9,8 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ragged_shard import RaggedDTensor
-
 from ._optimizer_in_backward import is_updated_in_backward
 
 
@@ -84,12 +82,12 @@ def clip_grad_norm_(
 
 
 def _plain(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, (DTensor, RaggedDTensor)) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _ranks_of(grad: torch.Tensor) -> frozenset[int]:
     """The ranks that a gradient lies on; none for a plain tensor."""
-    if not isinstance(grad, (DTensor, RaggedDTensor)):
+    if not isinstance(grad, DTensor):
         return frozenset()
     ranks: list[int] = grad.device_mesh.mesh.flatten().tolist()
     return frozenset(ranks)

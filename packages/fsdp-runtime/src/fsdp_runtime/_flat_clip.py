@@ -155,7 +155,7 @@ def _add_runs(tensors: list[torch.Tensor], cut: _Cut, scaled: list[torch.Tensor]
 def _add_other(param: nn.Parameter, cuts: _Cuts, scaled: list[torch.Tensor]) -> None:
     """Add the gradient of a parameter that no unit has: a DTensor, or one that is the same on all ranks."""
     grad = param.grad
-    if isinstance(param, (DTensor, RaggedDTensor)):
+    if isinstance(param, DTensor):
         cut = cuts.of(param.device_mesh, param.placements)
         if grad is not None:
             alike: Any = grad

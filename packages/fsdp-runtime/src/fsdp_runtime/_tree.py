@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from ragged_shard import RaggedDTensor
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -60,6 +63,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             waiting.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
     return found
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor; of other tensors themselves."""
+    local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
+    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:

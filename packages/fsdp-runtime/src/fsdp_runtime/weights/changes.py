@@ -7,9 +7,9 @@ import torch
 
 from dbuffer import BlockQuantizedTensor
 from layout_planner import TensorSpec
-from ragged_shard import RaggedDTensor
 
 from .. import _torch_compat as compat
+from .._tree import local_tensor
 from .entries import Entry
 from .runs import Run
 
@@ -135,9 +135,7 @@ def _blocks(spec: TensorSpec, first: int, differs: torch.Tensor) -> list[tuple[i
 
 def has_changed(entry: Entry, dtype: torch.dtype, exported: ExportedParams) -> bool:
     """Whether this rank's slice of a tensor that is exported as a whole differs from the last. Subclasses always do."""
-    tensor: Any = entry.tensor
-    local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
-    local = local.to_local() if hasattr(local, "to_local") else local
+    local = local_tensor(entry.tensor)
     if isinstance(local, BlockQuantizedTensor):
         local = local.dequantize()
     elif compat.is_wrapper_subclass(local):

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ragged_shard import RaggedDTensor
-
 from .. import _torch_compat as compat
 from .agreement import agree
 from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
@@ -162,7 +160,7 @@ class Exporter:
     def _whole_entry(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
         tensor: Any = entry.tensor
         with torch.no_grad():
-            if isinstance(tensor, (DTensor, RaggedDTensor)):
+            if isinstance(tensor, DTensor):
                 tensor = tensor.full_tensor()
             if self._receives:
                 tensor = tensor.to(self.dtype_of(entry), copy=tensor is entry.tensor)

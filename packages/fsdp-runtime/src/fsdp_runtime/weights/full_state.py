@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ragged_shard
-from ragged_shard import RaggedDTensor
 
 from .agreement import agree
 from .targets import give_memory, targets_of
@@ -81,7 +80,7 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         given = [name for name in names if name in state_dict]
         for name in given:
             value = state_dict[name]
-            if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
             if value.shape != target.tensor.shape:
                 raise ValueError(

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dbuffer import DeviceLayer
 from ragged_shard import PinnedMemory, RaggedDTensor
 
+from .._tree import local_tensor, tensors_in
+
 
 def is_of_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of block_optim's, or a subclass of theirs."""
@@ -183,7 +185,7 @@ class OffloadedBlocks:
             norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
             return math.isfinite(float(norm))
         tensors = [param.tensor for param in self._optimizer.trained]
-        grads = [_local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        grads = [local_tensor(tensor.grad) for tensor in tensors if tensor.grad is not None]
         finite = [grad.isfinite().all() for grad in grads if grad.numel()]
         bad = torch.zeros((), dtype=torch.float32, device=self._layer.device)
         if finite:
@@ -214,7 +216,7 @@ class OffloadedBlocks:
         hosts = {moved.storage._cdata: moved for block in self._blocks for moved in block.moved}
         self._at_host = {}
         for tensor in tensors:
-            local = _local(tensor)
+            local = local_tensor(tensor)
             if (moved := hosts.get(local.untyped_storage()._cdata)) is not None:
                 self._at_host[id(tensor)] = _wrapped(tensor, moved.view(local))
         self._leave()
@@ -267,7 +269,7 @@ class OffloadedBlocks:
 
     def _tensors(self) -> dict[torch.Tensor, list[torch.Tensor]]:
         """The tensors of each parameter's state, outermost objects."""
-        return {param: list(_tensors_in(state)) for param, state in self._optimizer.state.items()}
+        return {param: tensors_in(state) for param, state in self._optimizer.state.items()}
 
     def _all_tensors(self) -> list[torch.Tensor]:
         return [tensor for tensors in self._tensors().values() for tensor in tensors]
@@ -277,7 +279,7 @@ class OffloadedBlocks:
         found: dict[int, _Block] = {}  # by storage
         several = updates_alone(self._optimizer)
         for param, tensors in self._tensors().items():
-            locals_ = [_local(tensor) for tensor in tensors]
+            locals_ = [local_tensor(tensor) for tensor in tensors]
             storages = {
                 local.untyped_storage()._cdata: local.untyped_storage()
                 for local in locals_
@@ -298,21 +300,6 @@ class OffloadedBlocks:
             if storages:
                 block.params.append(param)
         return list({id(block): block for block in found.values()}.values())
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors_in(value)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    if isinstance(tensor, RaggedDTensor):
-        return tensor.local
-    found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
 
 
 def _wrapped(like: Any, local: torch.Tensor) -> torch.Tensor:

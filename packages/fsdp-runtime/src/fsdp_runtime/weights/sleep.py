@@ -8,7 +8,7 @@ One storage, one copy. The objects stay: parameters, views and states are the sa
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from dbuffer import BlockQuantizedTensor, DeviceLayer, device_layer
 from ragged_shard import CPU, PinnedMemory, RaggedDTensor, is_cpu
 
 from .._plan import wrap_local
+from .._tree import tensors_in
 from .._unit import Unit
 from .targets import units_of
 
@@ -287,7 +288,7 @@ class _Away:
             return 0
         getattr(optimizer, "synchronize", _nothing)()  # block_optim's may work on states next to the step
         rests: dict[int, _Rest] = {}
-        for tensor in _tensors_in(list(optimizer.state.values())):
+        for tensor in tensors_in(list(optimizer.state.values())):
             if is_cpu(tensor.device) and tensor.device not in devices:
                 continue
             layer = device_layer(tensor.device)
@@ -320,16 +321,6 @@ class _Away:
 
 def _nothing() -> None:
     """What other optimizers do."""
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors_in(item)
 
 
 def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:

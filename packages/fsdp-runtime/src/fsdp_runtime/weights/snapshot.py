@@ -15,6 +15,7 @@ from .. import _torch_compat as compat
 from .._at_rest import CODES, SCALES, entries_of, is_at_rest
 from .._group import Group
 from .._plan import wrap_local
+from .._tree import local_tensor
 from .entries import CHECKPOINTED
 from .targets import units_of
 
@@ -89,7 +90,7 @@ def _held(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{module_name}.{name}", _local(buffer)
+                yield f"{module_name}.{name}", local_tensor(buffer)
     for number, one in enumerate(optimizers):
         for index, state in enumerate(list(one.state.values())):
             yield from ((f"optimizer {number}, state {index}, {key}", t) for key, t in _tensors(state))
@@ -97,18 +98,13 @@ def _held(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator
 
 def _tensors(tree: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
-        yield key, _local(tree)
+        yield key, local_tensor(tree)
     elif isinstance(tree, Mapping):
         for name, value in list(tree.items()):
             yield from _tensors(value, f"{key} {name}")
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
             yield from _tensors(value, f"{key} {index}")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
-    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def _copy(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ragged_shard import Box, RaggedDTensor
 from .. import _torch_compat as compat
 from .._at_rest import is_at_rest
 from .._model import member_of
+from .._tree import local_tensor
 from .._unit import Unit
 from .boxes import whole
 
@@ -35,15 +36,12 @@ class Target:
     @property
     def distributed(self) -> bool:
         """Whether ranks hold boxes of it."""
-        return isinstance(self.tensor, (DTensor, RaggedDTensor))
+        return isinstance(self.tensor, DTensor)
 
     def refuse_subclass(self) -> None:
         """Raise NotImplementedError where values are kept in a form that only a tensor subclass knows."""
-        tensor: Any = self.tensor
-        local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
-        if isinstance(local, DTensor):
-            local = local.to_local()
-        if compat.is_wrapper_subclass(local) and not is_at_rest(tensor):
+        local = local_tensor(self.tensor)
+        if compat.is_wrapper_subclass(local) and not is_at_rest(self.tensor):
             raise NotImplementedError(
                 f"{self.name} is kept as a {type(local).__name__}, which is not written from files; use "
                 "model.load_state_dict(read_safetensors(path))"
@@ -78,7 +76,7 @@ def views_of(tensor: torch.Tensor, boxes: list[Box]) -> Iterator[tuple[Box, torc
     for box in boxes:
         if not box.numel:
             continue
-        if not isinstance(tensor, (DTensor, RaggedDTensor)):
+        if not isinstance(tensor, DTensor):
             yield box, tensor
             continue
         shard: Any = tensor
