@@ -383,7 +383,7 @@ def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"coefficients": "best"}, "'best' are not known"),
-        ({"coefficients": "aol", "ns_steps": 5}, "belong together"),
+        ({"coefficients": "quintic", "ns_steps": 4}, "belong together"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
         ({"method": "qr"}, "method='qr'"),
         ({"momentum_dtype": torch.int8}, "momentum_dtype"),

@@ -21,9 +21,12 @@ WHOLE_ROWS = ("rows", "whole", "shard")  # NorMuon requires them
 CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ANY_CUT),
     ({"nesterov": False, "bucket_bytes": 900, "adjust_lr_fn": "match_rms_adamw"}, ANY_CUT),
-    ({"method": "gram", "coefficients": "cans", "cautious_weight_decay": True}, ("elements", "rows")),
+    (
+        {"method": "gram", "coefficients": "polar_express", "cautious_weight_decay": True},
+        ("elements", "rows"),
+    ),
     ({"dtype": torch.bfloat16, "momentum_dtype": torch.float32}, ("elements", "shard")),
-    ({"normuon": True, "coefficients": "aol"}, WHOLE_ROWS),
+    ({"normuon": True, "coefficients": "quintic"}, WHOLE_ROWS),
     ({"normuon": True, "momentum_dtype": torch.bfloat16, "bucket_bytes": 500}, WHOLE_ROWS),
 )
 

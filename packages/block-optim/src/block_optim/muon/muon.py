@@ -35,7 +35,7 @@ class Muon(BlockOptimizer):
         weight_decay: decoupled, by the learning rate before ``adjust_lr_fn``.
         momentum: mu.
         nesterov: orthogonalise ``g + mu (m - g)`` instead of m.
-        ns_coefficients: keller (torch's), quintic, polar_express, cans, aol, deepseek_v4, cubic, one triple for
+        ns_coefficients: keller (torch's), quintic, polar_express, deepseek_v4, one triple for
             every step, or a list of triples.
         eps: least Frobenius norm to divide by.
         ns_steps: how many; None takes what the set says (5 for keller).
