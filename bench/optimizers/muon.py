@@ -178,7 +178,7 @@ def plan_of(model, world_size):
             shape = torch.Size((rows, columns))
             whole = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(columns, 1))
             params.append(torch.nn.Parameter(whole))
-        (domain,) = Muon(params, momentum_dtype=torch.int8).assignment.domains
+        (domain,) = Muon(params, momentum_dtype=torch.bfloat16).assignment.domains
     return domain
 
 

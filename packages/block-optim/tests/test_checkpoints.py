@@ -45,7 +45,7 @@ CASES = {
     "AdamW8bit": (AdamW8bit, {"block": Elements(32), "min_8bit_numel": 1}, ("planned",)),
     "AdamW8bit in tiles": (AdamW8bit, {"block": Tile(4, 8), "min_8bit_numel": 10}, ("planned",)),
     "Muon": (Muon, {}, ("elements", "shard", "planned")),
-    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.int8}, ("rows", "shard", "whole")),
+    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.bfloat16}, ("rows", "shard", "whole")),
     "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9), ("elements", "shard", "planned")),
     "Shampoo, qr": (
         Shampoo,

@@ -96,18 +96,21 @@ def options_of(optimizer, *names):
 
 def test_published_names_of_options_are_taken_and_one_option_is_said_once():
     p = parameter()
-    assert options_of(Muon([p], coefficients="cans", mu=0.9), "ns_coefficients", "momentum") == ["cans", 0.9]
+    assert options_of(Muon([p], coefficients="quintic", mu=0.9), "ns_coefficients", "momentum") == [
+        "quintic",
+        0.9,
+    ]
     eight = AdamW8bit([p], min_8bit_size=7, block_size=8)
     assert options_of(eight, "min_8bit_numel", "block") == [7, str(Elements(8))]
     assert AdamW8bit.block_policy(block_size=8, min_8bit_size=1)("w", p) == Elements(8)
     shampoo = Shampoo([p], grafting_epsilon=1e-3, momentum=0.9, use_nesterov=True)
     assert options_of(shampoo, "eps", "nesterov") == [1e-3, True]
-    group = {"params": [parameter()], "coefficients": "aol"}
-    assert options_of(Mixed([{**group, "algorithm": "muon"}]), "ns_coefficients") == ["aol"]
+    group = {"params": [parameter()], "coefficients": "quintic"}
+    assert options_of(Mixed([{**group, "algorithm": "muon"}]), "ns_coefficients") == ["quintic"]
     with pytest.raises(ValueError, match="also given under another name"):
-        Muon([p], ns_coefficients="aol", coefficients="cans")
+        Muon([p], ns_coefficients="quintic", coefficients="keller")
     with pytest.raises(ValueError, match="one option: say it once"):
-        Muon([{**group, "ns_coefficients": "cans"}])
+        Muon([{**group, "ns_coefficients": "keller"}])
 
 
 @pytest.mark.parametrize("case", ["Shampoo", "SOAP"])

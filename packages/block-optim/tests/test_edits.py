@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW fused": (AdamW, {"fused": True}),
     "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),
     "Muon": (Muon, {}),
-    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.int8}),
+    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.bfloat16}),
     "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9)),
     "SOAP": (SOAP, small()),
     "Mixed": (mixed, {}),

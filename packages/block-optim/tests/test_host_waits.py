@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),
     "Muon": (Muon, {"weight_decay": 0.2}),
     "Muon gram": (Muon, {"method": "gram", "matrices": "flatten"}),
-    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.int8, "cautious_weight_decay": True}),
+    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.bfloat16, "cautious_weight_decay": True}),
     "Shampoo": (Shampoo, {**SMALL, "overlap": True, "momentum": 0.9}),
     "Shampoo, betas": (Shampoo, {**SMALL, "overlap": True, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     "SOAP": (SOAP, {**SMALL, "overlap": True}),

@@ -204,27 +204,6 @@ def test_cautious_decay_touches_only_entries_that_the_update_shrinks():
     assert (update * start > 0).sum() > 5
 
 
-def test_int8_momentum_keeps_close_to_fp32_in_a_quarter_of_the_memory():
-    params = parameters([(64, 300)])
-    twins = copies(params)
-    ours = Muon(params, lr=0.01, momentum_dtype=torch.int8, weight_decay=0)
-    theirs = Muon(twins, lr=0.01, weight_decay=0)
-    for step in range(10):
-        step_all((params, ours), (twins, theirs), seed=step)
-    (p,), (q,) = params, twins
-    (start,) = tensors([(64, 300)], 0)
-    change, distance = (q.detach() - start).norm(), (p.detach() - q.detach()).norm()
-    assert 0 < distance / change < 0.06
-    state = ours.state[p]
-    assert state["momentum_buffer"].dtype == torch.int8
-    assert state["momentum_scale"].shape == (64, 2)
-    m, scale = state["momentum_buffer"].float(), state["momentum_scale"]
-    decoded = m * scale.repeat_interleave(256, 1)[:, :300]
-    exact = theirs.state[q]["momentum_buffer"]
-    assert float((decoded - exact).norm() / exact.norm()) < 0.03
-    assert int(m.abs().amax()) == 127
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_momentum_of_another_dtype_follows_the_same_path(dtype):
     params = parameters([(16, 24)], dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
@@ -319,7 +298,7 @@ def test_an_orthogonalisation_that_fails_falls_back_and_is_counted():
     [
         {},
         {"normuon": True},
-        {"momentum_dtype": torch.int8},
+        {"momentum_dtype": torch.bfloat16},
         {"cautious_weight_decay": True},
         {"method": "gram"},
     ],
@@ -338,7 +317,7 @@ def test_nothing_is_allocated_in_a_step_after_the_first(options):
 
 def test_the_state_exists_from_construction_and_a_state_dict_resumes_to_the_bit():
     shapes = MATRICES + STACKS
-    variants: list[dict[str, Any]] = [{}, {"normuon": True, "momentum_dtype": torch.int8}]
+    variants: list[dict[str, Any]] = [{}, {"normuon": True, "momentum_dtype": torch.bfloat16}]
     for options in variants:
         params = parameters(shapes)
         optimizer = Muon(params, lr=0.1, **options)
@@ -372,7 +351,7 @@ def test_a_state_dict_of_torch_muon_can_be_loaded():
 
 def test_a_state_of_another_format_is_refused():
     params = parameters(((6, 4),))
-    saved = Muon(params, momentum_dtype=torch.int8).state_dict()
+    saved = Muon(params, momentum_dtype=torch.bfloat16).state_dict()
     with pytest.raises(ValueError, match="momentum_dtype"):
         Muon(params).load_state_dict(saved)
 
@@ -404,10 +383,10 @@ def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"coefficients": "best"}, "'best' are not known"),
-        ({"coefficients": "aol", "ns_steps": 5}, "belong together"),
+        ({"coefficients": "quintic", "ns_steps": 4}, "belong together"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
         ({"method": "qr"}, "method='qr'"),
-        ({"momentum_dtype": torch.int32}, "momentum_dtype"),
+        ({"momentum_dtype": torch.int8}, "momentum_dtype"),
         ({"matrices": "heads:5"}, "parameter 0 .* do not divide into 5 heads"),
         ({"normuon_beta2": 1.5}, "normuon_beta2=1.5"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "AdamW8bit": (AdamW8bit, {"block": Elements(16), "min_8bit_numel": 1}),
     "Muon": (Muon, {}),
-    "NorMuon in int8": (Muon, {"normuon": True, "momentum_dtype": torch.int8}),
+    "NorMuon in bf16": (Muon, {"normuon": True, "momentum_dtype": torch.bfloat16}),
     "Shampoo": (Shampoo, SMALL),
     "Shampoo, next to the step": (Shampoo, {**SMALL, "overlap": True}),
     "SOAP": (SOAP, SMALL),

@@ -287,7 +287,8 @@ def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, 
             run_ranks(3, torch_refuses, kind, name, True, timeout=30)
         assert sorted(caught.value.causes) == [0, 1, 2]
         for error in caught.value.causes.values():
-            assert isinstance(error, NotImplementedError)
+            # On meta the module raises, while it loads: load_state_dict collects errors in one RuntimeError.
+            assert isinstance(error, RuntimeError if kind == "meta" else NotImplementedError)
             assert str(PLACEMENTS[name][-1]) in str(error)
             for way_out in (
                 "ragged_shard.distribute_tensor",

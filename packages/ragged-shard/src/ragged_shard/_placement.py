@@ -210,7 +210,10 @@ class CarriedRows(RaggedShard):
         return type(other) is not Shard and not self == other
 
     def __hash__(self) -> int:
-        raise self._refusal("a plain DTensor with it can only be loaded")
+        raise self._refusal(
+            "torch made a plain DTensor with the placement of a tensor on the meta device, which can only be loaded "
+            "into a module that fully_shard took"
+        )
 
 
 def carried(placements: Iterable[Placement]) -> tuple[Placement, ...]:

@@ -24,7 +24,6 @@ from block_optim.core.scratch import Scratch
 from block_optim.core.skip import portions, unless
 from block_optim.muon.assignment import AssignedMatrix
 from block_optim.muon.local import LocalParam
-from block_optim.muon.momentum import decode
 from block_optim.muon.newton_schulz import Recipe, orthogonalize_
 
 _LOG = logging.getLogger("block_optim")
@@ -216,7 +215,7 @@ class Bucket:
         by_kind: dict[tuple[bool, torch.dtype], list[Fragment]] = defaultdict(list)
         for f in self._fragments:
             if f.param.index in active:
-                by_kind[f.param.coded, f.param.momentum.dtype].append(f)
+                by_kind[f.param.cast, f.param.momentum.dtype].append(f)
         for some in by_kind.values():
             self._pack(some)
         if not self._travelling & active:
@@ -232,7 +231,7 @@ class Bucket:
         """Momentum, or with Nesterov the gradient on its way to it, rounded to bf16; of fragments of one dtype."""
         mu, nesterov = self.group["momentum"], self.group["nesterov"]
         packed = [f.packed for f in fragments]
-        if not fragments[0].param.coded:
+        if not fragments[0].param.cast:
             momenta = [f.momentum for f in fragments]
             if not nesterov:
                 foreach_copy_(packed, momenta)
@@ -244,8 +243,8 @@ class Bucket:
             return
         for f in fragments:
             value = self._scratch.take("pack", (f.high - f.low,), torch.float32)
-            momentum = self._scratch.take("decoded", (f.high - f.low,), torch.float32)
-            decode(*f.param.coded_momentum(f.low, f.high), f.param.columns, momentum)
+            momentum = self._scratch.take("cast", (f.high - f.low,), torch.float32)
+            momentum.copy_(f.param.momentum[f.low : f.high])
             if nesterov:
                 momentum = value.copy_(f.param.grad[f.low : f.high]).lerp_(momentum, mu)
             f.packed.copy_(momentum.view(f.packed.shape))

@@ -147,7 +147,7 @@ class MuonEngine:
         for some in by_group.values():
             mu, scratch = some[0].param.group["momentum"], self._scratch[some[0].local.device]
             for portion in portions(given.found_inf, some, lambda p: p.momentum.nbytes):
-                with unless(given.found_inf, [t for p in portion for t in p.momenta]):
+                with unless(given.found_inf, [p.momentum for p in portion]):
                     update_momenta(portion, mu, scratch)
         rates = {id(group): _on_host(group["lr"]) for group in self._groups}
         run_pipeline(self._buckets, active, rates, given.found_inf)

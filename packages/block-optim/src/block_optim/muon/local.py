@@ -9,7 +9,6 @@ from block_optim.core.holding import Holding, wrap_local
 from block_optim.core.params import Param
 from block_optim.core.scratch import Scratch
 from block_optim.muon.matrices import matrices_in
-from block_optim.muon.momentum import decode, encode, scale_columns
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
 
 
@@ -23,7 +22,7 @@ class LocalParam:
         local: this rank's elements of it, 1-D; renewed when it lies elsewhere.
         grad: this step's gradient, 1-D.
         momentum: the buffer, 1-D.
-        coded: whether the buffer is of another dtype than the parameter, and so its gradients.
+        cast: whether the buffer is of another dtype than the parameter, and so its gradients.
         steps: how often it was updated; there for stochastic rounding only.
     """
 
@@ -34,15 +33,9 @@ class LocalParam:
         self.local = param.local.view(-1)
         self.grad: torch.Tensor = self.local  # set in every step
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
-        self.coded = self.momentum.dtype != param.dtype
+        self.cast = self.momentum.dtype != param.dtype
         self.steps: torch.Tensor | None = state.get("step")
-        self._scale = local_of(state["momentum_scale"]).view(-1) if "momentum_scale" in state else None
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
-
-    @property
-    def momenta(self) -> list[torch.Tensor]:
-        """The buffer and its scales."""
-        return [self.momentum] if self._scale is None else [self.momentum, self._scale]
 
     def refresh(self) -> None:
         """See whether the parameter lies where it did."""
@@ -55,72 +48,61 @@ class LocalParam:
         assert self._rows is not None
         return self._rows[low // self.columns : high // self.columns]
 
-    def coded_momentum(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The buffer and, for int8, the scales of local elements [low, high)."""
-        if self._scale is None:
-            return self.momentum[low:high], None
-        per_row = scale_columns(self.columns)
-        first, last = low // self.columns * per_row, high // self.columns * per_row
-        return self.momentum[low:high], self._scale[first:last]
-
-    def update_coded(self, mu: float, scratch: Scratch) -> None:
-        """Momentum of another dtype: read, move, store."""
+    def update_cast(self, mu: float, scratch: Scratch) -> None:
+        """Update momentum of another dtype, in fp32."""
         if self.momentum.numel():
-            value = scratch.take("decoded", (self.momentum.numel(),), torch.float32)
+            value = scratch.take("cast", (self.momentum.numel(),), torch.float32).copy_(self.momentum)
             grad = scratch.take("pack", (self.momentum.numel(),), torch.float32).copy_(self.grad)
-            decode(self.momentum, self._scale, self.columns, value).lerp_(grad, 1 - mu)
-            encode(value, self.momentum, self._scale, self.columns)
+            self.momentum.copy_(value.lerp_(grad, 1 - mu))
 
 
 def update_momenta(params: Sequence[LocalParam], mu: float, scratch: Scratch) -> None:
     """m <- mu m + (1 - mu) g, as torch.optim.Muon has it, for parameters of one group."""
-    plain = [p for p in params if not p.coded]
+    plain = [p for p in params if not p.cast]
     for dtype in {p.momentum.dtype for p in plain}:
         same = [p for p in plain if p.momentum.dtype == dtype]
         foreach_lerp_([p.momentum for p in same], [p.grad for p in same], 1 - mu)
     for p in params:
-        if p.coded:
-            p.update_coded(mu, scratch)
+        if p.cast:
+            p.update_cast(mu, scratch)
 
 
 def muon_state(param: Param) -> dict[str, torch.Tensor]:
     """A parameter's states, zero."""
-    matrices, dtype = matrices_in(param), param.group["momentum_dtype"] or param.local.dtype
-    columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
-    state = {"momentum_buffer": param.zeros(dtype)}
+    state = {"momentum_buffer": param.zeros(param.group["momentum_dtype"] or param.local.dtype)}
     if param.group["stochastic_rounding"]:
         state["step"] = torch.zeros((), dtype=torch.float32)
-    if dtype == torch.int8:
-        state["momentum_scale"] = _row_state(param, columns, scale_columns(columns))
     if param.group["normuon"]:
-        state["second_moment"] = _row_state(param, columns, 1)
+        state["second_moment"] = _row_state(param)
     return state
 
 
-def _row_state(param: Param, columns: int, per_row: int) -> torch.Tensor:
-    """A zero fp32 state with ``per_row`` numbers for each row of a parameter's matrices, placed like the parameter.
+def _row_state(param: Param) -> torch.Tensor:
+    """A zero fp32 state with one number for each row of a parameter's matrices, placed like the parameter.
 
     Raises:
         ValueError: what a rank holds ends inside a row.
     """
+    matrices = matrices_in(param)
+    columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
     flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone
-    shape = (param.shape[0], per_row) if flat else (*param.shape[:-1], per_row)
+    shape = (param.shape[0], 1) if flat else (*param.shape[:-1], 1)
     if any(p.first % columns or p.width % columns for held in param.holding.held for p in held):
         raise ValueError(
-            f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but int8 "
-            "momentum and NorMuon keep numbers for whole rows; lay it out with whole rows (a block policy of Rows(1), "
+            f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but "
+            "NorMuon keeps a number for each row; lay it out with whole rows (a block policy of Rows(1), "
             "tensor parallelism along the first dimension), or leave the option off"
         )
-    local_shape = (*param.local.shape[: 1 if flat else -1], per_row)
+    local_shape = (*param.local.shape[: 1 if flat else -1], 1)
     placements = list(param.placements)
     for axis, placement in enumerate(placements):
         if isinstance(placement, RaggedShard) and len(placement.dims) >= len(
             shape
         ):  # of elements: now of rows
             placements[axis] = _with_dims(placement, len(shape) - 1)
-            local_shape = (-1, per_row)
+            local_shape = (-1, 1)
     rows = param.local.numel() // columns
-    local = torch.zeros(rows * per_row, dtype=torch.float32, device=param.device)
+    local = torch.zeros(rows, dtype=torch.float32, device=param.device)
     if param.mesh is None:
         return local.view(shape)
     return wrap_local(

@@ -15,11 +15,12 @@ from block_optim.muon.coefficients import Coefficients, resolve
 from block_optim.muon.engine import MuonEngine
 from block_optim.muon.local import muon_state
 from block_optim.muon.matrices import block_of_matrices, matrices_in
-from block_optim.muon.momentum import DTYPES
 from block_optim.muon.newton_schulz import METHODS, Method
 from layout_planner import Block
 
 ADJUST = (None, "original", "match_rms_adamw", "spectral", "spectral_unclamped", "none")
+
+_MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Muon(BlockOptimizer):
@@ -34,7 +35,7 @@ class Muon(BlockOptimizer):
         weight_decay: decoupled, by the learning rate before ``adjust_lr_fn``.
         momentum: mu.
         nesterov: orthogonalise ``g + mu (m - g)`` instead of m.
-        ns_coefficients: keller (torch's), quintic, polar_express, cans, aol, deepseek_v4, cubic, one triple for
+        ns_coefficients: keller (torch's), quintic, polar_express, deepseek_v4, one triple for
             every step, or a list of triples.
         eps: least Frobenius norm to divide by.
         ns_steps: how many; None takes what the set says (5 for keller).
@@ -49,15 +50,14 @@ class Muon(BlockOptimizer):
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
         cautious_weight_decay: decay only entries that the update shrinks anyway.
-        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16, float16, or int8 (blocks of 256
-            columns).
+        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         skip_nonfinite: see `BlockOptimizer`.
         options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; ``coefficients`` and ``mu``, other
             names of ns_coefficients and momentum.
 
-    State: ``momentum_buffer``; with int8 also ``momentum_scale``, with NorMuon ``second_moment``, with
+    State: ``momentum_buffer``; with NorMuon ``second_moment``, with
     stochastic_rounding ``step``, with master_weights ``master_param``.
 
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
@@ -151,7 +151,7 @@ class Muon(BlockOptimizer):
         resolve(group["ns_coefficients"], group["ns_steps"])
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
         check_choice("method", group["method"], METHODS)
-        check_choice("momentum_dtype", group["momentum_dtype"], DTYPES)
+        check_choice("momentum_dtype", group["momentum_dtype"], _MOMENTUM_DTYPES)
         for name in ("nesterov", "normuon", "cautious_weight_decay"):
             check_flag(name, group[name])
         if group["batched"] is not None:

@@ -153,8 +153,6 @@ def _standard(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[to
     product, fused = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
     for i, (a, b, c) in enumerate(recipe.polynomials.steps):
         product(x, x.mT, out=g)
-        if i == 0 and recipe.polynomials.normalisation == "aol":
-            _scale_aol(x, g, u, recipe.eps, scratch)
         target = spare[i % 2]
         if c:
             fused(g, g, g, beta=b, alpha=c, out=u)
@@ -181,8 +179,6 @@ def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.
     steps, first = recipe.polynomials.steps, 0
     for i, last in enumerate(restarts(len(steps))):
         torch.bmm(x, x.mT, out=r)
-        if i == 0 and recipe.polynomials.normalisation == "aol":
-            _scale_aol(x, r, z, recipe.eps, scratch)
         for k in range(first, last):
             a, b, c = steps[k]
             torch.baddbmm(r, r, r, beta=b, alpha=c, out=z) if c else torch.mul(r, b, out=z)
@@ -204,15 +200,6 @@ def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.
 def gram_dtype(device: torch.device) -> torch.dtype:
     """In which the Gram form computes: fp16 on GPUs, fp32 where fp16 products are slow."""
     return torch.float16 if devices.is_accelerator(device) else torch.float32
-
-
-def _scale_aol(x: torch.Tensor, g: torch.Tensor, spare: torch.Tensor, eps: float, scratch: Scratch) -> None:
-    """Divide row i of X by the root of the sum of row i of abs(X X'): then no singular value exceeds 1."""
-    scale = scratch.take("aol", tuple(g.shape[:-1]), g.dtype)
-    torch.sum(torch.abs(g, out=spare), dim=-1, out=scale)
-    scale.clamp_(min=eps).rsqrt_()
-    x.mul_(scale.unsqueeze(-1))
-    g.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
 
 
 def _rescue(matrix: torch.Tensor, recipe: Recipe, was_gram: bool) -> torch.Tensor:
