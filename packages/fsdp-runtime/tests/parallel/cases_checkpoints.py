@@ -16,12 +16,11 @@ from harness import Outcome, case, full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from block_optim import SOAP, Shampoo, param_groups_for
-from block_optim.core.holding import own_elements
-from ragged_shard import RaggedDTensor
+from ragged_shard import distribute_like
 
 SECTION = "Checkpoints from dp2 x tp2 to pp2 x dp2 to ep2 x dp2 to plain to dp4, model and optimizer"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -84,15 +83,7 @@ LAYOUTS = (tensor_parallel, pipeline, expert_parallel, plain, data_parallel)
 
 def like(param: Any, value: torch.Tensor) -> torch.Tensor:
     """A full tensor, distributed as a parameter is."""
-    if not isinstance(param, DTensor | RaggedDTensor):
-        return value.clone()
-    local = own_elements(param, value)
-    if isinstance(param, RaggedDTensor):
-        return param.with_local(local)
-    placements = (param.device_mesh, param.placements)
-    return DTensor.from_local(
-        local, *placements, run_check=False, shape=value.shape, stride=value.contiguous().stride()
-    )
+    return distribute_like(value.clone(), param, src_data_rank=None)
 
 
 def step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], number: int) -> None:

@@ -245,16 +245,6 @@ def first_element(tensor: torch.Tensor) -> int | None:
     return first if last - first + 1 == count else None
 
 
-def own_elements(target: Any, full: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a full tensor, in the shape of `target`'s local tensor."""
-    slices = []
-    for offsets, sizes in boxes_of(target):
-        index = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        slices.append(full[index].reshape(-1))
-    local = local_of(target)
-    return torch.cat(slices).view(local.shape) if slices else full.new_empty(local.shape)
-
-
 def wrap_local(
     local: torch.Tensor,
     mesh: DeviceMesh | None,
@@ -265,13 +255,9 @@ def wrap_local(
     """A global tensor of this shape around this rank's elements; these themselves where there is no mesh."""
     if mesh is None:
         return local
-    stride, running = [], 1
-    for size in reversed(shape):
-        stride.append(running)
-        running *= max(size, 1)
-    stride.reverse()
     if ragged:
-        return RaggedDTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+        return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 
 from block_optim.core._torch_compat import DISTRIBUTED, local_of
-from block_optim.core.holding import own_elements
+from ragged_shard import distribute_like
 
 
 def check_keys(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     if tuple(value.shape) != tuple(target.shape):
         raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
     if not isinstance(value, DISTRIBUTED):
-        return own_elements(target, value) if isinstance(target, DISTRIBUTED) else value
+        return local_of(distribute_like(value, target, src_data_rank=None))
     if not isinstance(target, DISTRIBUTED) or tuple(value.placements) != tuple(target.placements):
         _refuse(what, value, target)
     return local_of(value)
