@@ -33,7 +33,7 @@ def optimizers():
     import torch
 
     from block_optim import AdamW8bit
-    from layout_planner import Elements, Tile
+    from layout_planner import Tile
 
     common: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": DECAY}
     found: dict[str, Any] = {
@@ -41,9 +41,6 @@ def optimizers():
         "AdamW8bit Elements(256)": lambda named: AdamW8bit(named, **common),
         "AdamW8bit Tile(32, 32)": lambda named: AdamW8bit(named, block=Tile(32, 32), **common),
         "AdamW8bit Tile(128, 128)": lambda named: AdamW8bit(named, block=Tile(128, 128), **common),
-        "AdamW8bit Elements(256), dynamic": lambda named: AdamW8bit(
-            named, block=Elements(256), state_map="dynamic", **common
-        ),
     }
     try:
         import bitsandbytes

@@ -53,7 +53,6 @@ class Case:
     name: str
     tile: tuple[int, int] | None
     dtypes: tuple[str, str]
-    state_map: str = "root"
     rounds: bool = False
     scalar: bool = False
     single: bool = False
@@ -70,9 +69,7 @@ class Case:
         types = Types(param, grad, self.rounds)
         if self.tile is None:
             return wide_variant(types, not self.scalar)
-        return quantized_variant(
-            self.tile, self.state_map, types, aligned=not self.scalar, single=self.single
-        )
+        return quantized_variant(self.tile, types, aligned=not self.scalar, single=self.single)
 
     @property
     def data_bytes(self) -> tuple[int, int]:
@@ -96,7 +93,6 @@ CASES = (
     _case("elements:256 bf16", (1, 256), "bf16"),
     _case("elements:256 bf16, fp32 gradients", (1, 256), "bf16", "fp32"),
     _case("elements:256 bf16 stochastic", (1, 256), "bf16", rounds=True),
-    _case("elements:256 fp32 dynamic", (1, 256), "fp32", state_map="dynamic"),
     _case("elements:256 bf16, not aligned", (1, 256), "bf16", scalar=True),
     _case("elements:2048 bf16", (1, 2048), "bf16"),
     _case("tile:32x32 fp32", (32, 32), "fp32"),

@@ -172,7 +172,7 @@ def _save(way: str, model: Any, folder: Path) -> int:
 
     target = folder / "saved"
     if way.startswith("ours"):
-        save_safetensors(model, target, bucket_bytes=256 * MIB)
+        save_safetensors(model, target, bucket_bytes=256 * MIB, max_file_bytes=512 * MIB)
         return 0
     target.mkdir(exist_ok=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

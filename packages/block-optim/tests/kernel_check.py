@@ -192,7 +192,6 @@ def stays_nan(rounds):
 if __name__ == "__main__":
     same("elements", eight_bit(block=Elements(256)), torch.float32)
     same("tiles", eight_bit(block=Tile(32, 32), maximize=True), torch.float32)
-    same("dynamic", eight_bit(block=Elements(256), state_map="dynamic"), torch.float32)
     same("bf16", eight_bit(block=Tile(16, 32)), torch.bfloat16)
     same("stochastic", eight_bit(block=Elements(512), stochastic_rounding=True, seed=3), torch.bfloat16)
     same("fp16", eight_bit(block=Elements(512)), torch.float16)
@@ -203,7 +202,6 @@ if __name__ == "__main__":
     close("wide", torch.bfloat16)
     strict = {"block": Elements(256), "skip_nonfinite": False}
     extremes("elements", eight_bit(**strict), torch.float32)
-    extremes("dynamic", eight_bit(**strict, state_map="dynamic"), torch.float32)
     huge_gradients(eight_bit(block=Elements(256)))
     extremes("nearest", eight_bit(**strict), torch.bfloat16)
     extremes("stochastic", eight_bit(**strict, stochastic_rounding=True, seed=3), torch.bfloat16)

@@ -304,8 +304,6 @@ def test_options_that_do_not_apply_are_refused_by_name(options, message):
     ("options", "message"),
     [
         ({"block": Rows(3)}, "Elements"),
-        ({"state_map": "linear"}, "state_map='linear'"),
-        ({"state_map": "dynamic", "block": Tile(8, 8)}, "underflow|explode"),
     ],
 )
 def test_8_bit_options_that_do_not_apply_are_refused_by_name(options, message):

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from block_optim import AdamW8bit
-from block_optim.adam.q8.codec import FIRST, SECOND, DynamicMap, RootMap, dynamic_values
+from block_optim.adam.q8 import codec
+from block_optim.adam.q8.codec import FIRST, FIRST_TOP, SECOND, SECOND_TOP
 from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.q8.ops import BUFFERS, TileScratch
 from layout_planner import Elements, Tile
 
-MAPS: dict[str, RootMap | DynamicMap] = {"root": RootMap(), "dynamic": DynamicMap(torch.device("cpu"))}
+TOPS = {"first": FIRST_TOP, "second": SECOND_TOP}
 HALVES = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 
@@ -20,73 +21,68 @@ def buffers(numel):
     return TileScratch(torch.device("cpu"), numel).buffers(stretch)[:BUFFERS]
 
 
-def decode(state_map, which, codes):
+def decode(which, codes):
     made = buffers(codes.numel())
-    getattr(state_map, f"decode_{which}")(codes.view(1, -1), made[0], made[1:])
+    if which == "first":
+        codec.decode_first(codes.view(1, -1), made[0], made[1])
+    else:
+        codec.decode_second(codes.view(1, -1), made[0])
     return made[0].values.clone()
 
 
-def encode(state_map, which, numbers):
+def encode(which, numbers):
     made = buffers(numbers.numel())
     made[0].values.copy_(numbers)
     codes = torch.zeros(1, numbers.numel(), dtype=torch.uint8)
-    getattr(state_map, f"encode_{which}")(made[0], codes, made[1:])
+    if which == "first":
+        codec.encode_first(made[0], codes, made[1])
+    else:
+        codec.encode_second(made[0], codes)
     return codes.view(-1)
 
 
-def every_code(state_map, which):
-    return decode(state_map, which, torch.arange(256, dtype=torch.uint8))
+def every_code(which):
+    return decode(which, torch.arange(256, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("which", ["first", "second"])
-def test_every_fp16_number_gets_the_nearest_code_and_ties_the_larger(name, which):
+def test_every_fp16_number_gets_the_nearest_code_and_ties_the_larger(which):
     numbers = HALVES.float()
-    top = getattr(MAPS[name], f"{which}_top")
+    top = TOPS[which]
     numbers = numbers[numbers.isfinite() & (numbers.abs() <= top)]
     if which == "second":
         numbers = numbers[~numbers.signbit()]
-    values = every_code(MAPS[name], which).double()
-    found = values[encode(MAPS[name], which, numbers).long()]
+    values = every_code(which).double()
+    found = values[encode(which, numbers).long()]
     wanted = (numbers.double()[:, None] - values[None, :]).abs().min(1).values
     assert torch.equal((found - numbers.double()).abs(), wanted)
     middles = (values.unique()[1:] + values.unique()[:-1]) / 2
     exact = middles[middles.float().double() == middles]
-    got = values[encode(MAPS[name], which, exact.float()).long()]
+    got = values[encode(which, exact.float()).long()]
     assert len(exact) > 50
     assert (got.abs() > exact.abs()).all()
 
 
-@pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("which", ["first", "second"])
-def test_codes_stand_for_themselves(name, which):
+def test_codes_stand_for_themselves(which):
     codes = torch.arange(256, dtype=torch.uint8)
-    values = every_code(MAPS[name], which)
-    assert torch.equal(decode(MAPS[name], which, encode(MAPS[name], which, values)), values)
-    assert len(values.unique()) == 255 if (name, which) == ("root", "first") else 256
-    assert torch.equal(codes, encode(MAPS[name], which, values)) or name == "dynamic"
+    values = every_code(which)
+    assert torch.equal(decode(which, encode(which, values)), values)
+    assert len(values.unique()) == 255 if which == "first" else 256
+    assert torch.equal(codes, encode(which, values))
 
 
 def test_the_default_codes_have_the_documented_range_and_error():
-    first, second = every_code(MAPS["root"], "first"), every_code(MAPS["root"], "second")
-    assert first.abs().max() == 1 - FIRST.value(0) == MAPS["root"].first_top
-    assert second.max() == 1 - SECOND.value(-1) == MAPS["root"].second_top
+    first, second = every_code("first"), every_code("second")
+    assert first.abs().max() == 1 - FIRST.value(0) == FIRST_TOP
+    assert second.max() == 1 - SECOND.value(-1) == SECOND_TOP
     assert 0 < second.min() < 1.3e-4
-    roots = torch.logspace(math.log10(0.01), 0, 5000) * MAPS["root"].second_top
-    error = (decode(MAPS["root"], "second", encode(MAPS["root"], "second", roots)) / roots - 1).abs()
+    roots = torch.logspace(math.log10(0.01), 0, 5000) * SECOND_TOP
+    error = (decode("second", encode("second", roots)) / roots - 1).abs()
     assert error.max() < 0.0225
-    moments = torch.linspace(-1, 1, 5001) * MAPS["root"].first_top
-    absolute = (decode(MAPS["root"], "first", encode(MAPS["root"], "first", moments)) - moments).abs()
+    moments = torch.linspace(-1, 1, 5001) * FIRST_TOP
+    absolute = (decode("first", encode("first", moments)) - moments).abs()
     assert (absolute <= 0.0011 + moments.abs() / 64).all()
-
-
-def test_the_dynamic_map_is_the_published_one():
-    signed, unsigned = dynamic_values(True), dynamic_values(False)
-    assert len(signed) == len(unsigned) == 256
-    assert signed[0] == pytest.approx(-0.99297, abs=1e-5)
-    assert min(x for x in signed if x > 0) == pytest.approx(5.5e-7, rel=1e-3)
-    assert min(x for x in unsigned if x > 0) == pytest.approx(3.25e-7, rel=1e-3)
-    assert sum(x < 0 for x in signed) == 127
 
 
 @pytest.mark.parametrize("block", [Elements(256), Tile(32, 32), Tile(128, 128)], ids=str)
@@ -114,14 +110,16 @@ def test_blocks_of_zeros_stay_zero_and_huge_gradients_do_not_spread():
     assert all(t.isfinite().all() for t in optimizer.state[p].values())
 
 
-@pytest.mark.parametrize("state_map", ["root", "dynamic"])
-def test_a_short_block_is_as_if_zeros_followed(state_map):
-    block = Tile(32, 32) if state_map == "root" else Elements(96)
-    shape, full = ((40, 70), (64, 96)) if state_map == "root" else ((30, 95), (31, 95))
+@pytest.mark.parametrize(
+    ("block", "shape", "full"),
+    [(Tile(32, 32), (40, 70), (64, 96)), (Elements(96), (30, 95), (31, 95))],
+    ids=["tile", "elements"],
+)
+def test_a_short_block_is_as_if_zeros_followed(block, shape, full):
     big, small = torch.nn.Parameter(torch.zeros(full)), torch.nn.Parameter(torch.ones(shape))
     with torch.no_grad():
         big[: shape[0], : shape[1]] = 1
-    optimizer = AdamW8bit([big, small], min_8bit_numel=1, block=block, state_map=state_map)
+    optimizer = AdamW8bit([big, small], min_8bit_numel=1, block=block)
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=generator)
     for factor in (

@@ -15,7 +15,7 @@ def test_kernels_give_the_bits_of_the_torch_ops_and_keep_nan():
     script = Path(__file__).parent / "kernel_check.py"
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("same bits:") == 10
+    assert done.stdout.count("same bits:") == 9
     assert done.stdout.count("close:") == 1
-    assert done.stdout.count("extremes:") == 5
+    assert done.stdout.count("extremes:") == 4
     assert done.stdout.count("NaN stays:") == 2

@@ -53,7 +53,7 @@ def scalars():
 )
 def test_rows_at_multiples_of_16_bytes_and_of_8_elements_are_read_in_vectors(row, aligned):
     kernel = Kernel()
-    (launch,) = launches_of([row], None, [], variants(kernel))
+    (launch,) = launches_of([row], None, variants(kernel))
     launch([torch.zeros(row.columns)], scalars(), None)
     ((grid, _, constants),) = kernel.calls
     assert constants["VECTOR"] == (VECTOR if aligned else 1)
@@ -64,7 +64,7 @@ def test_rows_at_multiples_of_16_bytes_and_of_8_elements_are_read_in_vectors(row
 def test_rows_of_both_kinds_are_launched_apart_and_each_program_knows_its_row():
     kernel = Kernel()
     rows = [row_of(64), row_of(63), row_of(128)]
-    vectors, singles = launches_of(rows, None, [], variants(kernel))
+    vectors, singles = launches_of(rows, None, variants(kernel))
     assert (list(vectors.rows), list(singles.rows)) == ([rows[0], rows[2]], [rows[1]])
     vectors([torch.zeros(128)], scalars(), None)
     _, (table, _, _, row_of_program, _), _ = kernel.calls[0]
@@ -75,7 +75,7 @@ def test_rows_of_both_kinds_are_launched_apart_and_each_program_knows_its_row():
 
 def test_gradients_that_move_to_odd_addresses_are_read_one_by_one_and_back():
     kernel, memory = Kernel(), torch.zeros(65)
-    (launch,) = launches_of([row_of(64)], None, [], variants(kernel))
+    (launch,) = launches_of([row_of(64)], None, variants(kernel))
     for start, vector in ((0, VECTOR), (1, 1), (0, VECTOR)):
         grad = memory[start : start + 64]
         assert (grad.data_ptr() % ALIGNMENT == 0) == (vector > 1)
@@ -96,7 +96,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
 
     kernel.calls = entered
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    launch = Launch([row_of(64)], None, [], variants(kernel)(True, True), variants(kernel)(False, True))
+    launch = Launch([row_of(64)], None, variants(kernel)(True, True), variants(kernel)(False, True))
     grads = [torch.zeros(64)]
     launch(grads, scalars(), None)
     launch._device = torch.device("cuda", 3)  # all it copies there has been copied

@@ -1,6 +1,7 @@
 """What a stranger's optimizer gets from `BlockOptimizer`: the guide's Lion, written with public names only."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_states_of_other_shapes_lie_on_the_owner_and_load_at_any_world_size(rank
 
 
 def cut_blocks_and_plain_states():
-    kind = run_examples("Write your own")["Adafactor"]
+    kind: Any = run_examples("Write your own")["Adafactor"]
     with pytest.raises(ValueError, match=r"cut Whole\(\), which Adafactor needs whole .*block_policy"):
         adafactor("shard")
 
@@ -238,7 +239,8 @@ def rows_as_the_parameter():
 
     for layout in ("rows", "shard", "replicate"):
         run = Run(Rowwise, layout, shapes=MATRICES)
-        for param in run.params:
+        params: list[Any] = run.params
+        for param in params:
             for key, shape in (("row", param.shape[:1]), ("wide", (param.shape[0], 2))):
                 state = run.optimizer.state[param][key]
                 assert state.shape == torch.Size(shape)

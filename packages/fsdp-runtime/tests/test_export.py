@@ -1,6 +1,8 @@
 """The whole model as safetensors files that plain torch and Hugging Face's loaders read."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -53,6 +55,20 @@ def save_nowhere(folder):
 def test_a_failure_to_write_is_raised_on_every_rank(tmp_path):
     (tmp_path / "not_a_folder").write_text("")
     assert run_ranks(3, save_nowhere, str(tmp_path / "not_a_folder")) == [0, 1, 2]
+
+
+def test_a_dtype_that_files_do_not_have_is_refused_by_name(tmp_path):
+    model = seeded()
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(OSError, match=r"phases is torch.complex128, which safetensors files do not have"):
+        save_safetensors(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_library_is_an_error_that_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(OSError, match=r"pip install 'fsdp-runtime\[export\]'"):
+        save_safetensors(seeded(), tmp_path)
 
 
 def save_quantized(folder, limit):
@@ -109,6 +125,14 @@ def test_scales_and_codes_belong_together(tmp_path):
             read_safetensors(tmp_path)
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [2, 2]}}')
     with pytest.raises(ValueError, match=r"shape \(2, 2\); expected \(2, 3\) for tiles of \(2, 2\)"):
+        read_safetensors(tmp_path)
+
+
+def test_a_fifo_instead_of_config_json_is_refused(tmp_path):
+    content = {"a.weight": torch.ones(4, 6).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(2, 2)}
+    safetensors.save_file(content, tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(OSError, match=r"config\.json: a FIFO; expected a file"):
         read_safetensors(tmp_path)
 
 

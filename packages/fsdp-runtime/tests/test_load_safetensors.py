@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +23,12 @@ from fsdp_runtime import (
     Rename,
     Split,
     block_policies,
-    checksum_safetensors,
     fully_shard,
     load_safetensors,
     read_safetensors,
     save_safetensors,
 )
+from fsdp_runtime.weights.files import Checkpoint
 from ragged_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -48,35 +50,18 @@ def full(model):
     }
 
 
-def count_reads(act):
-    """What `act` returns, and the bytes of all preads it makes."""
-    real, total = os.preadv, 0
-
-    def counting(*args):
-        nonlocal total
-        total += (found := real(*args))
-        return found
-
-    os.preadv = counting
-    try:
-        return act(), total
-    finally:
-        os.preadv = real
-
-
 # -- who reads what ----------------------------------------------------------------------------------------------------
 
 
 def load_on_meta(path, width):
     model = shard(on_meta(width=width))
-    report, counted = count_reads(lambda: load_safetensors(model, path))
-    assert report.bytes_read == counted
+    report = load_safetensors(model, path)
     wanted = seeded(width=width)
     assert all(t.equal(wanted.state_dict()[name]) for name, t in full(model).items())
     loss = loss_of(model, tokens())
     loss.backward()
     assert loss.equal(loss_of(wanted, tokens()))
-    return counted
+    return report.bytes_read
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -84,6 +69,21 @@ def test_all_ranks_together_read_every_byte_of_the_file_once(ranks, tmp_path):
     write(tmp_path / "model.safetensors", seeded(width=40).state_dict())
     total = sum(t.nbytes for t in seeded(width=40).state_dict().values())
     assert sum(run_ranks(ranks, load_on_meta, tmp_path, 40)) == total
+
+
+def mapped_bytes(path):
+    """Bytes of a file that this process has in memory."""
+    about = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    return sum(1024 * int(re.findall(r"Rss: +(\d+) kB", one)[0]) for one in about)
+
+
+def test_pages_of_a_file_that_a_box_does_not_touch_are_not_read(tmp_path):
+    path = tmp_path / "m.safetensors"
+    write(path, {"a": torch.ones(64, 1 << 16)})  # 16 MiB
+    stored = Checkpoint(path).tensors["a"]
+    before = mapped_bytes(path)
+    assert stored.tensor[8:16].sum() == 8 << 16
+    assert (2 << 20) <= mapped_bytes(path) - before <= (6 << 20)  # whole pages, of up to 2 MiB
 
 
 def load_few_rows():
@@ -164,8 +164,7 @@ def load_with_tp(path, replicate):
     else:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], block_policy=block_policies.rows(2))
-    report = load_safetensors(model, path, checksum=True)
-    assert report.checksums == checksum_safetensors(path)
+    report = load_safetensors(model, path)
     assert all(t.equal(seeded(TwoLayers).state_dict()[name]) for name, t in full(model).items())
     return report.bytes_read
 
@@ -206,8 +205,7 @@ def load_fp8(path):
     save_safetensors(shard(seeded(width=20), quantize=quantize), path, quantized=True)
     # Columns and rows of tiles are cut by these blocks.
     model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
-    report = load_safetensors(model, path, checksum=True)
-    assert report.checksums == checksum_safetensors(path)
+    load_safetensors(model, path)
     wanted = read_safetensors(path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
     model = shard(on_meta(width=20), quantize=quantize)
@@ -393,8 +391,8 @@ def refuse_alone(path, message, damage, kind):
 @pytest.mark.parametrize(
     ("damage", "message", "kind"),
     [
-        ("cut", r"on rank 1: .* ends at byte \d+, and the file has \d+; it was cut off", ValueError),
-        ("empty", r"on rank 1: .*own.m.safetensors: 0 bytes, too few for a safetensors file", ValueError),
+        ("cut", r"on rank 1: .*own.m.safetensors: not a safetensors file, or damaged", ValueError),
+        ("empty", r"on rank 1: .*own.m.safetensors: not a safetensors file, or damaged", ValueError),
         ("fifo", r"on rank 1: .*own.m.safetensors: a FIFO; expected a file", OSError),
         ("folder", r"on rank 1: .*own.m.safetensors: a folder; expected a file", OSError),
         ("index", r"on rank 1: .*own.m.safetensors.index.json: a FIFO; expected a file", OSError),
@@ -418,35 +416,6 @@ def test_a_problem_of_one_rank_is_raised_by_all(damage, message, kind, tmp_path)
     assert run_ranks(2, refuse_alone, tmp_path, message, damage, kind) == [0, 1]
 
 
-def cut_while_reading(path, how):
-    model = shard(seeded(seed=1))
-    real: Any = os.preadv
-    calls = 0
-
-    def reading(descriptor, buffers, offset):
-        nonlocal calls
-        calls += 1
-        if calls == 3 and dist.get_rank() == 1:
-            if how == "cut":
-                return 0
-            os.replace(path / "next", path / "m.safetensors")
-        return real(descriptor, buffers, offset)
-
-    os.preadv = reading  # type: ignore[assignment]
-    message = "ends at byte" if how == "cut" else "was replaced or changed while it was read"
-    with pytest.raises(OSError, match=rf"{message}.* The model is partly loaded"):
-        load_safetensors(model, path)
-    os.preadv = real
-    return dist.get_rank()
-
-
-@pytest.mark.parametrize("how", ["cut", "replaced"])
-def test_a_load_that_breaks_off_is_an_error_on_every_rank(how, tmp_path):
-    for name in ("m.safetensors", "next"):
-        write(tmp_path / name, seeded().state_dict())
-    assert run_ranks(3, cut_while_reading, tmp_path, how) == [0, 1, 2]
-
-
 def header(entries, data=b"\0" * 64, text=None):
     text = json.dumps(entries).encode() if text is None else text
     return len(text).to_bytes(8, "little") + text + data
@@ -457,30 +426,30 @@ def entry(shape=(4,), dtype="F32", offsets=(0, 16)):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (header({"a": entry(offsets=(0, 12))}), "a, F32 of shape .* has 16 bytes, and data_offsets"),
-        (header({"a": entry(offsets=(60, 76))}), "a ends at byte .* it was cut off"),
-        (header({"a": entry(), "b": entry(offsets=(8, 24))}), "a and b share bytes"),
-        (header({"a": entry(dtype="F4")}), "a is of dtype 'F4'"),
-        (header({"a": entry(shape=(-4,))}), r"a has shape \[-4\]"),
-        (header({"a": entry(shape=(True,) * 4)}), "a has shape"),
-        (header({"a": entry(offsets=(16, 0))}), "data_offsets"),
-        (header({"a": [1]}), "a is of dtype None"),
-        (header(None, text=b'{"a":1,"a":2}'), "'a' is there twice"),
-        (header(None, text=b"[1, 2]"), "a list, not an object"),
-        (header(None, text=b"{"), "header of 1 bytes"),
-        (header(None, text=b"{" * 100000), "damaged header"),
-        ((1 << 62).to_bytes(8, "little") + b"{}", "not a safetensors file, or cut off"),
-        (b"abc", "3 bytes, too few for a safetensors file"),
+        header({"a": entry(offsets=(0, 12))}),
+        header({"a": entry(offsets=(60, 76))}),
+        header({"a": entry(), "b": entry(offsets=(8, 24))}),
+        header({"a": entry(dtype="F4")}),
+        header({"a": entry(shape=(-4,))}),
+        header({"a": entry(shape=(True,) * 4)}),
+        header({"a": entry(shape=[10**4000] * 1000)}),
+        header({"a": [1]}),
+        header(None, text=b"[1, 2]"),
+        header(None, text=b"{"),
+        header(None, text=b"{" * 100000),
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        b"abc",
     ],
 )
-def test_a_header_that_lies_is_refused(content, message, tmp_path):
+def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(content, tmp_path):
     (tmp_path / "m.safetensors").write_bytes(content)
     model = nn.Module()
     model.a = nn.Parameter(torch.zeros(4))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"m.safetensors: not a safetensors file, or damaged: .") as caught:
         load_safetensors(model, tmp_path)
+    assert len(str(caught.value)) < 1000
 
 
 def test_changed_bytes_of_a_file_are_an_error_or_other_values_and_never_a_crash(tmp_path):
@@ -532,27 +501,6 @@ def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
     assert model.head.weight.equal(seeded().head.weight)
     with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):
         load_safetensors(on_meta(), tmp_path, strict=False)
-
-
-def test_tensors_need_not_follow_one_another_in_the_file(tmp_path):
-    data = torch.arange(16.0)
-    entries = {"b": entry(offsets=(32, 48)), "a": entry(offsets=(4, 20))}
-    (tmp_path / "m.safetensors").write_bytes(header(entries, data.numpy().tobytes()))
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    load_safetensors(model, tmp_path)
-    assert model.a.equal(data[1:5])
-    assert model.b.equal(data[8:12])
-
-
-def test_one_changed_byte_changes_the_checksum_of_its_tensor(tmp_path):
-    write(tmp_path / "m.safetensors", seeded().state_dict())
-    before = checksum_safetensors(tmp_path)
-    content = bytearray((tmp_path / "m.safetensors").read_bytes())
-    content[-1] ^= 128
-    (tmp_path / "m.safetensors").write_bytes(content)
-    after = checksum_safetensors(tmp_path)
-    assert sum(before[name] != after[name] for name in before) == 1
 
 
 def test_progress_is_shown_where_it_is_asked_for(tmp_path, capsys):

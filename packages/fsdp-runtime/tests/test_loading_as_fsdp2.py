@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
-from fsdp_runtime import get_full_state_dict
+from fsdp_runtime import fully_shard, get_full_state_dict
 from layout_planner import Elements
 from ragged_shard.testing import run_ranks
 
@@ -72,8 +72,8 @@ def on_all_ranks(kind, device):
     assert_loaded(model, kind)
 
 
-def from_rank0(kind):
-    model = model_of(kind)
+def from_rank0(kind, device):
+    model = model_of(kind, device)
     values = full_values(kind) if dist.get_rank() == 0 else {}
     set_model_state_dict(model, values, options=FROM_RANK0)
     assert_loaded(model, kind)
@@ -87,7 +87,7 @@ def every_way():
         for device in ("cpu", "meta"):
             assigned(kind, device)
             on_all_ranks(kind, device)
-        from_rank0(kind)
+            from_rank0(kind, device)
     for device in ("cpu", "meta"):
         assigned("elements", device)
         on_all_ranks("elements", device)
@@ -96,6 +96,51 @@ def every_way():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
     run_ranks(ranks, every_way)
+
+
+class Odd(nn.Module):
+    """Five rows, one element, bf16 next to fp32, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.narrow = nn.Parameter(torch.randn(2, 2, dtype=torch.bfloat16))
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).sum() * self.scale + self.narrow.float().sum()
+
+
+def odd(device="cpu", seed=0):
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Odd()
+
+
+def odd_models():
+    expected = odd().state_dict()
+    for options in (FROM_RANK0, ON_ALL):
+        model = fully_shard(odd("meta"))
+        values = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
+        set_model_state_dict(model, values, options=options)
+        for name, value in get_full_state_dict(model).items():
+            assert value.dtype == expected[name].dtype
+            assert torch.equal(value, expected[name]), name
+        model(torch.randn(4, 3)).backward()
+        torch.optim.AdamW(model.parameters()).step()
+    model = fully_shard(odd("meta"))
+    values = {"linear.weight": expected["linear.weight"]} if dist.get_rank() == 0 else {}
+    lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, values, options=lenient)
+    assert torch.equal(model.linear.weight.full_tensor(), expected["linear.weight"])
+    assert model.linear.bias.is_meta
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers(ranks):
+    run_ranks(ranks, odd_models)
 
 
 def trained(model, optimizer, steps):
@@ -147,10 +192,9 @@ def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
 
 def raises_with_advice():
     values = full_values("plain") if dist.get_rank() == 0 else {}
-    with pytest.raises(NotImplementedError, match=r"to_empty\(device=.*set_full_state_dict"):
-        set_model_state_dict(model_of("plain", "meta"), dict(values), options=FROM_RANK0)
-    with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
-        set_model_state_dict(model_of("elements"), dict(values), options=FROM_RANK0)
+    for device in ("cpu", "meta"):
+        with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
+            set_model_state_dict(model_of("elements", device), dict(values), options=FROM_RANK0)
     model = model_of("plain")
     optimizer = adamw(model)
     plain = seeded(vocab=5)

@@ -21,7 +21,9 @@ SECTIONS = [
     ("guide", "Weights in and out"),
     ("quantization", "Quantized on the wire"),
     ("quantization", "Tensor subclasses"),
-    ("parallelism", "With tensor, expert, pipeline and context parallelism"),
+    ("parallelism", "Experts"),
+    ("parallelism", "Tensor parallelism"),
+    ("parallelism", "Pipelines"),
 ]
 
 

@@ -1,5 +1,7 @@
 """Every pair of shardings, on 1-D meshes and on each axis of 2-D ones, against the full tensor; and the bytes sent."""
 
+import copy
+import io
 import itertools
 import math
 
@@ -312,14 +314,15 @@ def claims():
             if len(placements) == 1
             else init_device_mesh("cpu", (3, 1) if placements[0] is ragged else (1, 3))
         )
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensor.from_local(torch.zeros(6, 2), on, placements, shape=torch.Size([6, 2]), stride=(2, 1))
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensor.from_local(torch.zeros(6, 2), on, placements)
-        with pytest.raises(NotImplementedError, match="a plain DTensor with this placement"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             DTensorSpec(on, tuple(placements))
-        with pytest.raises(NotImplementedError, match="load_full_state_dict"):
-            torch_distribute_tensor(torch.zeros(6, 2), on, placements)
+        placed = torch_distribute_tensor(torch.arange(12.0).view(6, 2), on, placements)
+        assert placed.placements == tuple(Shard(0) if p is ragged else p for p in placements)
+        assert torch.equal(placed.full_tensor(), torch.arange(12.0).view(6, 2))
 
 
 def test_a_plain_dtensor_cannot_be_made_with_a_ragged_placement():
@@ -432,3 +435,62 @@ def one_axis_of_size_1():
 
 def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
     run_ranks(2, one_axis_of_size_1)
+
+
+def carrier_ops(tensor):
+    rows = Shard(0)
+    return {
+        "add": lambda: tensor + 1,
+        "sum": lambda: tensor.sum(),
+        "detach": lambda: tensor.detach(),
+        "clone": lambda: tensor.clone(),
+        "copy_": lambda: tensor.copy_(tensor),
+        "zero_": lambda: tensor.zero_(),
+        "zeros_like": lambda: torch.zeros_like(tensor),
+        "first row": lambda: tensor[0],
+        "transposed": lambda: tensor.t(),
+        "double": lambda: tensor.double(),
+        "deepcopy": lambda: copy.deepcopy(tensor),
+        "foreach": lambda: torch._foreach_add_([tensor, tensor], 1),
+        "norm": lambda: torch.nn.utils.get_total_norm([tensor]),
+        "full": lambda: tensor.full_tensor(),
+        "to rows": lambda: tensor.redistribute(placements=[rows]),
+        "to columns": lambda: tensor.redistribute(placements=[Shard(1)]),
+        "to replicas": lambda: tensor.redistribute(placements=[Replicate()]),
+        "from rows": lambda: torch_distribute_tensor(torch.ones(6, 4), tensor.device_mesh, [rows]) + tensor,
+        "to it": lambda: torch_distribute_tensor(torch.ones(6, 4), tensor.device_mesh, [rows]).redistribute(
+            placements=tensor.placements
+        ),
+        "parameter": lambda: torch.nn.Parameter(tensor),
+        "saved": lambda: saved_and_loaded(tensor) + 1,
+        "compiled": lambda: torch.compile(lambda x: x * 2, backend="eager")(tensor),
+    }
+
+
+def saved_and_loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def plain_tensors_only_carry():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    units = (0, 1, 5)[-dist.get_world_size() :]
+    meta = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [RaggedShard((0,), units)])
+    assert meta.placements == (RaggedShard((0,), units),)
+    assert meta.placements != (Shard(0),)
+    full = torch.arange(24.0).view(6, 4)
+    like = distribute_tensor(full, mesh, meta.placements, src_data_rank=None)
+    carrier = DTensor.from_local(like.local, mesh, meta.placements, shape=full.shape, stride=full.stride())
+    for name, op in carrier_ops(carrier).items():
+        with pytest.raises(NotImplementedError, match="can only be loaded"):
+            pytest.fail(f"{name}: {op()}")
+    adopted = redistribute(carrier, placements=carrier.placements)
+    assert torch.equal(adopted.full_tensor(), full)
+    assert torch.equal(redistribute(carrier, placements=[Replicate()]).to_local(), full)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing(ranks):
+    run_ranks(ranks, plain_tensors_only_carry)

@@ -10,11 +10,11 @@ titles --compare--> told --every rank told it--> agreed
 
 That collective has completed on this rank, so every rank has started it, and has told its order before.
 
-Each rank expects the order that followed the last one before, also in turns. A rank that departs from it, for a new
-order or another known one, announces its collective before it starts it. When that has completed, every rank has
-started its counterpart, and has announced that if it departed too. So at the end of the same pass a rank that
-departed sees whether all ranks departed to the same collective, and the others that one did: all raise. A pass as
-expected announces nothing.
+Each rank expects the order that followed the last one before, also if orders alternate. A rank that departs from
+it, for a new order or another known one, announces its collective before it starts it. When that has completed,
+every rank has started its counterpart, and has announced it if it departed too. So at the end of the same pass a
+rank that departed sees whether all ranks departed to the same collective, and the others see that one did: all
+raise. A pass as expected announces nothing.
 
 After an exception in a pass ranks may expect different orders. The next pass is compared by its titles alone.
 """

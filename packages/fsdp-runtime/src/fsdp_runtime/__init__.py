@@ -29,11 +29,10 @@ from ._versions import installed_versions
 from ._wrap import fully_shard
 from .quantization import QuantizationPolicy, matrices_only
 from .safetensors_export import save_safetensors
-from .safetensors_fp8 import read_safetensors
 from .watchdog import Watchdog
 from .weights.changes import ChangedBlocks, ExportedParams
-from .weights.checksums import checksum_safetensors
 from .weights.export import iter_full_params
+from .weights.fp8_files import read_safetensors
 from .weights.full_params import full_params
 from .weights.full_state import (
     get_full_optimizer_state_dict,
@@ -44,7 +43,6 @@ from .weights.full_state import (
 from .weights.loading import LoadReport, load_safetensors
 from .weights.offloaded_optimizer import OffloadedOptimizer
 from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
-from .weights.save_planner import LocalSavePlanner
 from .weights.sleep import offload, reload
 from .weights.snapshot import Snapshot, snapshot
 
@@ -64,7 +62,6 @@ __all__ = [
     "Fused",
     "LiveBytes",
     "LoadReport",
-    "LocalSavePlanner",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OffloadedOptimizer",
@@ -79,7 +76,6 @@ __all__ = [
     "UnshardHandle",
     "Watchdog",
     "block_policies",
-    "checksum_safetensors",
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fake_tensors",

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+import ragged_shard
+from ragged_shard import RaggedShard
 
 from ._at_rest import CODES, SCALES, Entries, entries_of, from_entries, is_at_rest
 from ._unit import Param, Unit
@@ -58,6 +62,9 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
                 continue  # load_state_dict reports it with its own words
             if value.is_meta or (param.sharded.is_meta and not assign):
                 continue
+            if type(value) is DTensor and any(isinstance(p, RaggedShard) for p in value.placements):
+                # set_model_state_dict made it of rank 0's tensor for a parameter on the meta device.
+                value = ragged_shard.redistribute(value, placements=value.placements)
             loaded: torch.Tensor = param.group.as_sharded(param, value)
             if assign and isinstance(value, nn.Parameter):
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
@@ -59,10 +58,6 @@ def outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     with torch._C._DisableFuncTorch():
         return call(*args)
-
-
-#: write_items(name, value): what DCP's default planner writes of a value on this rank.
-write_items: Callable[[str, Any], list[Any]] = _create_write_items
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from conformance_models import (
     shard_stack,
     world,
 )
-from conformance_registry import IMPLEMENTATIONS, Raises, case
+from conformance_registry import IMPLEMENTATIONS, Raises, Wrong, case
 
 from ragged_shard.testing import record_collectives
 
@@ -348,3 +348,51 @@ def unshard_in_backward(fsdp):
         assert gathers(record) <= 1, record.kinds
         assert record.kinds.count("reduce_scatter") == 2
     assert model.embed.weight.grad is not None
+
+
+def evaluated_after_a_backward(fsdp):
+    """A sharded stack with gradients of one backward, then an evaluation; and the whole model it is equal to."""
+    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    mean_square(model, mine(batch())).backward()
+    mean_square(reference, batch()).backward()
+    with torch.no_grad():
+        run(model)
+    return model, reference
+
+
+@case(
+    UNITS,
+    "after an evaluation `zero_grad` clears the root's gradients",
+    fsdp2=Wrong(match="head.weight"),
+    ours=None,
+)
+def zero_grad_after_evaluation(fsdp):
+    model, reference = evaluated_after_a_backward(fsdp)
+    model.zero_grad()
+    reference.zero_grad()
+    mean_square(model, mine(batch(1))).backward()
+    mean_square(reference, batch(1)).backward()
+    close(full(model.head.weight.grad), reference.head.weight.grad, "head.weight")
+
+
+@case(UNITS, "after an evaluation clipping sees the root's gradients", fsdp2=Wrong(match="norm"), ours=None)
+def clip_after_evaluation(fsdp):
+    model, reference = evaluated_after_a_backward(fsdp)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    close(full(norm), nn.utils.clip_grad_norm_(reference.parameters(), 1e-3), "norm")
+
+
+@case(
+    UNITS,
+    "an optimizer that is built after an evaluation trains the root",
+    fsdp2=Wrong(match="head.weight"),
+    ours=None,
+)
+def optimizer_after_evaluation(fsdp):
+    model, reference = evaluated_after_a_backward(fsdp)
+    for whole, x in ((model, mine(batch(1))), (reference, batch(1))):
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+        whole.zero_grad()
+        mean_square(whole, x).backward()
+        optimizer.step()
+    close(full(model.head.weight), reference.head.weight.detach(), "head.weight")

@@ -10,7 +10,8 @@ from make_table import TABLE
 from ragged_shard.testing import run_ranks
 
 CASES = all_cases()
-SEVERAL_DTYPES = ("mixed_dtypes", "param_dtype")  # what a backend under another name garbled
+SEVERAL_DTYPES = ("mixed_dtypes", "param_dtype")  # garbled if gloo is not recognized
+BACKENDS = (None, "cpu:gloo", "cpu:gloo,cuda:gloo")  # `get_backend` calls none of them "gloo"
 
 
 @pytest.mark.parametrize(
@@ -27,9 +28,13 @@ def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
         run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=CASES[name].timeout, seed=0)
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo", "cpu:gloo,cuda:gloo"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SEVERAL_DTYPES)) for name in CASES]
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.long] * (name not in SEVERAL_DTYPES))
+        for backend in BACKENDS
+        for name in (CASES if backend is None else SEVERAL_DTYPES)
+    ],
 )
 def test_behaviour_however_the_process_group_was_initialized(
     name: str, backend: str | None, tmp_path: Path

@@ -224,6 +224,17 @@ def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_
     assert running.returncode == 143
 
 
+@linux_only
+def test_a_rank_that_aborts_prints_where_its_threads_were_and_is_named(folder, started):
+    running = started("aborted")
+    wait_for(lambda: len(read_metrics(folder / "aborted" / "metrics.jsonl")) >= 3, running)
+    os.kill(ranks_of(running)[1], signal.SIGABRT)
+    said = running.communicate(timeout=60)[1]
+    assert "Fatal Python error: Aborted" in said
+    assert "in run_rank" in said
+    assert "rank 1 was ended by SIGABRT" in said
+
+
 def test_ranks_ask_for_huge_pages_unless_the_user_has_tuned_malloc(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert _environment(0, 2)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"

@@ -6,7 +6,7 @@ After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute
 import torch as _torch
 
 from ragged_shard import _tensor
-from ragged_shard._checkpoint import HuggingFaceStorageWriter, chunks_of_ranks
+from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._device import (
     CPU,
     DeviceLayer,
@@ -40,7 +40,6 @@ __all__ = [
     "RaggedShard",
     "RedistributeHandle",
     "StridedRaggedShard",
-    "chunks_of_ranks",
     "device_layer",
     "distribute_like",
     "distribute_tensor",

@@ -5,9 +5,7 @@ read as a chunk of the full tensor. The checkpoint does not depend on the ragged
 at any world size. Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
 """
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +22,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_shard._geometry import Box, region
+from ragged_shard._geometry import Box
 from ragged_shard._redistribute import run_view
-from ragged_shard._sharding import Sharding, sharding_of
+from ragged_shard._sharding import Sharding
 
 
 def _boxes(sharding: Sharding) -> tuple[Box, ...]:
@@ -49,39 +46,6 @@ def _boxes(sharding: Sharding) -> tuple[Box, ...]:
 def chunk_list(sharding: Sharding) -> list[ChunkStorageMetadata]:
     """This rank's boxes as chunks of the full tensor."""
     return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in _boxes(sharding)]
-
-
-def chunks_of_ranks(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], list[ChunkStorageMetadata]]]:
-    """What every rank holds of a distributed tensor, ragged or torch's: (coordinate on its mesh, chunks). Local.
-
-    Along axes of replicas only coordinate 0 comes, and ranks that hold nothing do not (but for a tensor without
-    elements, which is one empty chunk at the first coordinate).
-
-    Raises:
-        ValueError: a pending reduction.
-        NotImplementedError: a placement that is not known here, such as torch's `_StridedShard`.
-    """
-    assert isinstance(tensor, DTensor)
-    sharding = sharding_of(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
-    _boxes(sharding)  # raises where they are not known
-    mesh_shape, shape = tuple(sharding.mesh.shape), tuple(sharding.shape)
-    axes = [
-        range(1) if isinstance(placement, Replicate) else range(size)
-        for placement, size in zip(sharding.placements, mesh_shape, strict=True)
-    ]
-    if not sharding.shape.numel():
-        yield (0,) * len(mesh_shape), chunk_list(sharding)
-        return
-    if sharding.axis is not None:
-        units = sharding.ragged.local_units
-        axes[sharding.axis] = [rank for rank in axes[sharding.axis] if units[rank]]  # type: ignore[call-overload]
-    for coordinate in itertools.product(*axes):
-        held = region(sharding.placements, sharding.axis, mesh_shape, shape, coordinate)
-        chunks = [
-            ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in held.boxes() if b.numel
-        ]
-        if chunks:
-            yield coordinate, chunks
 
 
 def write_items(fqn: str, tensor: Any) -> list[WriteItem]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, NoReturn, SupportsIndex
 
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 
 def _checked_ints(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
@@ -33,10 +33,7 @@ class _LeadingDim(int):
     placement: "RaggedShard"
 
     def __eq__(self, other: object) -> bool:
-        raise self.placement._refusal(
-            "a plain DTensor cannot have this placement. set_model_state_dict makes one of rank 0's full tensor for a "
-            "parameter on the meta device: call to_empty(device=...) first"
-        )
+        raise self.placement._refusal("a plain DTensor cannot have this placement")
 
     __le__ = __eq__
     __hash__ = int.__hash__
@@ -128,7 +125,12 @@ class RaggedShard(Shard):
             NotImplementedError: ranks do not hold one run of whole rows each.
         """
         rows, rest = divmod(curr_local_size, self.total_units)
-        if self.dims != (0,) or type(self) is not RaggedShard or rest or num_chunks != len(self.local_units):
+        if (
+            self.dims != (0,)
+            or isinstance(self, StridedRaggedShard)
+            or rest
+            or num_chunks != len(self.local_units)
+        ):
             raise self._refusal(
                 "a rank does not hold one run of whole rows, and torch slices full tensors so"
             )
@@ -183,6 +185,45 @@ class RaggedShard(Shard):
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """False: no reduction is pending."""
         return False
+
+
+class CarriedRows(RaggedShard):
+    """The RaggedShard of whole rows that a tensor on the meta device shows: plain DTensors carry it and cannot compute.
+
+    `set_model_state_dict` with ``broadcast_from_rank0=True`` makes such DTensors of the rows that each rank is to load.
+    Every op of a DTensor hashes its placements first, which raises; `to_local()` is this rank's rows. Equal to the
+    RaggedShard that it stands for.
+    """
+
+    __slots__ = ()
+
+    @property
+    def dim(self) -> int:  # type: ignore[override]
+        """0: the rows."""
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) in (RaggedShard, CarriedRows) and self._key() == other._key()  # type: ignore[attr-defined]
+
+    def __ne__(self, other: object) -> bool:
+        # DTensorSpec checks that it is not ``!= Shard(dim)``. Tuples of placements compare with ==.
+        return type(other) is not Shard and not self == other
+
+    def __hash__(self) -> int:
+        raise self._refusal("a plain DTensor with it can only be loaded")
+
+
+def carried(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The placements with `CarriedRows` in place of a RaggedShard of whole rows."""
+    return tuple(
+        CarriedRows(p.dims, p.local_units) if type(p) is RaggedShard and p.dims == (0,) else p
+        for p in placements
+    )
+
+
+def without_carried(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The placements with RaggedShard in place of `CarriedRows`."""
+    return tuple(RaggedShard(p.dims, p.local_units) if type(p) is CarriedRows else p for p in placements)
 
 
 class StridedRaggedShard(RaggedShard):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ragged_shard import _geometry as geo
-from ragged_shard._placement import RaggedShard
+from ragged_shard._placement import RaggedShard, without_carried
 from ragged_shard._torch_compat import Spec, make_spec
 
 _CACHE: "OrderedDict[tuple[Any, ...], Sharding]" = OrderedDict()
@@ -191,7 +191,10 @@ def sharding_of(mesh: DeviceMesh, placements: Iterable[Placement], shape: Sequen
     """
     placements = placements if type(placements) is tuple else tuple(placements)
     key = (id(mesh), placements, shape)
-    found = _CACHE.get(key)
+    try:
+        found = _CACHE.get(key)
+    except NotImplementedError:  # from a tensor on the meta device
+        return sharding_of(mesh, without_carried(placements), shape)
     if found is None:
         size = torch.Size(shape)
         found = Sharding(mesh, geo.normalize(placements, len(size)), size)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ragged_shard import _checkpoint, _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._device import CPU
+from ragged_shard._placement import carried
 from ragged_shard._registry import HANDLERS
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
@@ -108,6 +109,12 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
             wrapped: RaggedDTensor = FromLocal.apply(local, RaggedDTensor, sharding)
             return wrapped
         return RaggedDTensor._wrap(local.detach() if local.requires_grad else local, sharding)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each mesh axis; on the meta device a RaggedShard of rows that torch's loaders can use."""
+        placements: tuple[Placement, ...] = self._spec.placements
+        return carried(placements) if self.is_meta else placements
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor, of shape ``(local_prefix, *shape[len(dims):])``; shares storage. Differentiable.

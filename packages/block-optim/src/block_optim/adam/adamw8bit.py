@@ -7,7 +7,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from block_optim.adam.adamw import check_adamw_options
-from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule, check_dense
@@ -17,7 +16,6 @@ from block_optim.core.device import has_fused_adamw
 from block_optim.core.options import check_count
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
-from ragged_shard import CPU
 
 QuantizeRule = Callable[[str, torch.Tensor], bool]
 
@@ -41,14 +39,13 @@ class AdamW8bit(BlockOptimizer):
     non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
 
     States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
-    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). With ``state_map="root"`` the code
-    in ``exp_avg_sq`` is of the second moment's root.
+    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). The code in ``exp_avg_sq``
+    is of the second moment's root.
 
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, maximize: as in `AdamW`.
         block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix.
-        state_map: "root", or "dynamic" for bitsandbytes' codes (Elements only: in tiles they underflow).
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
@@ -60,7 +57,7 @@ class AdamW8bit(BlockOptimizer):
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
-    format_options = ("block", "state_map", "min_8bit_numel", "master_weights")
+    format_options = ("block", "min_8bit_numel", "master_weights")
     aliases = {  # noqa: RUF012  # declared a ClassVar in the base class
         "min_8bit_size": "min_8bit_numel",
         "block_size": "block",
@@ -77,7 +74,6 @@ class AdamW8bit(BlockOptimizer):
         weight_decay: float = 1e-2,
         *,
         block: Elements | Tile = Elements(256),  # noqa: B008  # a frozen value
-        state_map: str = "root",
         min_8bit_numel: int = 4096,
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
@@ -89,7 +85,7 @@ class AdamW8bit(BlockOptimizer):
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
-            "block": block, "state_map": state_map, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
+            "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         defaults |= self.own_options(options, defaults)
@@ -126,14 +122,7 @@ class AdamW8bit(BlockOptimizer):
         least = group["min_8bit_numel"]
         if least != 0:
             check_count("min_8bit_numel", least)
-        block = check_block(group["block"])
-        group["block"] = str(block)
-        map_of(group["state_map"], CPU)
-        if group["state_map"] == "dynamic" and isinstance(block, Tile):
-            raise ValueError(
-                f"state_map='dynamic' with block={block!r}: its zero for small second moments makes updates explode in "
-                "tiles, where large and small rows share a scale; use Elements, or state_map='root'"
-            )
+        group["block"] = str(check_block(group["block"]))
 
     def options_changed(self, group: Group, names: set[str]) -> None:
         """Plan again where kernels were made for an option."""

@@ -22,10 +22,17 @@ multiples of VECTOR elements; only then does Triton load and store 8 or 16 bytes
 import triton
 import triton.language as tl
 
-from block_optim.adam.q8 import ops
+from block_optim.adam.q8 import codec, ops
 
 power_of_two = triton.next_power_of_2
 GRAD_MAX = tl.constexpr(ops.GRAD_MAX)
+SQUARE_MIN, SQUARE_MAX = tl.constexpr(ops.SQUARE_MIN), tl.constexpr(ops.SQUARE_MAX)
+SCALE_MIN, SCALE_MAX = tl.constexpr(codec.SCALE_MIN), tl.constexpr(codec.SCALE_MAX)
+FIRST_SHIFT, SECOND_SHIFT = tl.constexpr(codec.FIRST.shift), tl.constexpr(codec.SECOND.shift)
+FIRST_OFFSET, SECOND_OFFSET = tl.constexpr(codec.FIRST.offset), tl.constexpr(codec.SECOND.offset)
+FIRST_ZERO, SECOND_ZERO = tl.constexpr(codec.FIRST_ZERO), tl.constexpr(codec.SECOND_ZERO)
+FIRST_ROUNDING, SECOND_ROUNDING = tl.constexpr(codec.FIRST.rounding), tl.constexpr(codec.SECOND.rounding)
+FIRST_INVERSE_TOP, SECOND_INVERSE_TOP = tl.constexpr(1 / codec.FIRST_TOP), tl.constexpr(1 / codec.SECOND_TOP)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Element types, as arguments name them: 0 fp32, 1 bf16, 2 fp16.
@@ -121,13 +128,6 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _nearest(bits, limits, low, high, base, key_shift: tl.constexpr):
-    """The table look-up of `codec.Table`: base[key] + (bits > limit[key])."""
-    key = tl.minimum(tl.maximum(bits >> key_shift, low), high) - low
-    return tl.load(base + key) + (bits > tl.load(limits + key)).to(tl.int32)
-
-
-@triton.jit
 def _places(
     tile, there, across, rows, columns, piece, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, SINGLE: tl.constexpr,
@@ -147,30 +147,19 @@ def _places(
 
 
 @triton.jit
-def _average(
-    first, second, offset, first_factor, second_factor, g, mask, rate, first_values, second_values,
-    VECTOR: tl.constexpr, ROOT_MAP: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
-    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr,
-    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr, ZERO_CODE: tl.constexpr,
-):  # fmt: skip
+def _average(first, second, offset, first_factor, second_factor, g, mask, rate, VECTOR: tl.constexpr):
     """Both moments from their old codes, and the root of the second.
 
     Elements that are not there count for no scale: their first moment is 0, and their second the least there can be.
     """
-    code = tl.load(_at(first, tl.uint8, VECTOR) + offset, mask=mask, other=ZERO_CODE).to(tl.int32)
-    if ROOT_MAP:
-        m = (((code & 127) + FIRST_OFFSET) << FIRST_SHIFT).to(tl.float32, bitcast=True) - FIRST_ZERO
-        m = (m.to(tl.int32, bitcast=True) | ((code << 24) & -0x80000000)).to(tl.float32, bitcast=True)
-    else:
-        m = tl.load(first_values + code)
+    code = tl.load(_at(first, tl.uint8, VECTOR) + offset, mask=mask, other=0).to(tl.int32)
+    m = (((code & 127) + FIRST_OFFSET) << FIRST_SHIFT).to(tl.float32, bitcast=True) - FIRST_ZERO
+    m = (m.to(tl.int32, bitcast=True) | ((code << 24) & -0x80000000)).to(tl.float32, bitcast=True)
     m = m * first_factor[:, None, None]
     code = tl.load(_at(second, tl.uint8, VECTOR) + offset, mask=mask, other=0).to(tl.int32)
-    if ROOT_MAP:
-        v = ((code + SECOND_OFFSET) << SECOND_SHIFT).to(tl.float32, bitcast=True) - SECOND_ZERO
-        v = v * second_factor[:, None, None]
-        v = v * v
-    else:
-        v = tl.load(second_values + code) * second_factor[:, None, None]
+    v = ((code + SECOND_OFFSET) << SECOND_SHIFT).to(tl.float32, bitcast=True) - SECOND_ZERO
+    v = v * second_factor[:, None, None]
+    v = v * v
     g = tl.clamp(g, -GRAD_MAX, GRAD_MAX, propagate_nan=tl.PropagateNan.ALL)
     m = m + g * tl.load(rate + 2)
     v = v + g * g * tl.load(rate + 4)
@@ -226,7 +215,7 @@ def _root(v):
 
 
 @triton.jit
-def _scale(largest, INVERSE_TOP: tl.constexpr, SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr):
+def _scale(largest, INVERSE_TOP: tl.constexpr):
     """Scales from largest magnitudes, and their reciprocals."""
     scale = largest * INVERSE_TOP
     scale = tl.clamp(scale, SCALE_MIN, SCALE_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -234,34 +223,16 @@ def _scale(largest, INVERSE_TOP: tl.constexpr, SCALE_MIN: tl.constexpr, SCALE_MA
 
 
 @triton.jit
-def _encode_first(
-    ratio, base, limit, ROOT_MAP: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr, ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
-):  # fmt: skip
+def _encode_first(ratio):
     bits = ratio.to(tl.int32, bitcast=True)
-    if ROOT_MAP:
-        magnitude = tl.abs(ratio) + ZERO
-        code = magnitude.to(tl.int32, bitcast=True) + ((1 << (SHIFT - 1)) - (OFFSET << SHIFT))
-        code = tl.minimum(code >> SHIFT, 127) | ((bits >> 24) & 128)
-    else:
-        sign = bits >> 31
-        side = sign & CELLS
-        code = _nearest(bits & 0x7FFFFFFF, limit + side, LOW, HIGH, base + side, KEY_SHIFT)
-        code = (code ^ sign) - sign + ZERO_CODE
-    return code.to(tl.uint8)
+    code = (tl.abs(ratio) + FIRST_ZERO).to(tl.int32, bitcast=True) + FIRST_ROUNDING
+    return (tl.minimum(code >> FIRST_SHIFT, 127) | ((bits >> 24) & 128)).to(tl.uint8)
 
 
 @triton.jit
-def _encode_second(
-    ratio, base, limit, ROOT_MAP: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
-):  # fmt: skip
-    if ROOT_MAP:
-        code = (ratio + ZERO).to(tl.int32, bitcast=True) + ((1 << (SHIFT - 1)) - (OFFSET << SHIFT))
-        code = tl.minimum(tl.maximum(code >> SHIFT, 0), 255)
-    else:
-        code = _nearest(ratio.to(tl.int32, bitcast=True), limit, LOW, HIGH, base, KEY_SHIFT)
-    return code.to(tl.uint8)
+def _encode_second(ratio):
+    code = (ratio + SECOND_ZERO).to(tl.int32, bitcast=True) + SECOND_ROUNDING
+    return tl.minimum(tl.maximum(code >> SECOND_SHIFT, 0), 255).to(tl.uint8)
 
 
 @triton.jit
@@ -280,38 +251,16 @@ def _update(
 @triton.jit
 def _finish(
     param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
-    first_base, first_limit, second_base, second_limit,
-    VECTOR: tl.constexpr, PARAM_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
-    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr,
-    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
-    FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
-    ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
+    VECTOR: tl.constexpr, PARAM_TYPE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Update the parameters and write the codes of some elements."""
     root = _root(v)
     update = m * tl.load(rate + 6) * _reciprocal(root + tl.load(rate + 5))
     _update(param, start, j, p, update, rate, row, step, mask, PARAM_TYPE, VECTOR, ROUND)
-    code = _encode_first(
-        m * first_inverse[:, None, None], first_base, first_limit, ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO,
-        FIRST_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
-    )  # fmt: skip
+    code = _encode_first(m * first_inverse[:, None, None])
     tl.store(_at(first, tl.uint8, VECTOR) + (start + j), code, mask=mask)
-    code = _encode_second(
-        (root if ROOT_MAP else v) * second_inverse[:, None, None], second_base, second_limit, ROOT_MAP,
-        SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, SECOND_LOW, HIGH, KEY_SHIFT,
-    )  # fmt: skip
+    code = _encode_second(root * second_inverse[:, None, None])
     tl.store(_at(second, tl.uint8, VECTOR) + (start + j), code, mask=mask)
-
-
-@triton.jit
-def _second_scale(
-    largest, ROOT_MAP: tl.constexpr, INVERSE_TOP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
-):
-    """Of the second moments, or of their roots: the root of the largest is the largest of the roots."""
-    largest = _largest(largest)
-    if ROOT_MAP:
-        largest = _root(largest)
-    return _scale(largest, INVERSE_TOP, LOW, HIGH)
 
 
 @triton.jit
@@ -329,16 +278,9 @@ def _tiles(table, row_of, TILES: tl.constexpr, TILE_COLUMNS: tl.constexpr, VECTO
 @triton.jit
 def quantized_adamw(
     table, rates, counts, row_of, flag,
-    first_values, first_base, first_limit, second_values, second_base, second_limit,
     TILES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, VECTOR: tl.constexpr, SINGLE: tl.constexpr, PIECES: tl.constexpr,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
-    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_INVERSE_TOP: tl.constexpr,
-    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
-    SECOND_INVERSE_TOP: tl.constexpr,
-    FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
-    ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
-    SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """One AdamW step of TILES tiles. `table` and `rates` have the columns named above, `row_of` a row each program."""
     skip = tl.load(flag)
@@ -350,7 +292,7 @@ def quantized_adamw(
         return
     rate = rates + kind * 8
     first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
-    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
+    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + 7)
     held = ()
     for piece in tl.static_range(PIECES):
         start, j, mask = _places(
@@ -358,20 +300,19 @@ def quantized_adamw(
         )
         held = held + _average(
             first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
-            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
-            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+            mask, rate, VECTOR,
         )  # fmt: skip
     if PIECES == 1:  # in flight while the largest are found
         p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
     largest = _magnitude(held[0])
     for piece in tl.static_range(1, PIECES):
         largest = tl.maximum(largest, _magnitude(held[2 * piece]))
-    scale, first_inverse = _scale(_largest(largest), FIRST_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    scale, first_inverse = _scale(_largest(largest), FIRST_INVERSE_TOP)
     tl.store(first_scales, scale, mask=there)
     largest = _magnitude(held[1])
     for piece in tl.static_range(1, PIECES):
         largest = tl.maximum(largest, _magnitude(held[2 * piece + 1]))
-    scale, second_inverse = _second_scale(largest, ROOT_MAP, SECOND_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    scale, second_inverse = _scale(_root(_largest(largest)), SECOND_INVERSE_TOP)
     tl.store(second_scales, scale, mask=there)
     step = tl.load(counts + kind).to(tl.int64)
     for piece in tl.static_range(PIECES):
@@ -393,25 +334,16 @@ def quantized_adamw(
             p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
         _finish(
             param, first, second, start, j, p, held[2 * piece], held[2 * piece + 1], first_inverse, second_inverse,
-            rate, row, step, mask, first_base, first_limit, second_base, second_limit, VECTOR, PARAM_TYPE, ROUND,
-            ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO,
-            FIRST_LOW, SECOND_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
+            rate, row, step, mask, VECTOR, PARAM_TYPE, ROUND,
         )  # fmt: skip
 
 
 @triton.jit
 def quantized_adamw_twice(
     table, rates, counts, row_of, flag,
-    first_values, first_base, first_limit, second_values, second_base, second_limit,
     TILES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     ROW_SPAN: tl.constexpr, COLUMN_SPAN: tl.constexpr, VECTOR: tl.constexpr, SINGLE: tl.constexpr, PIECES: tl.constexpr,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr, ROOT_MAP: tl.constexpr,
-    FIRST_SHIFT: tl.constexpr, FIRST_OFFSET: tl.constexpr, FIRST_ZERO: tl.constexpr, FIRST_INVERSE_TOP: tl.constexpr,
-    SECOND_SHIFT: tl.constexpr, SECOND_OFFSET: tl.constexpr, SECOND_ZERO: tl.constexpr,
-    SECOND_INVERSE_TOP: tl.constexpr,
-    FIRST_LOW: tl.constexpr, SECOND_LOW: tl.constexpr, HIGH: tl.constexpr, KEY_SHIFT: tl.constexpr,
-    ZERO_CODE: tl.constexpr, CELLS: tl.constexpr,
-    SCALE_MIN: tl.constexpr, SCALE_MAX: tl.constexpr, SQUARE_MIN: tl.constexpr, SQUARE_MAX: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """The same, in two passes over PIECES pieces of a tile that is too large for registers: scales first, then all."""
     skip = tl.load(flag)
@@ -423,7 +355,7 @@ def quantized_adamw_twice(
         return
     rate = rates + kind * 8
     first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
-    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + (7 if ROOT_MAP else 3))
+    second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + 7)
     first_largest = tl.zeros([TILES, ROW_SPAN, COLUMN_SPAN], tl.int32)
     second_largest = first_largest
     for piece in range(PIECES):
@@ -432,14 +364,13 @@ def quantized_adamw_twice(
         )
         m, v = _average(
             first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
-            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
-            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+            mask, rate, VECTOR,
         )  # fmt: skip
         first_largest = tl.maximum(first_largest, _magnitude(m))
         second_largest = tl.maximum(second_largest, _magnitude(v))
-    scale, first_inverse = _scale(_largest(first_largest), FIRST_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    scale, first_inverse = _scale(_largest(first_largest), FIRST_INVERSE_TOP)
     tl.store(first_scales, scale, mask=there)
-    scale, second_inverse = _second_scale(second_largest, ROOT_MAP, SECOND_INVERSE_TOP, SCALE_MIN, SCALE_MAX)
+    scale, second_inverse = _scale(_root(_largest(second_largest)), SECOND_INVERSE_TOP)
     tl.store(second_scales, scale, mask=there)
     step = tl.load(counts + kind).to(tl.int64)
     for piece in range(PIECES):
@@ -449,14 +380,11 @@ def quantized_adamw_twice(
         p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
         m, v = _average(
             first, second, start + j, first_factor, second_factor, _load(grad, start + j, mask, GRAD_TYPE, VECTOR),
-            mask, rate, first_values, second_values, VECTOR, ROOT_MAP, SQUARE_MIN, SQUARE_MAX,
-            FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO, ZERO_CODE,
+            mask, rate, VECTOR,
         )  # fmt: skip
         _finish(
             param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
-            first_base, first_limit, second_base, second_limit, VECTOR, PARAM_TYPE, ROUND,
-            ROOT_MAP, FIRST_SHIFT, FIRST_OFFSET, FIRST_ZERO, SECOND_SHIFT, SECOND_OFFSET, SECOND_ZERO,
-            FIRST_LOW, SECOND_LOW, HIGH, KEY_SHIFT, ZERO_CODE, CELLS,
+            VECTOR, PARAM_TYPE, ROUND,
         )  # fmt: skip
 
 

@@ -99,7 +99,6 @@ class Launch:
     Args:
         rows: all `Row.aligned` if ``variant`` asks for that.
         seed: of stochastic rounding.
-        tables: of the state map, which the kernels of 8-bit states take.
         variant: what to compile where gradients lie at multiples of `ALIGNMENT` bytes, and
         scalar: where one does not.
     """
@@ -108,13 +107,11 @@ class Launch:
         self,
         rows: Sequence[Row],
         seed: int | None,
-        tables: Sequence[torch.Tensor],
         variant: Variant,
         scalar: Variant,
     ) -> None:
         self.rows = rows
         self._device = rows[0].param.device
-        self._tables = tables
         self._variants = variant, scalar
         self._seed = seed
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -160,16 +157,13 @@ class Launch:
                 scalars.counts,
                 row_of,
                 self._no_flag if flag is None else flag,
-                *self._tables,
                 **variant.constants,
                 num_warps=variant.num_warps,
                 enable_fp_fusion=False,
             )
 
 
-def launches_of(
-    rows: list[Row], seed: int | None, tables: Sequence[torch.Tensor], variant: VariantOf
-) -> list[Launch]:
+def launches_of(rows: list[Row], seed: int | None, variant: VariantOf) -> list[Launch]:
     """The launches for rows of one kind: those that are aligned, and those that are not.
 
     Args:
@@ -179,5 +173,5 @@ def launches_of(
     for aligned, single in itertools.product((True, False), repeat=2):
         chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
         if chosen:
-            found.append(Launch(chosen, seed, tables, variant(aligned, single), variant(False, single)))
+            found.append(Launch(chosen, seed, variant(aligned, single), variant(False, single)))
     return found

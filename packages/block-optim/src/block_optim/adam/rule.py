@@ -125,9 +125,8 @@ class _Plan(StepPlan[Moments]):
             narrow = dtype != torch.float32 or grad_dtype != torch.float32
             if fused and narrow and slices[0].first.dtype == torch.float32 and has_triton(device):
                 rows = [row for s in slices for row in _rows(s, grad_dtype)]
-                launches = launches_of(
-                    rows, seed, [], partial(_variant, Types(dtype, grad_dtype, seed is not None))
-                )
+                variant = partial(_variant, Types(dtype, grad_dtype, seed is not None))
+                launches = launches_of(rows, seed, variant)
                 self.launches.append((Scalars(device, len(self.classes)), launches))
             else:
                 self.kernels += (FusedKernel if fused else ListKernel).over(slices, grad_dtype)

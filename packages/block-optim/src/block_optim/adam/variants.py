@@ -15,10 +15,6 @@ from typing import Any
 
 import torch
 
-from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, map_of
-from block_optim.adam.q8.ops import SQUARE_MAX, SQUARE_MIN
-from ragged_shard import CPU
-
 VECTOR = 8  # elements of an access: 8 bytes of codes, 16 of bf16, twice 16 of fp32
 WARP = 32
 _MOST_WARPS = 16
@@ -67,9 +63,7 @@ def wide_variant(types: Types, aligned: bool) -> Variant:
     return Variant(kernels_triton.wide_adamw, constants, 4, block, block)
 
 
-def quantized_variant(
-    tile: tuple[int, int], state_map: str, types: Types, *, aligned: bool, single: bool
-) -> Variant:
+def quantized_variant(tile: tuple[int, int], types: Types, *, aligned: bool, single: bool) -> Variant:
     """For tiles of 8-bit states; ``single``: no row of the stretches has more than one tile."""
     from block_optim.adam import kernels_triton
 
@@ -80,7 +74,7 @@ def quantized_variant(
     if span <= _MOST_WARPS * WARP * held:
         tiles = max(1, 4 * WARP * held // span)
         warps = max(1, tiles * span // (WARP * held))
-    elif aligned and narrow and state_map == "root" and span == 2 * _MOST_WARPS * WARP * held:
+    elif aligned and narrow and span == 2 * _MOST_WARPS * WARP * held:
         pieces = 4
     else:
         kernel, warps = kernels_triton.quantized_adamw_twice, 4
@@ -88,7 +82,6 @@ def quantized_variant(
     piece = tiles * span // pieces
     column_span = min(columns, piece // tiles)
     constants = {
-        **map_of(state_map, CPU).kernel_constants(),
         **types.constants,
         "TILES": tiles,
         "TILE_ROWS": tile[0],
@@ -98,10 +91,6 @@ def quantized_variant(
         "PIECES": pieces,
         "VECTOR": VECTOR if aligned else 1,
         "SINGLE": single,
-        "SCALE_MIN": SCALE_MIN,
-        "SCALE_MAX": SCALE_MAX,
-        "SQUARE_MIN": SQUARE_MIN,
-        "SQUARE_MAX": SQUARE_MAX,
     }
     return Variant(kernel, constants, warps, tiles, tiles * span, pieces)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import secrets
@@ -38,6 +39,7 @@ def run_rank(
     from .runs import choose_folder
     from .trainer import Trainer
 
+    faulthandler.enable()  # an abort, in a thread of gloo's for example, prints where each thread was
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     stop = stop or StopFlag()
     out: Path | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ragged_shard import Box, RaggedDTensor
 
@@ -36,16 +36,6 @@ class Target:
     def distributed(self) -> bool:
         """Whether ranks hold boxes of it."""
         return isinstance(self.tensor, (DTensor, RaggedDTensor))
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether no rank before this one holds the same."""
-        if isinstance(self.tensor, (DTensor, RaggedDTensor)):
-            mesh = self.tensor.device_mesh
-            here = mesh.get_coordinate() or []
-            placed = zip(here, self.tensor.placements, strict=True)
-            return all(at == 0 for at, placement in placed if isinstance(placement, Replicate))
-        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
     def refuse_subclass(self) -> None:
         """Raise NotImplementedError where values are kept in a form that only a tensor subclass knows."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.adam.q8.codec import SCALE_MAX, SCALE_MIN, Buffer, DynamicMap, RootMap
+from block_optim.adam.q8 import codec
+from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TOP, Buffer
 from block_optim.adam.q8.grid import Stretch
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core.rounding import Rounder
@@ -20,7 +21,7 @@ from ragged_shard import is_cpu
 
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 GRAD_MAX = 1e19  # of a gradient's magnitude: its square is below SQUARE_MAX, so that moments fit each other
-BUFFERS = 7  # m, r, two for the update, and three more that the table look-ups need
+BUFFERS = 4  # m, r and two for the update
 
 
 class TileScratch:
@@ -89,13 +90,11 @@ class TileStep:
     def __init__(
         self,
         tensors: TileTensors,
-        state_map: RootMap | DynamicMap,
         stretch: Stretch,
         scratch: TileScratch,
         rounding: tuple[Rounder, int] | None,
     ) -> None:
         self.tensors = tensors
-        self.map = state_map
         self.rounding = rounding
         self.buffers = scratch.buffers(stretch)
         height, width = _bands(stretch)
@@ -103,38 +102,36 @@ class TileStep:
 
     def __call__(self, grad: torch.Tensor, hyper: Hyper, rates: Rates, count: int) -> None:
         """Update the tiles; ``grad`` is (rows, columns), ``count`` the number of this step."""
-        first, second, root, update, *spare = self.buffers[:BUFFERS]
+        first, second, root, update = self.buffers[:BUFFERS]
         wide_param, wide_grad = self.buffers[BUFFERS:]
         if grad.dtype != torch.float32:
             grad = wide_grad.inner.copy_(grad)
         grad = torch.clamp(grad, -GRAD_MAX, GRAD_MAX, out=wide_grad.inner)
         small = update.values[: self.tensors.scales[0].numel()].view(self.tensors.scales[0].shape)
-        self._decode(first, second, [root, update, *spare], rates, small)
+        self._decode(first, second, root, rates, small)
         self._average(first, second, root, grad, hyper, rates)
         self._scale(first, second, root, small)
         _root_of(second.values, root.values)
         torch.add(root.values, rates.eps * rates.root, out=update.values)
         update.values.reciprocal_()
-        # Whichever of second moment and root is not to be stored makes room for the update.
-        kept, free = (root, second) if self.map.stores_root else (second, root)
-        torch.mul(first.values, rates.step_size * rates.root, out=free.values)
-        free.values.mul_(update.values)
-        self._write(free, wide_param, rates, count)
-        self._encode(first, kept, [free, update, *spare], small)
+        # The root is stored; the second moment's buffer takes the update.
+        torch.mul(first.values, rates.step_size * rates.root, out=second.values)
+        second.values.mul_(update.values)
+        self._write(second, wide_param, rates, count)
+        self._encode(first, root, second, small)
 
     def _decode(
-        self, first: Buffer, second: Buffer, spares: list[Buffer], rates: Rates, small: torch.Tensor
+        self, first: Buffer, second: Buffer, spare: Buffer, rates: Rates, small: torch.Tensor
     ) -> None:
         """The old moments, times the betas; ``small`` has a cell for each tile."""
         codes, scales, spread = self.tensors.codes, self.tensors.scales, small.view(self.spread)
-        self.map.decode_first(codes[0], first, spares)
+        codec.decode_first(codes[0], first, spare)
         torch.mul(scales[0], rates.beta1, out=small)
         first.tiles.mul_(spread)
-        self.map.decode_second(codes[1], second, spares)
-        torch.mul(scales[1], rates.beta2**0.5 if self.map.stores_root else rates.beta2, out=small)
+        codec.decode_second(codes[1], second)
+        torch.mul(scales[1], rates.beta2**0.5, out=small)
         second.tiles.mul_(spread)
-        if self.map.stores_root:
-            second.values.mul_(second.values)
+        second.values.mul_(second.values)
 
     def _average(
         self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, hyper: Hyper, rates: Rates
@@ -164,7 +161,7 @@ class TileStep:
         rounder(target.view(-1), param.view(-1), seed, name, count, first)
 
     def _scale(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
-        """The tiles' new scales: of second moments whose root is stored, the root of the largest."""
+        """The tiles' new scales: of second moments the root of the largest."""
         for buffer, least in ((first, 0.0), (second, SQUARE_MIN)):
             for rest in buffer.padding:
                 rest.fill_(least)
@@ -172,19 +169,18 @@ class TileStep:
         scales = self.tensors.scales
         torch.amax(spare.tiles, (1, 3), out=scales[0])
         torch.amax(second.tiles, (1, 3), out=scales[1])
-        if self.map.stores_root:
-            _root_of(scales[1], small)
-            scales[1].copy_(small)
-        for scale, top in zip(scales, (self.map.first_top, self.map.second_top), strict=True):
+        _root_of(scales[1], small)
+        scales[1].copy_(small)
+        for scale, top in zip(scales, (FIRST_TOP, SECOND_TOP), strict=True):
             scale.mul_(1 / top).clamp_(SCALE_MIN, SCALE_MAX)
 
-    def _encode(self, first: Buffer, second: Buffer, spares: list[Buffer], small: torch.Tensor) -> None:
+    def _encode(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
         spread = small.view(self.spread)
         for buffer, scale in zip((first, second), self.tensors.scales, strict=True):
             torch.reciprocal(scale, out=small)
             buffer.tiles.mul_(spread)
-        self.map.encode_first(first, self.tensors.codes[0], spares)
-        self.map.encode_second(second, self.tensors.codes[1], spares)
+        codec.encode_first(first, self.tensors.codes[0], spare)
+        codec.encode_second(second, self.tensors.codes[1])
 
 
 def _root_of(square: torch.Tensor, out: torch.Tensor) -> None:

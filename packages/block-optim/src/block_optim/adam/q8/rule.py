@@ -16,7 +16,6 @@ import torch
 
 from block_optim.adam.launch import Launch, Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
-from block_optim.adam.q8.codec import map_of
 from block_optim.adam.q8.grid import (
     ScaleLayout,
     Stretch,
@@ -150,10 +149,9 @@ class _Plan(StepPlan[Codes]):
             else:
                 self.calls += self._tile_steps(device, stretches)
 
-    def _own(self, i: int, entry: Codes) -> tuple[str, str, int | None]:
+    def _own(self, i: int, entry: Codes) -> tuple[str, int | None]:
         """What else keeps parameters out of one run: their format, and each bf16 one that is rounded by its name."""
-        group = entry.group
-        return group["block"], group["state_map"], None if self._seed(i) is None else i
+        return entry.group["block"], None if self._seed(i) is None else i
 
     def _seed(self, i: int) -> int | None:
         """Of the stochastic rounding of an entry's parameter; None: rounded to nearest."""
@@ -200,11 +198,11 @@ class _Plan(StepPlan[Codes]):
                 dtypes[1], t.first_element, t.name,
             )  # fmt: skip
             seed = group["seed"] if group["stochastic_rounding"] else None
-            rows.setdefault((s.tile, group["state_map"], seed, dtypes), []).append(row)
+            rows.setdefault((s.tile, seed, dtypes), []).append(row)
         found: list[Launch] = []
-        for (tile, state_map, seed, dtypes), chosen in rows.items():
-            variant = partial(_variant, tile, state_map, Types(dtypes[0], dtypes[1], seed is not None))
-            found += launches_of(chosen, seed, map_of(state_map, device).kernel_tables(device), variant)
+        for (tile, seed, dtypes), chosen in rows.items():
+            variant = partial(_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
+            found += launches_of(chosen, seed, variant)
         return found
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
@@ -218,14 +216,13 @@ class _Plan(StepPlan[Codes]):
             i = run.members[0]
             seed = self._seed(i)
             rounding = None if rounder is None or seed is None else (rounder, seed)
-            state_map = map_of(self.entries[i].group["state_map"], device)
-            tiles = TileStep(self._tensors(i, piece), state_map, piece, scratch, rounding)
+            tiles = TileStep(self._tensors(i, piece), piece, scratch, rounding)
             calls.append(_Call(tiles, run, piece, kind))
         return calls
 
 
-def _variant(tile: tuple[int, int], state_map: str, types: Types, aligned: bool, single: bool) -> Variant:
-    return quantized_variant(tile, state_map, types, aligned=aligned, single=single)
+def _variant(tile: tuple[int, int], types: Types, aligned: bool, single: bool) -> Variant:
+    return quantized_variant(tile, types, aligned=aligned, single=single)
 
 
 def _pieces(stretch: Stretch, limit: int) -> list[Stretch]:
