@@ -168,6 +168,31 @@ def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
     run_ranks(2, built_between_forward_and_backward)
 
 
+def written_while_gathered(way):
+    """Edits the root's gathered parameters; the error at the moment when they are freed."""
+    model = shard(seeded())
+    if way == "dropped loss":
+        loss_of(model, tokens())
+    else:
+        model.unshard()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"gathered parameters were changed in place.*model.reshard\(\) first"
+    ):
+        model.reshard() if way == "unshard" else loss_of(model, tokens()).backward()
+    model.reshard()
+    assert all_sharded(model)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    loss_of(model, tokens()).backward()
+
+
+@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
+def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
+    run_ranks(2, written_while_gathered, way)
+
+
 class Hidden(nn.Module):
     """Keeps its loss to itself: what it returns has no gradient."""
 

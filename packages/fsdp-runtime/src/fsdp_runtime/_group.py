@@ -62,6 +62,8 @@ class Group:
         self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory
         self.gradients = Gradients(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
+        self._one_a_segment: list[torch.Tensor] = []  # of the views
+        self._full_versions: list[int] = []  # of the gathered memory; a gather does not count
         self._users_at_rest = 0
         self.extended: ExtendedGather | None = None
         self._loaded: list[RaggedDTensor] = []  # until `commit`
@@ -250,6 +252,8 @@ class Group:
             **self.plan.buffer_options(),
         )
         self._views = self.buffer.empty_views
+        if not (self.buffer.aliased or self.extended or self.plan.scaled):
+            self._one_a_segment = [self._views[segment.names[0]] for segment in plan.layout.segments]
         if self.plan.scaled:
             from ._scaled import scaled_weight
 
@@ -304,11 +308,14 @@ class Group:
                 f"({self.plan.at_rest}), which are not trained; call requires_grad_(False), or shard it without at_rest"
             )
 
-    def release(self) -> None:
-        """Free the gathered parameters, and register the sharded ones."""
+    def release(self) -> bool:
+        """Free the gathered parameters, and register the sharded ones. Returns whether the former were written to."""
         assert self.buffer is not None
+        versions, self._full_versions = self._full_versions, []
+        written = bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
         self.buffer.release()
         self.register_sharded()
+        return written
 
     def held_by_autograd(self) -> bool:
         """Whether a tensor on the gathered memory is saved for a backward to come.
@@ -342,6 +349,7 @@ class Group:
                 refuse_patched(param.name, local_of(param.sharded))
         if self.extended is None:
             self._gathered_versions = compat.versions(self.buffer.shard)
+            self._full_versions = list(map(compat.VERSION, self._one_a_segment))
         else:
             self._gathered_versions = self._versions_of_subclasses(self.buffer)
 
@@ -351,6 +359,10 @@ class Group:
         if self.extended is None:
             return compat.versions(self.buffer.shard) != self._gathered_versions
         return self._versions_of_subclasses(self.buffer) != self._gathered_versions
+
+    def forget_writes(self) -> None:
+        """Let `release` overlook writes to the gathered memory: they are part of what failed."""
+        self._full_versions = []
 
     def _versions_of_subclasses(self, buffer: DBuffer) -> list[int]:
         """Writes through a tensor subclass count in the subclass."""

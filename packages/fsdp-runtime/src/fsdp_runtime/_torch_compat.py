@@ -28,7 +28,7 @@ from ragged_shard import CPU
 T = TypeVar("T")
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
-_VERSION = operator.attrgetter("_version")
+VERSION = operator.attrgetter("_version")
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 # A placement and the mesh that it is on; absent before 2.12.
@@ -77,7 +77,7 @@ def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[to
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """For each tensor a count of in-place changes to its memory, through it and its views."""
-    return list(map(_VERSION, tensors))
+    return list(map(VERSION, tensors))
 
 
 def is_view(tensor: torch.Tensor) -> bool:

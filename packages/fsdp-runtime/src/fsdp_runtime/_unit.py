@@ -4,7 +4,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -387,6 +387,7 @@ class Unit:
         self._handles = []
         self.state = UnitState.SHARDED
         freed, self._freed = self._freed, []
+        written = False
         keep_slices = keep_slices and self._keeps_slices
         for group in self.groups:
             assert group.buffer is not None
@@ -394,17 +395,27 @@ class Unit:
             if neighbors is not None and group not in freed:
                 group.buffer.shrink(neighbors)
                 self._shrunk = True
-            group.release()
+            written = group.release() or written
         if not self._shrunk:
             not_at_rest.discard(self)
+        if written:
+            self._refuse_written()
 
     def release_early(self, group: Group) -> None:
         """Free a group that backward is done with, where the unit's own ends much later: around others."""
         present = self.state is UnitState.UNSHARDED or self.state is UnitState.THINNED
         if present and group not in self._freed and not group.held_by_autograd():
-            group.release()
+            written = group.release()
             self._freed.append(group)
             self.state = UnitState.THINNED
+            if written:
+                self._refuse_written()
+
+    def _refuse_written(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name}: gathered parameters were changed in place, and the change is lost when they are freed. "
+            "Call model.reshard() first, so that modules hold the sharded parameters, or use full_params"
+        )
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -491,6 +502,8 @@ class Unit:
                 handle.wait()
             except RuntimeError:  # what is being recovered from
                 continue
+        for group in self.groups:
+            group.forget_writes()
         self.reshard()
         for param in self.params:
             if param.unsharded is not None:
