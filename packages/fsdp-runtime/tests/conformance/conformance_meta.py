@@ -112,8 +112,6 @@ def meta_assign(fsdp):
     META,
     "meta device, then `set_model_state_dict` of rank 0's full state dict (`broadcast_from_rank0`)",
     ranks=3,
-    ours=Raises(NotImplementedError, "load_full_state_dict"),
-    note="torch makes plain DTensors there; it works after `to_empty`, and `set_full_state_dict` takes meta",
     since=FULL_STATE_DICTS,
 )
 def meta_broadcast(fsdp):
