@@ -74,9 +74,9 @@ def tune(
     result is applied by `set_reshard_after_forward` and `set_prefetch_depth`, and changes no value: losses are bit for
     bit the same. Values of buffers and of torch's random generators are as before afterwards.
 
-    Counted are live bytes as the allocator sees them (on CPU: of tensors and of gathered buffers), with reductions
-    taking as long as they can. What the optimizer makes in its step is seen where it is there already: call this after
-    the first step, or subtract it. Batches that need more activations than this one need more than the budget.
+    The budget limits live bytes as the allocator sees them, with reductions as slow as they can be. On CPU every tensor
+    of the process counts, those of other models too, and gathered buffers. Call this after the first optimizer step, or
+    subtract what that step allocates. Batches that need more activations than this one need more than the budget.
 
     Before the first step ranks tell each other what they found: one all-gather of pickled objects (8 bytes a rank for
     the sizes, then under 100 bytes a rank, or as many as the longest error message takes). What one rank alone finds,
