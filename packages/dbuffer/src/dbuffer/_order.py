@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ragged_shard import DeviceLayer
 
 from . import _torch_compat as compat
+from ._patient_store import PatientStore
 
 _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
@@ -43,6 +44,7 @@ _END = (
     "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all ranks, "
     "and go on from the last checkpoint"
 )
+_PATIENCE = 10.0  # seconds that a request of the store may take
 _MOST = 256  # orders of a model that are told; the store keeps them all
 
 
@@ -115,7 +117,7 @@ class CollectiveOrder:
         self.number = 0
         self.completed: tuple[int, Any] = (0, None)
         self._ranks, self._rank = list(ranks), rank
-        self._store: Store | None = PrefixStore("dbuffer-order", store)
+        self._store: PatientStore | None = PatientStore(PrefixStore("dbuffer-order", store), _PATIENCE)
         self._scopes = {"": _Scope()}
         self._scope = ""
         self._waiting: list[_Told] = []
@@ -240,7 +242,7 @@ class CollectiveOrder:
         self._scopes[self._scope].departures += 1
         self._departures.append(departure)
 
-    def _check_departures(self, store: Store, layer: DeviceLayer, started: tuple[str, ...]) -> str:
+    def _check_departures(self, store: PatientStore, layer: DeviceLayer, started: tuple[str, ...]) -> str:
         """What differs if ranks depart from the expected order, and not all to the same collective."""
         difference = ""
         if self._failed_at is None:
@@ -258,7 +260,7 @@ class CollectiveOrder:
             self._begin_sequence(())
         return ""
 
-    def _departed_alone(self, store: Store, layer: DeviceLayer, started: tuple[str, ...]) -> str:
+    def _departed_alone(self, store: PatientStore, layer: DeviceLayer, started: tuple[str, ...]) -> str:
         here, first = self._ranks[self._rank], self.number - len(started)  # the number before the sequence
         number, event = self.completed
         for departure in self._departures.copy():
@@ -285,7 +287,7 @@ class CollectiveOrder:
             f"starts {ours}, rank {self._ranks[int(place)]} {title}; {_END}"
         )
 
-    def _has_failed(self, store: Store) -> bool:
+    def _has_failed(self, store: PatientStore) -> bool:
         """Whether a rank's pass has failed since the last look, so that ranks differ although they run the same."""
         if self._failed_at is None and store.check(["failure"]):
             failure = store.get("failure").decode()
@@ -297,7 +299,7 @@ class CollectiveOrder:
         self._store = None
         _log.warning("ranks' orders of collectives are compared no more: the store failed: %s", error)
 
-    def _tell(self, store: Store, started: tuple[str, ...]) -> _Told:
+    def _tell(self, store: PatientStore, started: tuple[str, ...]) -> _Told:
         scope = self._scopes[self._scope]
         text = "\n".join(started).encode()
         key = f"{self._scope}/{hashlib.sha256(text).hexdigest()[:32]}"
@@ -316,7 +318,7 @@ class CollectiveOrder:
             self._waiting.append(told)
         return told
 
-    def _others_told(self, store: Store, told: _Told, seconds: float) -> bool:
+    def _others_told(self, store: PatientStore, told: _Told, seconds: float) -> bool:
         """Whether every rank has told as many orders as this one, after waiting so long for them at most."""
         number = self._scopes[told.scope].told[told.titles]
         end, pause = time.monotonic() + seconds, 0.001
@@ -327,7 +329,7 @@ class CollectiveOrder:
             pause = min(2 * pause, 0.05)
         return True
 
-    def _check(self, store: Store, layer: DeviceLayer, latest: _Told | None) -> str:
+    def _check(self, store: PatientStore, layer: DeviceLayer, latest: _Told | None) -> str:
         """Look which orders all ranks have told; returns what differs. Instead of `latest` others may have told one."""
         number, event = self.completed
         for told in self._waiting.copy():
@@ -343,7 +345,7 @@ class CollectiveOrder:
                     return self._difference(store, told)
         return ""
 
-    def _difference(self, store: Store, told: _Told) -> str:
+    def _difference(self, store: PatientStore, told: _Told) -> str:
         here, mine = self._ranks[self._rank], told.titles
         number = self._scopes[told.scope].told[mine]
         for place, rank in enumerate(self._ranks[:_NAMED]):
