@@ -73,7 +73,7 @@ def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.Proces
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether CPU tensors travel through gloo in this group. `get_backend` does not tell: it knows no devices."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return f"{CPU.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import _comm
+from ragged_shard._device import CPU
 from ragged_shard._distribute import scatter
 from ragged_shard._geometry import axis_extents, shard_box
 from ragged_shard._ops.operands import local_from_full
@@ -110,7 +111,7 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
     """Rank 0's tensor on every rank; through the GPU if the process group does not move CPU tensors."""
-    if tensor.is_cpu and "cpu:" not in dist.get_backend_config():
+    if tensor.is_cpu and f"{CPU.type}:" not in dist.get_backend_config():
         return _broadcast(tensor.cuda()).to(tensor.device)
     dist.broadcast(tensor, src=0)
     return tensor
