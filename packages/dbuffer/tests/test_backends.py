@@ -30,14 +30,14 @@ def two_dtypes_are_gathered(transport):
 def one_byte_floats_are_gathered():
     mine = torch.full((16,), float(dist.get_rank() + 1)).to(torch.float8_e4m3fn)
     full = torch.zeros(32, dtype=torch.float8_e4m3fn)
-    transport_of(dist.group.WORLD, "collectives").all_gather([(full, mine)], "x").wait()
+    transport_of(dist.group.WORLD, "collectives").all_gather([(full, mine)], "x").wait()  # type: ignore[arg-type]
     return full.float().tolist() == [1.0] * 16 + [2.0] * 16
 
 
 def large_exchanges_go_through_peer_memory():
     mine = torch.full((MIN_BYTES,), dist.get_rank(), dtype=torch.uint8)
     full = torch.zeros(2 * MIN_BYTES, dtype=torch.uint8)
-    transport = transport_of(dist.group.WORLD, "peer_memory")
+    transport = transport_of(dist.group.WORLD, "peer_memory")  # type: ignore[arg-type]
     transport.all_gather([(full, mine)], "x").wait()  # connects
     with record_collectives() as record:
         transport.all_gather([(full, mine)], "x").wait()

@@ -203,7 +203,7 @@ def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
             raise RuntimeError("gone")
 
     order = CollectiveOrder([0, 1], 0, dist.HashStore())
-    order._store = Broken()
+    order._store = Broken()  # type: ignore[assignment]
     pass_of(order, Layer(), ["gather a"], ["reduce a"])
     assert "compared no more: the store failed: gone" in caplog.text
 

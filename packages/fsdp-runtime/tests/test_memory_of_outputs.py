@@ -65,7 +65,7 @@ def returned(way):
             ),
         ):
             model(x)
-    model.inner.set_reshard_after_forward(False, recurse=False)
+    model.inner.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
     model(x).backward()
     assert model.inner.linear.weight.grad is not None
     with torch.no_grad():
@@ -121,8 +121,8 @@ def differentiated_twice():
         RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
     ):
         second_order(model, x)
-    model.reset_iter_state()
-    model.set_reshard_after_backward(False)
+    model.reset_iter_state()  # type: ignore[operator]
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
     second_order(model, x)
     second_order(alone, x)
     for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -136,7 +136,7 @@ def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
 
 class ThreeArguments(Halved):
     @staticmethod
-    def __tensor_unflatten__(tensors, context, size):
+    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
         return Halved.__tensor_unflatten__(tensors, context, size, None)
 
 

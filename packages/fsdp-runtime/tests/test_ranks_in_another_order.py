@@ -195,6 +195,6 @@ def test_on_an_accelerator_orders_are_compared_before_a_state_dict_is_made():
         model = shard(seeded())
         loss_of(model, tokens()).backward()
         model.state_dict()
-        member_of(model).passes._compared.append(Differs())
+        member_of(model).passes._compared.append(Differs())  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="do not agree"):
             model.state_dict()

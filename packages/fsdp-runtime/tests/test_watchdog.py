@@ -174,6 +174,6 @@ def test_every_question_that_is_handed_over_is_asked():
     watchdog = Watchdog(store, 0, 2, after=60, every=0.01, report=reports.append)
     for collective in ("gather a", "gather b"):
         watchdog._questions.put(_Question(0, collective, 1, (0,), 60.0))
-    watchdog._ending.wait = lambda seconds=0: len(reports) == 2  # type: ignore[method-assign]
+    watchdog._ending.wait = lambda seconds=0: len(reports) == 2  # type: ignore[assignment]
     watchdog._talk()
     assert ["gather a" in reports[0], "gather b" in reports[1]] == [True, True]
