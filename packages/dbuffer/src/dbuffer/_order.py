@@ -2,7 +2,8 @@
 
 Torch's collectives carry no name. Where ranks start two of equal size in another order, each takes the other's bytes
 for its own and nothing fails. So each rank keeps the titles of what it starts, and where a program says `compare`,
-tells the others through the process group's store. A model's order is told once; a pass that repeats it costs nothing.
+tells the others through the process group's store. A model's order is told once; a pass that repeats it takes one
+request of the store.
 
 titles --compare--> told --every rank told it--> agreed
                       |--every rank told one since, and not all this one--> RuntimeError
@@ -243,7 +244,7 @@ class CollectiveOrder:
         self._departures.append(departure)
 
     def _check_departures(self, store: PatientStore, layer: DeviceLayer, started: tuple[str, ...]) -> str:
-        """What differs if ranks depart from the expected order, and not all to the same collective."""
+        """The error message if ranks depart from the expected order to different collectives, else an empty string."""
         difference = ""
         if self._failed_at is None:
             difference = self._departed_alone(store, layer, started)
