@@ -44,7 +44,7 @@ SOURCES = (
     "block-optim/src/block_optim/shampoo",
 )
 # Of the host alone; and measurements, which synchronize so that their figures are right.
-LEFT_OUT = ("train", "integrations", "watchdog.py", "_live_bytes.py", "_tune.py")
+LEFT_OUT = ("train", "integrations", "watchdog.py", "meter.py", "tune.py")
 TESTS = (
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",

@@ -8,8 +8,8 @@ from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import _plan
-from fsdp_runtime._model import member_of
+from fsdp_runtime._plan import group as _plan
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import record_collectives, run_ranks
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
-from fsdp_runtime._flat_clip import runs_of
+from fsdp_runtime.optim.flat_clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard
 from ragged_shard.testing import record_collectives, run_ranks, simulated_ranks
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import ReduceScatter
 from dbuffer._memory import BufferMemory
 from fsdp_runtime import block_policies, fully_shard
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 

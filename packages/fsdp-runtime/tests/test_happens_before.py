@@ -18,12 +18,12 @@ from fsdp_runtime import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     QuantizationPolicy,
-    _plan,
     _torch_compat,
     gathered_memory,
     offload,
     reload,
 )
+from fsdp_runtime._plan import group as _plan
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 

@@ -28,7 +28,7 @@ from fsdp_runtime import (
     read_safetensors,
     save_safetensors,
 )
-from fsdp_runtime.weights.files import Checkpoint
+from fsdp_runtime.checkpoint.files import Checkpoint
 from ragged_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")

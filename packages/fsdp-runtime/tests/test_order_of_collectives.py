@@ -9,8 +9,9 @@ from runtime_helpers import loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Handle
-from fsdp_runtime import _plan, fully_shard
-from fsdp_runtime._model import member_of
+from fsdp_runtime import fully_shard
+from fsdp_runtime._plan import group as _plan
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
 
 

@@ -4,7 +4,7 @@ import torch
 from runtime_helpers import Watch, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import run_ranks
 
 

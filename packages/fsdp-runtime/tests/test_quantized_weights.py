@@ -16,7 +16,7 @@ from fsdp_runtime import (
     fully_shard,
     unit_memory,
 )
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.quantization import matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import record_collectives, run_ranks

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import watch_order
 from fsdp_runtime import fully_shard
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import run_ranks
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)

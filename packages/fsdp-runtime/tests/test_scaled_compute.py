@@ -22,8 +22,8 @@ from fsdp_runtime import (
     gathered_memory,
     unit_memory,
 )
-from fsdp_runtime import _scaled as scaled
-from fsdp_runtime._model import member_of
+from fsdp_runtime._params import scaled as scaled
+from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.quantization import check_products
 from ragged_shard import multiplies_blocks
 from ragged_shard.testing import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_runtime._scaling import ReduceOptions, scaling
+from fsdp_runtime._grads.scaling import ReduceOptions, scaling
 
 
 def outcome(how, shards, replicas, gradient=1.0):

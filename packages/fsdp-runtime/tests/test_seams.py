@@ -5,8 +5,8 @@ import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
 
 from fsdp_runtime import fully_shard
-from fsdp_runtime._model import member_of
-from fsdp_runtime._unit import not_at_rest
+from fsdp_runtime._params.unit import not_at_rest
+from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
 from ragged_shard.testing import RankError, run_ranks, simulated_ranks
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import fully_shard
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import run_ranks, simulated_ranks
 
 

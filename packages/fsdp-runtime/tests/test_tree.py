@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_runtime._tree import cast_to, map_tensors, tensors_in
+from fsdp_runtime._torch.tree import cast_to, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 

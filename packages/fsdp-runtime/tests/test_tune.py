@@ -11,8 +11,8 @@ from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
 
 from fsdp_runtime import BudgetError, StepMeter, fully_shard, gathered_memory, optimizer_in_backward, tune
-from fsdp_runtime._budget import Cost, Mark, best, predictions
-from fsdp_runtime._live_bytes import bytes_of_all_tensors
+from fsdp_runtime._schedule.budget import Cost, Mark, best, predictions
+from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from ragged_shard.testing import run_ranks, simulated_ranks
 
 BLOCK = 4 * 64 * 65  # bytes of a gathered block

@@ -18,7 +18,7 @@ def _shard(changes, shape):
     mine = {**installed_versions(), **changes.get(dist.get_rank(), {})}
     objects = mock.Mock(wraps=dist.all_gather_object)
     with (
-        mock.patch("fsdp_runtime._group._IN_COMMON", mine),
+        mock.patch("fsdp_runtime._params.group._IN_COMMON", mine),
         mock.patch("torch.distributed.all_gather_object", objects),
     ):
         try:

@@ -21,7 +21,7 @@ from fsdp_runtime import (
     fully_shard,
     unit_memory,
 )
-from fsdp_runtime._model import member_of
+from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import record_collectives, run_ranks
 
 WIDTH = 64

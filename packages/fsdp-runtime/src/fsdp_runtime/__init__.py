@@ -11,9 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from dbuffer import BlockFP8, BlockInt8, BlockNF4
 
 from . import block_policies
-from ._clip import clip_grad_norm_
-from ._live_bytes import LiveBytes, StepMeter
-from ._memory import UnitMemory, gathered_memory, unit_memory
+from ._fully_shard import fully_shard
 from ._module import (
     FSDPModule,
     UnshardHandle,
@@ -22,29 +20,31 @@ from ._module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from ._optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
+from ._torch.versions import installed_versions
 from ._torch_compat import DataParallelMeshDims, fake_tensors
-from ._tune import BudgetError, Tuning, tune
-from ._versions import installed_versions
-from ._wrap import fully_shard
-from .quantization import QuantizationPolicy, matrices_only
-from .safetensors_export import save_safetensors
-from .watchdog import Watchdog
-from .weights.changes import ChangedBlocks, ExportedParams
-from .weights.export import iter_full_params
-from .weights.fp8_files import read_safetensors
-from .weights.full_params import full_params
-from .weights.full_state import (
+from .checkpoint.changes import ChangedBlocks, ExportedParams
+from .checkpoint.export import iter_full_params
+from .checkpoint.fp8_files import read_safetensors
+from .checkpoint.full_params import full_params
+from .checkpoint.full_state import (
     get_full_optimizer_state_dict,
     get_full_state_dict,
     set_full_optimizer_state_dict,
     set_full_state_dict,
 )
-from .weights.loading import LoadReport, load_safetensors
-from .weights.offloaded_optimizer import OffloadedOptimizer
-from .weights.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
-from .weights.sleep import offload, reload
-from .weights.snapshot import Snapshot, snapshot
+from .checkpoint.loading import LoadReport, load_safetensors
+from .checkpoint.offloaded_optimizer import OffloadedOptimizer
+from .checkpoint.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .checkpoint.safetensors_export import save_safetensors
+from .checkpoint.sleep import offload, reload
+from .checkpoint.snapshot import Snapshot, snapshot
+from .memory.meter import LiveBytes, StepMeter
+from .memory.tune import BudgetError, Tuning, tune
+from .memory.units import UnitMemory, gathered_memory, unit_memory
+from .optim.clip import clip_grad_norm_
+from .optim.in_backward import OptimizerInBackward, optimizer_in_backward
+from .quantization import QuantizationPolicy, matrices_only
+from .watchdog import Watchdog
 
 __version__ = "0.1.0"
 __all__ = [

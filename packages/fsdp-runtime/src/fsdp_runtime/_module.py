@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import deprecated
 
-from . import _flat_clip, _hooks
 from ._custom_comm import checked, gathering_by, reducing_by
-from ._model import Member, member_of
-from ._pass import Pass
-from ._scaling import AllReduceHook
-from ._torch_state import StateForTorch
-from ._unit import Unit
+from ._grads.scaling import AllReduceHook
+from ._params.unit import Unit
+from ._schedule import hooks
+from ._schedule.model import Member, member_of
+from ._schedule.passes import Pass
+from ._schedule.torch_state import StateForTorch
+from .optim import flat_clip
 
 _SHARDED, _UNSHARDED = operator.attrgetter("sharded"), operator.attrgetter("unsharded")
 _initialise_new = True
@@ -209,7 +210,7 @@ class FSDPModule(fsdp.FSDPModule):
             for number, one in zip(map(id, held), held, strict=True)
             if number not in managed and one is not None
         }
-        return _flat_clip.clip(
+        return flat_clip.clip(
             units, others.values(), max_norm, float(norm_type),
             error_if_nonfinite=error_if_nonfinite, copies=copies, pp_mesh=pp_mesh,
         )  # fmt: skip
@@ -417,7 +418,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Accepted: gathers are asynchronous always, and allocate on known streams."""
 
     def _get_fsdp_state(self) -> Any:
-        """What torch's own functions ask; see `_torch_state`."""
+        """What torch's own functions ask; see `_schedule.torch_state`."""
         return StateForTorch(_member(self))
 
     # -- moving -----------------------------------------------------------------------------------------------------
@@ -458,7 +459,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         member = _member(self)
-        before, after = (torch.compiler.disable(f) for f in (_hooks.before_forward, _hooks.after_forward))
+        before, after = (torch.compiler.disable(f) for f in (hooks.before_forward, hooks.after_forward))
         args, kwargs = before(member, self, args, kwargs)
         try:
             output = original(*args, **kwargs)

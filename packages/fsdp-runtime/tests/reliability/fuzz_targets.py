@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from train.train_helpers import newest, text_folder, tiny, train
 
 from fsdp_runtime import read_safetensors
+from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train import cli as train_cli
 from fsdp_runtime.train.batches import Batches
@@ -32,7 +33,6 @@ from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.model import ModelConfig
 from fsdp_runtime.train.report import METRICS, Report, losses, read_metrics
 from fsdp_runtime.train.runs import saved_config
-from fsdp_runtime.weights.files import Checkpoint
 from layout_planner import Layout, Rows, TensorSpec, Tile, plan
 from layout_planner._cli import main as plan_main
 from layout_planner.checkpoints import read_checkpoint

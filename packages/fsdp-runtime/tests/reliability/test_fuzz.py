@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime import read_safetensors
+from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
 from fsdp_runtime.train.checksums import find_damage
@@ -33,7 +34,6 @@ from fsdp_runtime.train.dcp_files import Reader, _unpickle
 from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.report import read_metrics
 from fsdp_runtime.train.runs import saved_config
-from fsdp_runtime.weights.files import Checkpoint
 from layout_planner import Layout
 from ragged_shard.testing import run_ranks
 

@@ -31,7 +31,7 @@ from fsdp_runtime import (
     set_full_optimizer_state_dict,
     set_full_state_dict,
 )
-from fsdp_runtime.weights.agreement import agree
+from fsdp_runtime._agreement import agree
 from ragged_shard import CPU, RaggedDTensor
 
 

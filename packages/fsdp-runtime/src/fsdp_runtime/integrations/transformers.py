@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from fsdp_runtime import FSDPModule, fully_shard
+from fsdp_runtime._agreement import agree
 from fsdp_runtime.integrations import accelerate
-from fsdp_runtime.weights.agreement import agree
 from ragged_shard import RaggedDTensor, held_boxes
 
 

@@ -1,0 +1,398 @@
+"""`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from dbuffer import TransportChoice
+from layout_planner import plan
+from ragged_shard import RaggedDTensor
+
+from . import _torch_compat as compat
+from ._errors import WrongCallError
+from ._module import FSDPModule, mixed_class
+from ._params.at_rest import check_taken_over
+from ._params.group import Group
+from ._params.unit import Param, Unit, UnitOptions
+from ._plan.extension import extension_of
+from ._plan.group import Planner, Request, check_quantized
+from ._plan.mesh import DataMesh, data_mesh, take_apart
+from ._plan.mesh_choice import PlacementFn, choose_meshes
+from ._plan.param import ManagedParam, Place
+from ._schedule import hooks, torch_state
+from ._schedule.model import (
+    Member,
+    gathered_around,
+    member_of,
+    original_name,
+    owner_of,
+    register,
+    remember_original,
+)
+from ._schedule.passes import Pass
+from ._torch.streams import streams_of
+from .block_policies import BlockPolicy
+from .checkpoint import state_dict
+from .optim import stale
+from .quantization import QuantizationPolicy
+
+_log = logging.getLogger(__name__)
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+Slots = dict[str, torch.Tensor | None]
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: Any  # torch's DataParallelMeshDims, from 2.12 on
+    block_policy: BlockPolicy | None
+    transport: TransportChoice | None
+    planner: Planner
+    quantize: QuantizationPolicy | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    block_policy: BlockPolicy | None = None,
+    transport: TransportChoice | None = None,
+    planner: Planner = plan,
+    quantize: QuantizationPolicy | None = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
+
+    A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
+    gathered by one collective before the module's forward and backward, their gradients reduced by one after it.
+    They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
+    outer first too. After veScale-FSDP (arXiv 2602.22437).
+
+    Issues one 32-byte all-gather per parameter group to check that all ranks planned the same layout; with
+    `shard_placement_fn` one 64-byte all-reduce per axis of `mesh` to check that they chose the same meshes; where an
+    outer unit gives parameters to a new inner one, also what moves between ranks.
+
+    Args:
+        module: to shard, or a list of modules that make one unit.
+        mesh: 1-D; or 2-D with names: cut over the last dimension, copied over the first (HSDP). None: all ranks.
+        reshard_after_forward: free full parameters after forward and gather them again in backward. None: True, but
+            False for the outermost unit. An integer k: keep 1/k of them, and gather among k neighbors; it divides the
+            ranks of each mesh.
+        shard_placement_fn: FSDP2's: chooses the mesh of each parameter, by a `DeviceMesh` (1-D, or 2-D as `mesh`) or
+            torch's `ShardPlacementResult`; None: `mesh`. A unit gathers and reduces once for each of its meshes.
+            `Shard(dim)` asks for balance, which there is anyway; say with `block_policy` what must stay whole.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: `CPUOffloadPolicy` keeps shards in CPU memory.
+        ignored_params: left as they are.
+        dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
+        block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
+            `fsdp_runtime.block_policies`.
+        transport: how bytes get from rank to rank: "auto", "collectives", "sends", "peer_memory", or a function that
+            makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
+            else "auto".
+        planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
+        quantize: what travels quantized. None: nothing.
+
+    Returns:
+        The module (or list), now an `FSDPModule`.
+
+    Raises:
+        ValueError, TypeError: naming the argument or parameter, what was found and what to do; on every rank, before
+            anything is changed.
+    """
+    modules = _checked_modules(module)
+    _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
+    data = data_mesh(mesh, dp_mesh_dims)
+    keep, count = _checked_reshard(reshard_after_forward, data)
+    managed, around_others = _managed_modules(modules)
+    gathered = gathered_around(modules)
+    found = _find_params(
+        modules, managed, gathered, _checked_ignored(ignored_params), data, shard_placement_fn
+    )
+    if count is not None:
+        _check_neighbors(found, count)
+    options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
+    offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
+    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
+    params: list[Param] = []
+    values: dict[str, torch.Tensor] = {}
+    for one in found:
+        params.append(one.param)
+        values[one.param.name] = one.value
+    if quantize is not None:
+        check_quantized(params, request, quantize)
+    for one in found:
+        if one.outer is not None:
+            check_taken_over(one.param, quantize)
+    unit = Unit(modules, request, options, streams)
+    member = Member(unit, Pass(streams))
+    unit.make_hook = hooks.gradient_hooks(member)
+    groups = unit.lay_out(params, values, around_others=around_others)
+    outer = _lay_out_outer(found)
+    buffers = _moved_buffers(managed, data.device)
+    classes = list(map(mixed_class, map(type, modules)))
+    # Everything that may be refused is done. From here on modules change.
+    for around in gathered:
+        around.reshard()
+    unit.take(groups, around_others=around_others)
+    for around_member, kept in outer.items():
+        around_member.unit.take(kept, around_others=True)
+    for one in found:
+        remember_original(one.original, one.param.name)
+    for slots, name, buffer in buffers:
+        slots[name] = buffer
+    for inner in managed:
+        compat.mark_for_dynamo(inner)
+    register(member)
+    hooks.attach(member)
+    torch_state.attach(member)
+    state_dict.attach(unit)
+    stale.watch()
+    for one_module, mixed in zip(modules, classes, strict=True):
+        one_module.__class__ = mixed
+    for joining in (member, *outer):
+        joining.join()
+    return module
+
+
+# As of torch's function, in whose place a script may put ours.
+fully_shard.state = compat.TORCHS_FULLY_SHARD.state  # type: ignore[attr-defined]
+
+
+def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+    given = [module] if isinstance(module, nn.Module) else module
+    refused = f"fully_shard takes a module or a list of modules, got {type(module).__name__}: "
+    if not isinstance(given, (list, tuple)) or not given:
+        raise TypeError(f"{refused}{module!r}")
+    for one in given:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"{refused}{module!r}")
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {one}. "
+                "Call it on each of the modules inside"
+            )
+        if member_of(one) is not None:
+            raise WrongCallError(f"fully_shard was already called on this {type(one).__name__}")
+    if len(given) == 1:
+        return tuple(given)
+    inside = {sub for one in given for sub in one.modules() if sub is not one}
+    return tuple(dict.fromkeys([one for one in given if one not in inside]))
+
+
+def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantize: Any) -> None:
+    for name, value, expected in (
+        ("mp_policy", precision, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise TypeError(f"{name} is {value!r}; expected a {expected.__name__} of torch.distributed.fsdp")
+    if blocks is not None and not callable(blocks):
+        raise TypeError(
+            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
+            "fsdp_runtime.block_policies"
+        )
+    if not callable(planner):
+        raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
+    if quantize is not None and not isinstance(quantize, QuantizationPolicy):
+        raise TypeError(f"quantize is {quantize!r}; expected a fsdp_runtime.QuantizationPolicy")
+
+
+def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    found = set(ignored or ())
+    for param in found:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
+    return found
+
+
+def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | None]:
+    """Whether to free parameters after forward, and among how many neighbors to keep them then."""
+    if value is None or isinstance(value, bool):
+        return value, None
+    if not isinstance(value, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {value!r}"
+        )
+    if value < 1 or value > data.shard_size or data.shard_size % value:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {data.shard_size}, not {value}"
+        )
+    if value == 1:
+        _log.warning(
+            "reshard_after_forward=1 means groups of one rank, which keep all parameters, like False"
+        )
+        return False, None
+    return True, value
+
+
+@dataclass
+class _Found:
+    """A parameter to take: where it is, what it was and its full value on this rank."""
+
+    param: Param
+    original: torch.Tensor
+    value: torch.Tensor
+    outer: Member | None
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bool]:
+    """The modules whose parameters a unit takes: those given and all inside, up to where another unit begins.
+
+    And whether one does.
+    """
+    found, ahead, around_others = set(modules), list(modules), False
+    while ahead:
+        for child in ahead.pop().children():
+            if member_of(child) is not None:
+                around_others = True
+            elif child not in found:
+                found.add(child)
+                ahead.append(child)
+    return found, around_others
+
+
+def _find_params(
+    modules: tuple[nn.Module, ...],
+    managed: set[nn.Module],
+    gathered: list[Unit],
+    ignored: set[nn.Parameter],
+    data: DataMesh,
+    placement_fn: PlacementFn | None,
+) -> list[_Found]:
+    places: dict[torch.Tensor, list[Place]] = {}
+    names: dict[torch.Tensor, str] = {}
+    # Units around that are gathered have these in their modules, where the sharded ones belong.
+    sharded: dict[torch.Tensor | None, torch.Tensor] = {}
+    for unit in gathered:
+        sharded.update({p.unsharded: p.sharded for p in unit.params if p.unsharded is not None})
+    for number, top in enumerate(modules):
+        for path, module in top.named_modules():
+            if module not in managed:
+                continue
+            for attribute, held in module._parameters.items():
+                param = sharded.get(held, held)
+                if param is None or held in ignored or param in ignored or param.numel() == 0:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
+                places.setdefault(param, []).append(Place(module, attribute))
+    meshes = dict.fromkeys(names, data) if placement_fn is None else choose_meshes(names, placement_fn, data)
+    return [_take(names[param], param, where, meshes[param]) for param, where in places.items()]
+
+
+def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
+    elsewhere = original_name(param)
+    if elsewhere is not None:
+        raise ValueError(
+            f"{name} is the same parameter as {elsewhere!r}, which another fully_shard call has taken: tied parameters "
+            "must be in one unit. Pass both modules to one call, fully_shard([a, b]), or leave both to the module "
+            "around them"
+        )
+    if isinstance(param, RaggedDTensor):
+        return _take_from_outer(name, param, places, data)
+    if param.dtype.is_complex or param.dtype == torch.bool:
+        raise ValueError(
+            f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params, or keep "
+            "torch.view_as_real of it"
+        )
+    if type(param.data) is torch.Tensor:
+        taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
+        return _Found(taken, param, param, None)
+    plain, other = take_apart(name, param, data)
+    extension = None
+    if compat.is_wrapper_subclass(plain):
+        extension = extension_of(name, plain.data)
+        plain = extension.unwrap(plain.data)
+    taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, extension)
+    return _Found(taken, param, plain, None)
+
+
+def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
+    owner = owner_of(param)
+    if owner is None:
+        raise ValueError(
+            f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
+        )
+    outer, managed = owner
+    inside = {(place.module, place.attribute) for place in places}
+    if any((place.module, place.attribute) not in inside for place in managed.places):
+        raise ValueError(
+            f"{name} is shared with a module outside ({managed.name!r} in {outer.unit.name}): tied parameters must be "
+            "in one unit"
+        )
+    if managed.data.groups != data.groups:
+        raise ValueError(
+            f"{name} was cut over {managed.data.mesh} by the unit around ({outer.unit.name}), and is to be cut over "
+            f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh"
+        )
+    taken: Param = ManagedParam(
+        name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.extension
+    )
+    return _Found(taken, managed.sharded, managed.sharded, outer)
+
+
+def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
+    """New groups for each outer unit that parameters are taken from, of the parameters that it keeps."""
+    taken: dict[Member, set[int]] = {}
+    for one in found:
+        if one.outer is not None:
+            taken.setdefault(one.outer, set()).add(id(one.original))
+    laid_out: dict[Member, list[Group]] = {}
+    for outer, gone in taken.items():
+        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+        values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
+        laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
+    return laid_out
+
+
+def _check_neighbors(found: list[_Found], count: int) -> None:
+    for one in found:
+        size = one.param.data.shard_size
+        if size % count:
+            raise ValueError(
+                f"reshard_after_forward={count}: parameter {one.param.name} is cut over {size} ranks of a mesh of its "
+                f"own ({one.param.data.mesh}); pass a factor of each mesh's ranks, or a bool"
+            )
+        if one.param.extension is not None and count < size:
+            raise NotImplementedError(
+                f"reshard_after_forward={count}: parameter {one.param.name} is a {one.param.extension.kind.__name__}, "
+                "which says itself what is gathered and cannot be kept among neighbors; use True or False"
+            )
+
+
+def _moved_buffers(modules: set[nn.Module], device: torch.device) -> list[tuple[Slots, str, torch.Tensor]]:
+    """Copies on this device of the modules' buffers that are elsewhere, and where to put them."""
+    moved: list[tuple[Slots, str, torch.Tensor]] = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                moved.append((module._buffers, name, buffer.to(device)))
+    return moved

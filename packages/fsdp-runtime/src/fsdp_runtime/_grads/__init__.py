@@ -1,0 +1,1 @@
+"""Gradient buffers, and how gradients are scaled."""

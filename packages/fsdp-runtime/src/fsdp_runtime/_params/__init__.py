@@ -1,0 +1,1 @@
+"""Sharded and gathered parameters: a group of one dtype, a unit of groups."""

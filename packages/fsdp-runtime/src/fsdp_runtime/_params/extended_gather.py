@@ -1,0 +1,329 @@
+"""Gathers of a group whose parameters are tensor subclasses with FSDP2's all-gather extensions.
+
+shard    --fsdp_pre_all_gather-->   tensors of any dtype, and metadata that stays on the rank
+tensors  |  rows of rank 0  |  rank 1  |  rank 2  |      a plane for each, all of them in the unit's coalesced call
+planes   --fsdp_post_all_gather-->  the unsharded parameter; later gathers give it as `out=`
+
+Each parameter lies in a segment of its own, cut between its first dimension's slices: every rank holds the same number
+of them, but for the last ones, as extensions written for FSDP2 expect. So what arrives is contiguous without a copy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dbuffer import DeviceLayer, Geometry, Recycler, Scratch, hold_forever
+
+from .._plan.extension import POST, PRE
+from .._plan.mesh import DataMesh
+from .._plan.param import MakeHook, ManagedParam, local_of
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Described = list[list[tuple[tuple[int, ...], str]]] | str  # each tensor's shape and dtype; or what went wrong
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """Where one of a parameter's tensors goes: `rows` of each rank one after the other, of which the first are used.
+
+    Attributes:
+        shape, dtype: of what `fsdp_pre_all_gather` returns on this rank.
+        rows: that travel, the same on every rank.
+        mine: how many of this rank's are used; the others are padding.
+        memory: of all ranks' rows.
+        output: what `fsdp_post_all_gather` gets: the rows that are used.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: int
+    mine: int
+    memory: Scratch
+    output: torch.Tensor
+
+
+class _Member:
+    """One parameter of the group.
+
+    Attributes:
+        metadata: from the start of a gather until it is used.
+        planes: what travels; empty before the first gather.
+        unsharded: what the first `fsdp_post_all_gather` made.
+        made: storages in it that are not planes: freed with them.
+    """
+
+    def __init__(self, param: ManagedParam[Any], rows: tuple[int, ...]) -> None:
+        assert param.extension is not None
+        self.param, self.extension = param, param.extension
+        self.rows = rows
+        self.metadata: Any = None
+        self.planes: list[_Plane] = []
+        self.unsharded: torch.Tensor | None = None
+        self.made: list[tuple[torch.UntypedStorage, int]] = []
+
+
+class ExtendedGather:
+    """The wire form of one group of such parameters, and its encoder. Takes the place of the gathered memory.
+
+    Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
+    The first gather compares what pre returned on all ranks: one object all-gather of a few bytes. A rank without rows
+    calls pre with one row of zeros, so that collectives in it meet; what it returns is not used.
+
+    Args:
+        name: of the group, for errors.
+        params: its parameters.
+        data: the mesh that cuts them.
+        precision: given to pre.
+        dtype: of the unsharded parameters, given to post.
+        layer: of the device that computes.
+        make_hook: makes the hooks of unsharded parameters.
+    """
+
+    decodes = True
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[ManagedParam[Any]],
+        data: DataMesh,
+        precision: MixedPrecisionPolicy,
+        dtype: torch.dtype,
+        layer: DeviceLayer,
+        make_hook: MakeHook,
+    ) -> None:
+        self._name, self._params, self._data = name, params, data
+        self._precision, self._dtype, self._layer, self._make_hook = precision, dtype, layer, make_hook
+        mesh = data.mesh
+        self._mesh: DeviceMesh = (
+            mesh[mesh.mesh_dim_names[-1]] if data.hybrid and mesh.mesh_dim_names else mesh
+        )
+        self._members: list[_Member] = []
+        self._sent: Pairs = []  # alive until the gather has completed
+        self._agreed = False
+
+    # -- the wire form ----------------------------------------------------------------------------------------------
+
+    def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The shard's: what travels is known in the first gather only."""
+        return (shard,)
+
+    def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "ExtendedGather":
+        """Itself: it serves one buffer, whose gathered memory it does without."""
+        gathered.forgo()
+        layout = geometry.layout
+        self._recycler = recycler
+        for param in self._params:
+            width = math.prod(param.shape[1:])
+            ranges = [layout.local_range(param.name, rank) for rank in range(layout.world_size)]
+            self._members.append(_Member(param, tuple([(stop - start) // width for start, stop in ranges])))
+        return self
+
+    # -- before the gather ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, shards: tuple[torch.Tensor, ...]) -> Pairs:
+        """Call pre for each parameter; what it returns is sent as it is, or behind rows of padding."""
+        if not self._agreed:
+            self._sent = self._first()
+        else:
+            self._sent = []
+            for member in self._members:
+                self._sent += self._pairs(member, self._call_pre(member))
+        return self._sent
+
+    def _first(self) -> Pairs:
+        """The same where nobody knows yet what the ranks will send."""
+        described: Described
+        try:
+            tensors = [self._call_pre(member) for member in self._members]
+            described = [[(_rows_first(t), str(t.dtype)) for t in returned] for returned in tensors]
+        except Exception as error:
+            described = f"{type(error).__name__}: {error}"
+            failed: Exception | None = error
+        else:
+            failed = None
+        everyone = self._exchange(described)
+        if failed is not None:
+            raise failed
+        for rank, theirs in enumerate(everyone):
+            if isinstance(theirs, str):
+                raise RuntimeError(f"{self._name}: {PRE} failed on rank {rank} of the shards: {theirs}")
+        for index, (member, returned) in enumerate(zip(self._members, tensors, strict=True)):
+            self._plan(member, returned, [theirs[index] for theirs in everyone])
+        self._agreed = True
+        pairs: Pairs = []
+        for member, returned in zip(self._members, tensors, strict=True):
+            pairs += self._pairs(member, returned)
+        return pairs
+
+    def _exchange(self, described: Described) -> list[Any]:
+        data = self._data
+        if data.shard_size == 1 or data.simulated:
+            return [described] * data.shard_size
+        found: list[Any] = [None] * data.shard_size
+        dist.all_gather_object(found, described, group=self._mesh.get_group())
+        return found
+
+    def _call_pre(self, member: _Member) -> tuple[torch.Tensor, ...]:
+        param, extension = member.param, member.extension
+        local = local_of(param.sharded)
+        plain = extension.unwrap(local)
+        if plain.shape[0] == 0:
+            local = extension.wrap_like(
+                plain.new_zeros((1, *param.shape[1:]), device=self._layer.device), local
+            )
+        elif plain.device != self._layer.device:
+            local = extension.wrap_like(plain.to(self._layer.device, non_blocking=True), local)
+        pre: Any = getattr(local, PRE)
+        if extension.takes_all:
+            shape = torch.Size(param.shape)
+            strides = torch.empty(shape, device="meta").stride()
+            returned, member.metadata = pre(
+                self._mesh, shape, strides, param.places[0].module, self._precision
+            )
+        else:
+            returned, member.metadata = pre(self._mesh)
+        if isinstance(returned, torch.Tensor) or not all(type(t) is torch.Tensor for t in returned):
+            raise TypeError(
+                f"{param.name} in {self._name}: {PRE} of {extension.kind.__name__} returned {type(returned).__name__} "
+                "as what to gather; expected a tuple of plain tensors, and metadata"
+            )
+        return tuple(returned)
+
+    def _plan(self, member: _Member, tensors: tuple[torch.Tensor, ...], everyone: list[Any]) -> None:
+        """Make the planes of one parameter.
+
+        Args:
+            tensors: what pre returned here.
+            everyone: shapes and dtypes of it on each rank.
+        """
+        who = f"{member.param.name} in {self._name}: what {PRE} of {member.extension.kind.__name__} returned"
+        for rank, theirs in enumerate(everyone):
+            if [(shape[1:], dtype) for shape, dtype in theirs] != [(s[1:], d) for s, d in everyone[0]]:
+                raise ValueError(f"{who} differs: {everyone[0]} on rank 0, {theirs} on rank {rank}")
+        member.planes = []  # of a first gather that failed
+        given = [max(rows, 1) for rows in member.rows]
+        most, total = max(member.rows), sum(member.rows)
+        mine = member.rows[self._data.shard_rank]
+        for index, tensor in enumerate(tensors):
+            shape = _rows_first(tensor)
+            counts = [theirs[index][0][0] for theirs in everyone]
+            if self._data.simulated:
+                counts = given if shape[0] == given[self._data.shard_rank] else counts
+            padded = min(counts) >= most and shape[1:] == tuple(member.param.shape[1:])
+            if counts == given or padded:  # as many rows as the parameter has, here too
+                rows, used, held = most, total, mine
+            elif len(set(counts)) == 1:  # the same on every rank, whatever it holds of the parameter
+                rows, used, held = counts[0], counts[0] * len(counts), counts[0]
+            else:
+                raise ValueError(
+                    f"{who} has {counts} rows on the ranks; expected as many as the slices have, {given}, or the same "
+                    "number on each"
+                )
+            member.planes.append(self._plane(tensor, shape, rows, used, held))
+
+    def _plane(self, tensor: torch.Tensor, shape: tuple[int, ...], rows: int, used: int, held: int) -> _Plane:
+        row = math.prod(shape[1:]) * tensor.dtype.itemsize
+        memory = Scratch(self._recycler, self._data.shard_size * rows * row)
+        memory.materialize()
+        output = torch.empty(0, dtype=tensor.dtype, device=self._layer.device)
+        strides = torch.empty(shape, device="meta").stride()
+        output.set_(memory.flat.untyped_storage(), 0, (used, *shape[1:]), strides)
+        return _Plane(shape, tensor.dtype, rows, held, memory, output)
+
+    def _pairs(self, member: _Member, tensors: tuple[torch.Tensor, ...]) -> Pairs:
+        found = [(_rows_first(t), t.dtype) for t in tensors]
+        expected = [(plane.shape, plane.dtype) for plane in member.planes]
+        if found != expected:
+            raise RuntimeError(
+                f"{member.param.name} in {self._name}: {PRE} of {member.extension.kind.__name__} returned {found}; "
+                f"in the first gather it was {expected}, and must stay so"
+            )
+        pairs: Pairs = []
+        for plane, tensor in zip(member.planes, tensors, strict=True):
+            plane.memory.materialize()
+            send = tensor.contiguous().view(plane.shape)[: plane.mine]
+            if plane.mine < plane.rows:
+                padded = send.new_empty((plane.rows, *plane.shape[1:]))
+                _bytes(padded)[: send.numel() * send.itemsize].copy_(_bytes(send))
+                send = padded
+            pairs.append((plane.memory.flat, _bytes(send)))
+        return pairs
+
+    # -- after the gather -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def decode(self) -> bool:
+        """Call post for each parameter."""
+        for member in self._members:
+            local: Any = local_of(member.param.sharded)
+            post = getattr(local, POST)
+            outputs = tuple(plane.output for plane in member.planes)
+            metadata, member.metadata = member.metadata, None
+            if member.unsharded is None:
+                self._take(member, *post(outputs, metadata, self._dtype))
+                continue
+            for storage, nbytes in member.made:
+                if storage.nbytes() != nbytes:
+                    self._layer.resize(storage, nbytes)
+            post(outputs, metadata, self._dtype, out=member.param.unsharded)
+        self._sent = []
+        return True  # what was sent was read by the collective
+
+    def _take(self, member: _Member, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
+        """Make the unsharded parameter of what post has returned first."""
+        param = member.param
+        if unsharded.shape != torch.Size(param.shape):
+            raise ValueError(
+                f"{param.name} in {self._name}: {POST} of {member.extension.kind.__name__} made a tensor of shape "
+                f"{tuple(unsharded.shape)}; expected {param.shape}"
+            )
+        planes = {plane.memory.flat.untyped_storage().data_ptr() for plane in member.planes}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in inner}
+        member.made = [(one, one.nbytes()) for pointer, one in storages.items() if pointer not in planes]
+        member.unsharded = unsharded
+        param.set_unsharded(unsharded, self._make_hook)
+
+    def release(self) -> None:
+        """Free the planes and what post has made. The current stream must be behind their last use."""
+        for member in self._members:
+            for plane in member.planes:
+                plane.memory.release()
+            for storage, _ in member.made:
+                if storage.nbytes():
+                    self._layer.resize(storage, 0)
+
+    def condemn(self) -> None:
+        """Never use the planes' memory again: a gather that failed may still write there. Nor what peers may read."""
+        hold_forever([send for _, send in self._sent])
+        for member in self._members:
+            for plane in member.planes:
+                plane.memory.condemn()
+
+    def keep_for(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing is kept: `fully_shard` refuses smaller groups of neighbors."""
+
+    def kept(self) -> None:
+        """Nothing."""
+
+    def receive(self) -> tuple[torch.Tensor, ...]:
+        """Nothing can be received among neighbors."""
+        return ()
+
+    def forget(self) -> None:
+        """Nothing is kept between gathers."""
+
+
+def _rows_first(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape; of one number (1,)."""
+    return tuple(tensor.shape) or (1,)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,161 @@
+"""Matrix products on codes: what `compute="scaled"` puts in the place of a linear layer's weight.
+
+    forward     y = x W^T + b    x: e4m3, one scale for 128 elements of a row    W: codes and scales as gathered
+    backward    dx = dy W        dy: likewise                                    W: the same codes, transposed
+                dW = dy^T x      in the dtype of x
+                db = sum of dy
+
+Sums are in fp32. On a device that `multiplies_blocks` both products are `torch.nn.functional.scaled_mm`. On the CPU the
+numbers that codes stand for are multiplied, those of W for one band of 128 rows at a time: the same terms, for tests.
+Imported only where a policy asks for it. A product ends a graph of torch.compile.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dbuffer import BlockFP8, BlockQuantizedTensor, RowRun, RunList
+from ragged_shard import multiplies_blocks
+
+from ..quantization import TILE
+
+_ROWS = 16  # scaled_mm is given multiples of so many
+
+
+class ScaledWeight(BlockQuantizedTensor):
+    """A matrix of e4m3 codes in tiles of 128x128. `F.linear` multiplies with the codes; other ops read values back."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            given = _arguments(*args, **(kwargs or {}))
+            if given is not None:
+                return _linear(*given)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def scaled_weight(of: torch.Tensor) -> ScaledWeight:
+    """A weight on the codes of another tensor."""
+    assert isinstance(of, BlockQuantizedTensor)
+    return ScaledWeight(of.codes, of.scales, of.format, of.run, of.shape, of.dtype)
+
+
+def _arguments(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """What to multiply, cast as autocast asks; None where it is torch's to compute, or to refuse."""
+    if not isinstance(weight, ScaledWeight) or isinstance(input, BlockQuantizedTensor):
+        return None
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        input = input.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    elif input.dtype != weight.dtype:
+        return None
+    fits = input.dim() > 0 and input.shape[-1] == weight.shape[1] and input.device == weight.device
+    return (input, weight, bias) if fits else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight)
+        y = multiply(rows, weight, transposed=False)
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        dy = grad.reshape(-1, grad.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = multiply(dy, weight, transposed=True).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = (dy.t() @ rows).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = dy.sum(0)
+        return dx, dw, db
+
+
+_linear: Any = torch.compiler.disable(_Linear.apply)
+
+
+def multiply(rows: torch.Tensor, weight: ScaledWeight, transposed: bool) -> torch.Tensor:
+    """rows (m, k) times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows."""
+    assert isinstance(weight.format, BlockFP8)
+    count, columns = rows.shape
+    if count == 0:
+        return rows.new_zeros(0, weight.shape[1 if transposed else 0])
+    fmt = BlockFP8((1, TILE), weight.format.scale)
+    if multiplies_blocks(rows.device):
+        codes, scales = _quantize(rows, fmt, -count % _ROWS)
+        return _scaled_product(codes, scales, weight, transposed, rows.dtype)[:count].to(rows.dtype)
+    codes, scales = _quantize(rows, fmt, 0)
+    values = torch.empty(rows.shape, device=rows.device)
+    fmt.dequantize(_runs(fmt, count, columns), codes.view(-1), scales.view(-1), values.view(-1))
+    return _product_of_values(values, weight, transposed).to(rows.dtype)
+
+
+@functools.lru_cache(maxsize=256)  # what kernels need to know of them is worked out once
+def _runs(fmt: BlockFP8, rows: int, columns: int) -> RunList:
+    return RunList([RowRun(fmt.grid((rows, columns)), 0, rows)])
+
+
+def _quantize(rows: torch.Tensor, fmt: BlockFP8, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (m + padding, k), of zeros in the padding, and scales (m + padding, tiles)."""
+    count, columns = rows.shape
+    codes = torch.empty((count + padding, columns), dtype=torch.uint8, device=rows.device)
+    scales = torch.empty((count + padding, -(-columns // TILE)), device=rows.device)
+    if padding:
+        codes[count:] = 0
+        scales[count:] = 1.0
+    fmt.quantize(_runs(fmt, count, columns), rows.contiguous().view(-1), codes.view(-1), scales.view(-1))
+    return codes, scales
+
+
+def _scaled_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: ScaledWeight, transposed: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """The product by one call of torch's, in bf16 where that is the dtype, else in fp32."""
+    other = weight.codes.view(weight.shape)
+    tiles = weight.scales.view(-1, weight.run.grid.across)
+    if transposed:  # Hopper multiplies matrices whose rows run along the sum
+        other, tiles = other.t().contiguous(), tiles.t()
+    # Scales run along the sum too, those of tiles padded to four.
+    padded = torch.cat((tiles, tiles.new_zeros(tiles.shape[0], -tiles.shape[1] % 4)), dim=1)
+    return F.scaled_mm(
+        codes.view(torch.float8_e4m3fn),
+        other.view(torch.float8_e4m3fn).t(),
+        scales.t().contiguous().t(),
+        F.ScalingType.BlockWise1x128,
+        padded.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=dtype if dtype == torch.bfloat16 else torch.float32,
+    )
+
+
+def _product_of_values(rows: torch.Tensor, weight: ScaledWeight, transposed: bool) -> torch.Tensor:
+    """The product in fp32, with the values of one band of the weight's tiles at a time."""
+    count, columns = weight.shape
+    grid, across = weight.run.grid, weight.run.grid.across
+    found = torch.zeros(rows.shape[0], columns if transposed else count, device=rows.device)
+    band = torch.empty(TILE * columns, device=rows.device)
+    for start in range(0, count, TILE):
+        stop = min(start + TILE, count)
+        run = RowRun(grid, start, stop, codes=start * columns, scales=start // TILE * across)
+        weight.format.dequantize([run], weight.codes, weight.scales, band)
+        values = band[: run.numel].view(-1, columns)
+        if transposed:
+            found.addmm_(rows[:, start:stop], values)
+        else:
+            torch.mm(rows, values.t(), out=found[:, start:stop])
+    return found

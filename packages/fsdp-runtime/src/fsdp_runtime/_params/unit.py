@@ -1,0 +1,512 @@
+"""One `fully_shard` call: its parameters, gathered and freed together."""
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+import dbuffer
+from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
+
+from .._grads.memory import GradientMemory
+from .._grads.scaling import ReduceOptions
+from .._plan.group import Request, children_of, is_selected, plan_group
+from .._plan.mesh import DataMesh, check_alike
+from .._plan.param import MakeHook, ManagedParam
+from .._torch.labels import label
+from .._torch.streams import Streams
+from .amax import share_amax
+from .group import Group
+
+Param = ManagedParam[Group]
+
+
+class UnitState(enum.Enum):
+    """Where the parameters of a unit are.
+
+    SHARDED     each rank holds its slices; modules hold the sharded parameters
+    GATHERING   an all-gather is under way; modules hold the sharded parameters
+    UNSHARDED   modules hold the unsharded parameters, views of gathered memory
+    PARKED      gathered memory is kept for the next pass; modules hold the sharded parameters
+    THINNED     in backward of a unit around others: groups that are done with were freed, the rest is unsharded
+
+        SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
+                                ^                 |  ^   |  ^
+                                |            release_early  park
+                             gather               v  |   v  unshard
+                                '------------- THINNED  PARKED --reshard--> SHARDED
+    """
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+    THINNED = enum.auto()
+    PARKED = enum.auto()
+
+
+# Units that hold more than their shards; few at a time, however many units there are.
+not_at_rest: "weakref.WeakSet[Unit]" = weakref.WeakSet()
+
+# Options that prepared collectives depend on.
+_OF_CALLS = {"gather_by", "reduce_by", "separate_reductions"}
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What the user asked of a unit; see the methods of `FSDPModule` that set them."""
+
+    reshard_after_forward: bool | None = None  # None: unless it is a root
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    reduce_unused: bool = False
+    reduction: ReduceOptions = field(default_factory=ReduceOptions)
+    gather_by: TransportChoice | None = None  # None: as `fully_shard` was asked
+    reduce_by: TransportChoice | None = None
+    separate_reductions: bool = False  # whether reductions have process groups of their own
+    forward_prefetch: "tuple[Unit, ...] | None" = None
+    backward_prefetch: "tuple[Unit, ...] | None" = None
+    update: Callable[[], None] | None = None  # called in backward, when the gradients are there
+
+
+class Unit:
+    """The state of one unit.
+
+    Attributes:
+        modules: those passed to `fully_shard`.
+        name: the first module's name in the root, for errors and profiles.
+        data: the mesh that `fully_shard` was given; parameters may have others.
+        mp_policy: of `fully_shard`.
+        state: where its parameters are.
+        options: what the user asked for; changed by `configure`.
+        quantized: whether a policy says what of it travels quantized.
+        groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
+        around_others: whether other units are inside, so that parameters in different children are used far apart.
+        on_several_meshes: whether its parameters are cut over more than one.
+        root: whether no other unit is around it.
+        closed: why its parameters cannot be used now, and what to do; empty where they can. See `weights`.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        request: Request,
+        options: UnitOptions,
+        streams: Streams,
+    ) -> None:
+        self.modules = modules
+        self.name = type(modules[0]).__name__
+        self.data = request.data
+        self.mp_policy = request.precision
+        self.state = UnitState.SHARDED
+        self.options = options
+        self.groups: list[Group] = []
+        self.around_others = False
+        self.on_several_meshes = False
+        self.root = True
+        self.closed = ""
+        self.quantized = request.quantize is not None
+        self._request = request
+        self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
+        self._streams = streams
+        self.make_hook: MakeHook | None = None
+        self._handles: list[Handle] = []
+        self._freed: list[Group] = []  # where thinned
+        self._shrunk = False  # after forward slices were kept among neighbors
+        self._gathers: dict[tuple[int, ...], list[Gather]] = {}
+        self._reductions: dict[tuple[GradientMemory, ...], ReduceScatter] = {}
+        self._entered: list[nn.Module] = []
+        self._waiting_for: set[nn.Module] = set()
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    def become_inner(self, name: str | None) -> None:
+        """Be inside a root from now on, under this name there."""
+        self.root = False
+        if name is not None and name != self.name:
+            self.name = name
+            for group in self.groups:
+                group.rename(name)
+            self._forget_calls()
+
+    def update(self) -> None:
+        """Let the optimizer in backward, if there is one, update the parameters. Their gradients are there."""
+        if self.options.update is not None:
+            self.options.update()
+
+    def configure(self, **changes: Any) -> None:
+        """Change options; a reduction under way keeps those that it was launched with."""
+        if changes.get("reshard_after_forward") is not None:
+            self._keeps_slices = False
+        self.options = replace(self.options, **changes)
+        if changes.keys() & _OF_CALLS:
+            self._forget_calls()
+        if "reduction" in changes:
+            changed = [group.gradients.scale(self.options.reduction) for group in self.groups]
+            if any(changed):
+                self._reductions.clear()
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """As set; not set: True, but False for a root."""
+        chosen = self.options.reshard_after_forward
+        return (not self.root) if chosen is None else chosen
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether parameters are kept among neighbors after forward."""
+        return self._keeps_slices
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[Param]:
+        """All of them, group by group."""
+        return [param for group in self.groups for param in group.params]
+
+    def lay_out(
+        self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool
+    ) -> list[Group]:
+        """Groups of these parameters, with memory and values, for `take`. Unit, parameters and modules do not change.
+
+        Args:
+            values: full ones, the same on every rank, or sharded ones; by name.
+        """
+        assert self.make_hook is not None
+        kinds: dict[tuple[Any, ...], list[Param]] = {}
+        children = children_of(params) if around_others else {}
+        policy = self._request.quantize
+        for param in params:
+            selected = policy is not None and is_selected(param, policy)
+            extended = param.extension is not None
+            child = children.get(param.name, 0)
+            kind = (param.data, param.dtype, param.requires_grad, child, selected, extended)
+            kinds.setdefault(kind, []).append(param)
+        groups = []
+        for members in kinds.values():
+            plan = plan_group(members, self._request)
+            for member, cut in zip(members, plan.params, strict=True):
+                if member.other is not None:
+                    check_alike(member.name, member.other, cut.placements)
+            suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
+            reduction = self.options.reduction
+            group = Group(self.name, suffix, plan, members, self._streams, self.make_hook, reduction)
+            group.load(values)
+            groups.append(group)
+        return groups
+
+    def take(self, groups: list[Group], *, around_others: bool) -> None:
+        """Hold these groups of `lay_out`, and put their sharded parameters into the modules."""
+        if self.groups:
+            self._forget_calls()
+        self.groups, self.around_others = groups, around_others
+        meshes = set()
+        for group in groups:
+            meshes.add(group.plan.data)
+            group.commit()
+        self.on_several_meshes = len(meshes) > 1
+
+    def has_moved(self) -> bool:
+        """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
+        return any(group.has_moved() for group in self.groups)
+
+    def prepare(self) -> None:
+        """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
+
+        Raises:
+            RuntimeError: parameters without memory, by name.
+        """
+        for group in self.groups:
+            if group.has_moved():
+                self.adopt()
+                break
+        for group in self.groups:
+            if group.buffer is None:
+                self._refuse_meta()
+            if not self.at_rest and group.changed_since_gather():
+                self.reshard()
+
+    def check_open(self) -> None:
+        """Raise RuntimeError where the parameters cannot be used now."""
+        if self.closed:
+            raise RuntimeError(f"the parameters of {self.name} {self.closed}")
+
+    def adopt(self) -> None:
+        """Take in parameters that were moved or assigned."""
+        self.check_open()
+        for group in self.groups:
+            before = group.buffer
+            group.adopt()
+            if group.buffer is not before:
+                self._forget_calls()
+
+    def materialize(self) -> None:
+        """Take in what was moved or assigned, and give parameters that are on the meta device memory; see `Group`."""
+        self.adopt()
+        for group in self.groups:
+            if group.buffer is None:
+                group.materialize()
+                self._forget_calls()
+
+    def _refuse_meta(self) -> None:
+        prefix = "" if self.root else f"{self.name}."
+        missing = [
+            prefix + param.name for group in self.groups if group.buffer is None for param in group.params
+        ]
+        raise RuntimeError(
+            f"parameters {missing} are still on the meta device; call module.to_empty(device=...) and initialize them "
+            "(reset_parameters), or load a state dict with assign=True, before the forward"
+        )
+
+    def _forget_calls(self) -> None:
+        self._gathers.clear()
+        self._reductions.clear()
+
+    # -- sharded <-> unsharded --------------------------------------------------------------------------------------
+
+    @property
+    def meshes(self) -> tuple[DataMesh, ...]:
+        """Those that its parameters are cut over, each once."""
+        return tuple(dict.fromkeys(group.plan.data for group in self.groups))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it holds its shards and nothing more."""
+        return self.state is UnitState.SHARDED and not self._shrunk
+
+    @property
+    def freed(self) -> bool:
+        """Whether the memory under the unsharded parameters is gone; on one rank it may be that of the shards."""
+        return self.at_rest and not all(
+            group.buffer is not None and group.buffer.aliased for group in self.groups
+        )
+
+    def shares_memory_with(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these plain tensors is, or is a view of, an unsharded parameter."""
+        own = {p.unsharded.untyped_storage()._cdata for p in self.params if type(p.unsharded) is nn.Parameter}
+        return any(
+            type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
+        )
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all parameters are gathered or on their way."""
+        return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
+
+    def gather(self, after: Sequence[Any] | None = None) -> None:
+        """Start gathering the parameters: one coalesced all-gather. Nothing where they are there or on their way.
+
+        Args:
+            after: events that must have completed first. None: all that the current stream holds.
+        """
+        if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
+            return
+        if self.closed:
+            self.check_open()
+        if self.state is UnitState.PARKED:
+            if not any(group.changed_since_gather() for group in self.groups):
+                return
+            self.reshard()
+        if self._handles:  # of an earlier gather, of which not all could start
+            self.reshard()
+        absent = self.groups
+        if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
+            absent = [group for group in self.groups if group in self._freed]
+        with label("all_gather", self.name):
+            for group in absent:
+                if group.buffer is None:
+                    self.prepare()
+                group.remember_gather()
+                if group.plan.wire is not None and group.buffer is not None:
+                    keeps = self._keeps_slices and not self._shrunk
+                    group.buffer.keep_codes_for(group.plan.neighbors if keeps else None)
+            not_at_rest.add(self)
+            key = tuple(map(id, absent))
+            calls = self._gathers.get(key)
+            if calls is None:
+                calls = self._gathers[key] = self._gathers_of(absent)
+            stream = self._streams.gather
+            if self.quantized and share_amax(absent, self._streams, after):
+                after = ()
+            for call in calls:
+                self._handles.append(call.start(stream, after))
+            self.state = UnitState.GATHERING
+
+    def _gathers_of(self, groups: list[Group]) -> list[Gather]:
+        """The calls that gather these groups: one for each mesh."""
+        by_mesh: dict[DataMesh, list[dbuffer.DBuffer]] = {}
+        for group in groups:
+            assert group.buffer is not None
+            by_mesh.setdefault(group.plan.data, []).append(group.buffer)
+        transport = self.options.gather_by
+        return [dbuffer.prepare_gather(buffers, transport=transport) for buffers in by_mesh.values()]
+
+    def unshard(self, after: Sequence[Any] | None = None) -> None:
+        """Gather the parameters, wait for them and put them into the modules."""
+        if self.state is UnitState.UNSHARDED:
+            return
+        if self.state is not UnitState.GATHERING:
+            self.gather(after)
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        self._freed = []
+        self.state = UnitState.UNSHARDED
+        for group in self.groups:
+            group.register_unsharded()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules and free the gathered memory."""
+        self._leave(keep_slices=False)
+        if self._shrunk:
+            self._shrunk = False
+            for group in self.groups:
+                assert group.buffer is not None
+                group.buffer.forget_neighbors()
+            not_at_rest.discard(self)
+
+    def reshard_for_backward(self) -> None:
+        """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
+        self._leave(keep_slices=True)
+
+    def park(self) -> None:
+        """Put the sharded parameters into the modules and keep the gathered memory."""
+        self.state = UnitState.PARKED
+        for group in self.groups:
+            group.register_sharded()
+
+    def _leave(self, *, keep_slices: bool) -> None:
+        if self.state is UnitState.SHARDED and not self._handles:
+            return
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        self.state = UnitState.SHARDED
+        freed, self._freed = self._freed, []
+        written = False
+        keep_slices = keep_slices and self._keeps_slices
+        for group in self.groups:
+            assert group.buffer is not None
+            neighbors = group.plan.neighbors if keep_slices else None
+            if neighbors is not None and group not in freed:
+                group.buffer.shrink(neighbors)
+                self._shrunk = True
+            written = group.release() or written
+        if not self._shrunk:
+            not_at_rest.discard(self)
+        if written:
+            self._refuse_written()
+
+    def release_early(self, group: Group) -> None:
+        """Free a group that backward is done with, where the unit's own ends much later: around others."""
+        present = self.state is UnitState.UNSHARDED or self.state is UnitState.THINNED
+        if present and group not in self._freed and not group.held_by_autograd():
+            written = group.release()
+            self._freed.append(group)
+            self.state = UnitState.THINNED
+            if written:
+                self._refuse_written()
+
+    def _refuse_written(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name}: gathered parameters were changed in place, and the change is lost when they are freed. "
+            "Call model.reshard() first, so that modules hold the sharded parameters, or use full_params"
+        )
+
+    # -- reductions -------------------------------------------------------------------------------------------------
+
+    def groups_to_reduce(self) -> list[Group]:
+        """Those whose gradients wait, and where unused parameters count, all that are trained.
+
+        On several meshes unused ones count as soon as one of the unit's gradients waits: experts without a token on
+        this rank have some on another.
+        """
+        waiting = [group for group in self.groups if group.gradients.written]
+        if not (self.options.reduce_unused or (waiting and self.on_several_meshes)):
+            return waiting
+        return [
+            group
+            for group in self.groups
+            if group.gradients.written or any(p.sharded.requires_grad for p in group.params)
+        ]
+
+    def reductions_of(self, groups: list[Group], accumulate: list[bool]) -> list[tuple[ReduceScatter, bool]]:
+        """The calls that reduce these groups, and whether each adds to the shard: one a mesh and way of scaling."""
+        found: dict[tuple[Any, ...], list[Group]] = {}
+        for group, add in zip(groups, accumulate, strict=True):
+            found.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
+        calls = []
+        for (data, how, add), members in found.items():
+            key = tuple([group.gradients.memory for group in members])
+            if key not in self._reductions:
+                options = self.options
+                self._forget_replaced_memory()
+                self._reductions[key] = dbuffer.prepare_reduction(
+                    [memory.buffer for memory in key],
+                    op=how.op,
+                    divide=how.divide,
+                    transport=options.reduce_by,
+                    group=data.reduction_group() if options.separate_reductions else None,
+                )
+            calls.append((self._reductions[key], add))
+        return calls
+
+    def _forget_replaced_memory(self) -> None:
+        """Drop the prepared reductions of memory that was replaced, since other parameters are trained now."""
+        current = {group.gradients.memory for group in self.groups}
+        self._reductions = {key: call for key, call in self._reductions.items() if current.issuperset(key)}
+
+    # -- modules of a list ------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module) -> None:
+        """One of its modules begins its forward."""
+        self._entered.append(module)
+        if not self._waiting_for:
+            self._waiting_for.update(self.modules)
+
+    def leave_module(self, module: nn.Module, *, end: bool) -> bool:
+        """One of its modules has ended its forward, perhaps with an exception.
+
+        Args:
+            end: wait for no further module.
+
+        Returns:
+            whether all of its modules have run in this pass.
+        """
+        if module in self._entered:
+            self._entered.remove(module)
+        self._waiting_for.discard(module)
+        if end:
+            self._waiting_for.clear()
+        return not self._waiting_for
+
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether a forward of this module is under way."""
+        return module in self._entered
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""
+        self._waiting_for.clear()
+        self._entered.clear()
+        if self._handles:
+            self.state = UnitState.GATHERING  # also where not all could start
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            try:
+                handle.wait()
+            except RuntimeError:  # what is being recovered from
+                continue
+        for group in self.groups:
+            group.forget_writes()
+        self.reshard()
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for group in self.groups:
+            group.gradients.discard()

@@ -1,0 +1,1 @@
+"""Plans of a unit: meshes, dtypes, groups of parameters and their layouts. Frozen, made once."""

@@ -1,0 +1,290 @@
+"""Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
+
+import itertools
+import math
+import weakref
+import zlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ragged_shard import CPU, RaggedShard, StridedRaggedShard, held_boxes
+
+from .. import _torch_compat as compat
+from .._errors import WrongCallError
+
+# For each shard axis's process group: one more of its ranks, for reductions, and those of neighbors by their count.
+_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+_NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """The data-parallel mesh of parameters of a unit. Equal to itself alone; `groups` says whether two are one.
+
+    Attributes:
+        mesh: of one dimension (shard) or two (replicate, shard).
+        spmd: the full mesh that parameters are DTensors on, where the user gave one (`dp_mesh_dims`), else None.
+        dp_names: the dimensions of `spmd` that are data parallel.
+        hybrid: whether shards are also copied over a second axis (HSDP).
+        shard_size: ranks that a parameter is cut over.
+        shard_rank: this rank among them.
+        num_replicas: ranks that hold the same shard.
+    """
+
+    mesh: DeviceMesh
+    spmd: DeviceMesh | None = None
+    dp_names: tuple[str, ...] = ()
+
+    hybrid: bool = field(init=False)
+    shard_size: int = field(init=False)
+    shard_rank: int = field(init=False)
+    num_replicas: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in {self.mesh}; only the ranks of a mesh may shard over it"
+            )
+        axis = self.mesh.ndim - 1
+        size = self.mesh.size(axis)
+        found = {"hybrid": axis == 1, "shard_size": size, "shard_rank": self.mesh.get_local_rank(axis)}
+        for name, value in {**found, "num_replicas": self.mesh.size() // size}.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """This rank's process group on each axis."""
+        return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
+
+    @cached_property
+    def simulated(self) -> bool:
+        """Whether no data move (torch's fake process group)."""
+        return compat.is_simulated(self.mesh.get_group(self.mesh.ndim - 1))
+
+    @property
+    def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:
+        """These, and those that were made in addition: of neighbors, and of reductions by themselves."""
+        found = list(self.groups)
+        if self.groups[-1] in _REDUCTIONS:
+            found.append(_REDUCTIONS[self.groups[-1]])
+        return (*found, *(mesh.get_group(1) for mesh in _NEIGHBORS.get(self.groups[-1], {}).values()))
+
+    def neighbors(self, count: int) -> dist.ProcessGroup | None:
+        """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
+
+        Every rank of the mesh must ask. Makes process groups the first time it is asked for a count.
+        """
+        if count in (1, self.shard_size):
+            return None
+        # Not by the mesh: one that is equal may be left over from process groups that have been destroyed.
+        known = _NEIGHBORS.setdefault(self.mesh.get_group(self.mesh.ndim - 1), {})
+        if count not in known:
+            known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
+        return known[count].get_group(1)
+
+    def reduction_group(self) -> dist.ProcessGroup:
+        """A process group of the shard axis's ranks in addition to the mesh's own, the same at each call.
+
+        Every rank of the shard axis must ask. Makes a process group the first time.
+        """
+        shards = self.mesh.get_group(self.mesh.ndim - 1)
+        if shards not in _REDUCTIONS:
+            ranks = dist.get_process_group_ranks(shards)
+            _REDUCTIONS[shards] = dist.new_group(
+                ranks, use_local_synchronization=True, group_desc="reductions"
+            )
+        return _REDUCTIONS[shards]
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.mesh.device_type == CPU.type:
+            return CPU
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+
+def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
+    """The data-parallel mesh that the arguments of `fully_shard` mean.
+
+    Raises:
+        ValueError: more than two dimensions, two without names, or names that the mesh does not have.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        mesh = init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh (init_device_mesh) or None"
+        )
+    if dp_mesh_dims is not None:
+        return _named_mesh(mesh, dp_mesh_dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; "
+            "pass the sub-mesh of the data-parallel dimensions"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise WrongCallError(
+            f"fully_shard got the 2D mesh {mesh} without names; give init_device_mesh "
+            'mesh_dim_names=("replicate", "shard"): HSDP cuts over the last dimension and copies over the first'
+        )
+    return DataMesh(mesh)
+
+
+def data_mesh_of(info: Any) -> DataMesh:
+    """The same for torch's FSDPMeshInfo and HSDPMeshInfo.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: as `data_mesh`, or other axes than the mesh's last to cut over and its first to copy over.
+    """
+    mesh = getattr(info, "mesh", None)
+    shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh_info is a {type(info).__name__}; expected torch's FSDPMeshInfo or HSDPMeshInfo"
+        )
+    if (shard, replicate) != (mesh.ndim - 1, None if mesh.ndim == 1 else 0):
+        raise ValueError(
+            f"mesh_info cuts over axis {shard} of {mesh} and copies over {replicate}; expected the only axis, or the "
+            "last of two and the first: pass the sub-mesh of these axes"
+        )
+    dims = getattr(info, "dp_mesh_dims", None)
+    if dims is None:
+        return data_mesh(mesh)
+    return DataMesh(mesh, info.spmd_mesh, _as_names(dims.shard) + _as_names(dims.replicate))
+
+
+def _named_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f"dp_mesh_dims names dimensions, but {mesh} has no mesh_dim_names")
+    shard, replicate = _as_names(dims.shard), _as_names(dims.replicate)
+    if unknown := [name for name in shard + replicate if name not in names]:
+        raise ValueError(
+            f"dp_mesh_dims names {unknown[0]!r}, which is not among the mesh's dimensions {names}"
+        )
+    if not shard:
+        raise ValueError(
+            "dp_mesh_dims has no shard dimension; fully_shard cuts parameters over one (for plain data "
+            "parallelism use DistributedDataParallel)"
+        )
+    axes = [compat.flatten_mesh(mesh, names) for names in (replicate, shard) if names]
+    joined = axes[0] if len(axes) == 1 else compat.join_meshes(axes)
+    return DataMesh(joined, mesh, shard + replicate)
+
+
+def _as_names(names: Any) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class OtherParallelism:
+    """How tensor or expert parallelism had already cut a parameter.
+
+    Attributes:
+        mesh: of the unsharded parameter: what remains of its mesh without the data-parallel dimensions.
+        placements: on that mesh.
+        shape, stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements of the piece of each rank of the mesh."""
+        coordinates = itertools.product(*map(range, self.mesh.shape))
+        boxes = (held_boxes(self.shape, self.mesh.shape, self.placements, where) for where in coordinates)
+        return tuple(sum(math.prod(size) for _, size in held) for held in boxes)
+
+
+def take_apart(
+    name: str, param: torch.Tensor, data: DataMesh
+) -> tuple[torch.Tensor, OtherParallelism | None]:
+    """A parameter's plain tensor on this rank, and the other parallelism that cut it, if one did.
+
+    Raises:
+        ValueError: it lies on the data-parallel mesh already, or in a way that the two do not combine.
+    """
+    if not isinstance(param, DTensor):
+        return param, None
+    mesh, placements = param.device_mesh, param.placements
+    if data.spmd is not None:
+        if mesh != data.spmd:
+            raise ValueError(f"{name} is a DTensor on {mesh}, but dp_mesh_dims was given for {data.spmd}")
+        dims = mesh.mesh_dim_names or ()
+        for dim, placement in zip(dims, placements, strict=True):
+            if dim in data.dp_names and not isinstance(placement, Replicate):
+                raise ValueError(
+                    f"{name} is {placement} on data-parallel dimension {dim!r}; expected Replicate()"
+                )
+        rest = tuple(dim for dim in dims if dim not in data.dp_names)
+        if not rest:
+            return param.to_local(), None
+        placements = tuple(p for dim, p in zip(dims, placements, strict=True) if dim in rest)
+        mesh = mesh[rest if len(rest) > 1 else rest[0]]
+    if mesh == data.mesh:
+        raise ValueError(
+            f"{name} is already a DTensor on the mesh that fully_shard was given, {mesh}; "
+            "pass the mesh axis over which data are parallel"
+        )
+    for placement in placements:
+        if type(placement) not in (Shard, Replicate):
+            raise ValueError(
+                f"{name} is {placement} over {mesh}; fully_shard combines with Shard and Replicate there: "
+                "redistribute it first"
+            )
+    other = OtherParallelism(mesh, placements, param.shape, param.stride())
+    if param.numel() and min(other.pieces) == 0:
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)}, {placements} over {mesh}, leaves a rank without any of it; pad it, "
+            "or cut it over fewer ranks"
+        )
+    return param.to_local(), other
+
+
+def check_alike(name: str, other: OtherParallelism, placements: tuple[Any, ...]) -> None:
+    """Raise ValueError, on all ranks, unless a parameter in unequal pieces is cut alike in all of them.
+
+    One all-reduce of 16 bytes for each axis of the other parallelism, where its pieces are not equal.
+    """
+    if len(set(other.pieces)) == 1 or compat.is_simulated(other.mesh.get_group(0)):
+        return
+    mark = zlib.crc32(repr(placements).encode())
+    both = torch.tensor([mark, -mark], dtype=torch.int64, device=other.mesh.device_type)
+    for group in other.mesh.get_all_groups():
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    if both[0] != -both[1]:
+        raise ValueError(
+            f"{name} of shape {tuple(other.shape)}: {other.placements} over {other.mesh} leaves pieces of different "
+            f"sizes, of which each would be cut in another way (here as {placements}). Pad it to a multiple of the "
+            "ranks that cut it, or give it a unit and a block policy of its own (Whole())"
+        )
+
+
+def place(
+    data: DataMesh, ragged: RaggedShard, other: OtherParallelism | None
+) -> tuple[DeviceMesh, tuple[Any, ...]]:
+    """Mesh and placements of a sharded parameter."""
+    if other is None:
+        return data.mesh, (Replicate(), ragged) if data.hybrid else (ragged,)
+    factor = 1
+    for dim, placement in enumerate(other.placements):
+        if isinstance(placement, Shard) and placement.dim in ragged.dims:
+            factor *= other.mesh.size(dim)
+    if factor > 1:
+        ragged = StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=factor)
+    mesh = compat.join_meshes([data.mesh, other.mesh])
+    return mesh, ((Replicate(), ragged) if data.hybrid else (ragged,)) + other.placements

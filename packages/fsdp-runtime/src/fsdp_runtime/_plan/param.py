@@ -1,0 +1,175 @@
+"""One parameter: the fixed pair of objects that a module holds in turn.
+
+          registered in the module                    memory
+sharded   at rest, and whenever the optimizer looks   this rank's slice, in the shard of the group's buffer
+unsharded from unshard to reshard                     a view of the gathered memory
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ragged_shard import RaggedDTensor
+
+from .extension import Extension
+from .mesh import DataMesh, OtherParallelism
+
+G = TypeVar("G")  # the group; this file knows nothing of it
+# Makes what autograd calls with the unsharded parameter when its gradient is there.
+MakeHook = Callable[["ManagedParam[Any]"], Callable[[torch.Tensor], None]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is registered: `module.<attribute>`. A shared one is in several places."""
+
+    module: nn.Module
+    attribute: str
+
+
+def local_of(sharded: torch.Tensor) -> torch.Tensor:
+    """A sharded parameter's local tensor, the very object."""
+    assert isinstance(sharded, RaggedDTensor)
+    return sharded.local
+
+
+class ManagedParam(Generic[G]):
+    """One parameter of a unit, however many modules share it.
+
+    Attributes:
+        name: in the unit; unique there.
+        places: where it is registered.
+        slots: the same, as the dictionaries that hold it and its key there.
+        shape: of the plain tensor that this rank computes with.
+        dtype: of the sharded parameter.
+        data: the mesh that cuts it.
+        other: how another parallelism had cut it, or None.
+        extension: how to take the tensor subclass apart that it is, or None.
+        group, index: the group that it belongs to, and its number there; set by `join_group`.
+        sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
+        local: the sharded parameter's local tensor, as it was made.
+    """
+
+    group: G
+    index: int
+    sharded: nn.Parameter
+    local: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        places: list[Place],
+        original: torch.Tensor,
+        shape: tuple[int, ...],
+        data: DataMesh,
+        other: OtherParallelism | None,
+        example: torch.Tensor,
+        extension: Extension | None = None,
+    ) -> None:
+        self.name = name
+        self.places = places
+        self.slots = []
+        for place in places:
+            self.slots.append((place.module._parameters, place.attribute))
+        self.shape = shape
+        self.data = data
+        self.dtype = original.dtype
+        self.other = other
+        self.extension = extension
+        self.requires_grad = original.requires_grad
+        self.unsharded: nn.Parameter | None = None
+        self._view: torch.Tensor | None = None
+        self._user_attributes = dict(original.__dict__)
+        if extension is not None:
+            for key in extension.attributes:
+                self._user_attributes.pop(key, None)
+        self._make_hook: MakeHook | None = None
+        self._example: torch.Tensor | None = example
+
+    @property
+    def example(self) -> torch.Tensor:
+        """What a block policy is shown: the parameter as it was given, later the sharded one."""
+        if self._example is not None:
+            return self._example
+        if self.other is None:
+            return self.sharded
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def join_group(self, group: G, index: int) -> None:
+        """Belong to a group, as its parameter of this number."""
+        self.group, self.index = group, index
+
+    def plain(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
+        if self.extension is None:
+            return value
+        if isinstance(value, RaggedDTensor):
+            inner = self.extension.unwrap(value.local)
+            return value if inner is value.local else value.with_local(inner)
+        return self.extension.unwrap(value)
+
+    def extended(self, local: torch.Tensor) -> torch.Tensor:
+        """The tensor subclass around a local tensor, where the parameter is one."""
+        return local if self.extension is None else self.extension.wrap(local)
+
+    # -- the pair ---------------------------------------------------------------------------------------------------
+
+    def set_sharded(self, tensor: RaggedDTensor) -> None:
+        """Make the sharded parameter, once; later calls give the same object other memory."""
+        self._example = None  # its memory can go
+        if hasattr(self, "sharded"):
+            self.sharded.data = tensor
+        else:
+            self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
+            self.sharded.__dict__.update(self._user_attributes)
+        self.dtype = tensor.dtype
+        self.local = self.sharded.local  # type: ignore[attr-defined]
+
+    def adopt_sharded(self, param: nn.Parameter) -> None:
+        """Take over another object, which a user has registered, as the sharded parameter."""
+        self.sharded = param
+        for slots, attribute in self.slots:
+            if slots.get(attribute) is not self.unsharded:
+                slots[attribute] = param
+
+    def renew_sharded(self, tensor: RaggedDTensor) -> None:
+        """Make another object the sharded parameter, with the same attributes."""
+        param = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        param.__dict__.update(self._user_attributes)
+        self.adopt_sharded(param)
+
+    def set_unsharded(self, view: torch.Tensor, make_hook: MakeHook) -> None:
+        """Make the unsharded parameter on a view of the gathered memory, with a hook for its gradient.
+
+        Nothing where it is on this view already.
+        """
+        if self._view is view:
+            return
+        self._view = data = view
+        if self.other is not None:
+            other = self.other
+            data = DTensor.from_local(
+                view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
+            )
+        self.unsharded = nn.Parameter(data, requires_grad=False)
+        self.unsharded.__dict__.update(self._user_attributes)
+        self._make_hook = make_hook
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Let the unsharded parameter require a gradient where the sharded one does."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        unsharded.requires_grad_(self.sharded.requires_grad)
+        if self._make_hook is not None and unsharded.requires_grad:
+            unsharded.register_post_accumulate_grad_hook(self._make_hook(self))
+            self._make_hook = None
+
+    def registered(self) -> torch.Tensor | None:
+        """What the module holds now; None where it was taken out."""
+        slots, attribute = self.slots[0]
+        return slots.get(attribute)

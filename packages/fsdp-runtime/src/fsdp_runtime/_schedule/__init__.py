@@ -1,0 +1,1 @@
+"""When units gather and reduce: hooks, passes and the order of units."""

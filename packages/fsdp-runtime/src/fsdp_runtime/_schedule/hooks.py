@@ -1,0 +1,245 @@
+"""Hooks on modules and on the autograd graph. They tell the pass and the backward what happens; those decide.
+
+module's forward pre-hook ---- gather, cast inputs, mark inputs (post-backward)
+module's forward hook -------- free, mark outputs (pre-backward), cast outputs
+output's gradient hook ------- pre-backward: gather again
+parameter's gradient hook ---- the gradient goes into its buffer
+inputs' gradients are there -- post-backward: free, reduce
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from .._params.unit import Param, Unit
+from .._torch.labels import label
+from .._torch.tree import cast_to, map_tensors, tensors_in
+from .model import Member
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def attach(member: Member) -> None:
+    """Hook a unit into its modules."""
+    for module in member.unit.modules:
+        module.register_forward_pre_hook(_pre_forward(member), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_post_forward(member), always_call=True)
+        module.register_state_dict_pre_hook(lambda *_: member.passes.check_order())
+
+
+def _pre_forward(member: Member) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with label("pre_forward", member.unit.name):
+            return before_forward(member, module, args, kwargs)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+    return disabled
+
+
+def _post_forward(member: Member) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        with label("post_forward", member.unit.name):
+            return after_forward(member, module, output)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+    return disabled
+
+
+def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What runs ahead of a forward: the arguments to call it with."""
+    unit, passes = member.unit, member.passes
+    if passes.is_begun_by(unit, module):
+        member.join()
+        compat.outside_transforms(passes.begin_forward, unit)
+        args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
+    recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
+    policy = unit.mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        with label("cast_forward_inputs"):
+            args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
+    if torch.is_grad_enabled() and not recomputed:
+        marked = tensors_in((args, kwargs))
+        marked = [tensor for tensor in marked if tensor.requires_grad]
+        if marked:
+            args, kwargs = _mark_inputs(member, marked, (args, kwargs))
+    return args, kwargs
+
+
+def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
+    """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
+    unit, passes = member.unit, member.passes
+    recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
+    if compat.transforming():
+        if torch.is_grad_enabled() and not recomputed:
+            _mark_outputs(member, tensors_in(output))
+            output = map_tensors(_marker(member), output)
+    elif not recomputed:
+        outputs = tensors_in(output)
+        for tensor in outputs:
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+                _refuse_freed(unit)
+        marked = torch.is_grad_enabled() and _mark_outputs(member, outputs)
+        if not marked and compat.backward_id() == -1:
+            # With gradients a loss may be out of sight.
+            passes.rest(free=not (torch.is_grad_enabled() or unit.shares_memory_with(outputs)))
+    dtype = unit.mp_policy.output_dtype
+    if dtype is None:
+        return output
+    with label("cast_forward_outputs"):
+        return map_tensors(cast_to(dtype), output)
+
+
+def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t if t.device == device or t.is_meta else t.to(device)
+
+
+def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor], None]]:
+    """A maker of hooks for the unsharded parameters of a unit, which bring gradients into their buffer.
+
+    The hooks hold nothing: autograd keeps them where the garbage collector does not see a cycle.
+    """
+    known_member = weakref.ref(member)
+
+    def make(param: Param) -> Callable[[torch.Tensor], None]:
+        known_param = weakref.ref(param)
+
+        def hook(unsharded: torch.Tensor) -> None:
+            member, param = known_member(), known_param()
+            if member is not None and param is not None:
+                passes = member.passes
+                if (
+                    not passes.in_backward
+                ):  # a graph that does not go through a unit's output, of gradients say
+                    passes.begin_backward()
+                passes.backward.accept(member.unit, param)
+
+        return hook
+
+    return make
+
+
+def _refuse_freed(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of its own parameter, which is freed after "
+        "its forward. Call set_reshard_after_forward(False, recurse=False) on it, or return parameter.clone()"
+    )
+
+
+def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
+    """Have the unit gathered when the gradient of any output arrives. Returns whether one requires a gradient."""
+    hook: Callable[[torch.Tensor], None] | None = None
+    unit = member.unit
+    for tensor in outputs:
+        if not tensor.requires_grad:
+            continue
+        if compat.is_view(tensor):
+            warnings.warn(
+                f"{unit.name} ({type(unit.modules[0]).__name__}) returned a view: an in-place change to it (out += x) "
+                "would drop the hook that gathers parameters for backward. Use out = out + x, or return out.clone()",
+                stacklevel=2,
+            )
+        if hook is None:
+            hook = _pre_backward(member)
+        tensor.register_hook(hook)
+    return hook is not None
+
+
+def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
+    def hook(grad: torch.Tensor) -> None:
+        if compat.transforming():
+            compat.outside_transforms(member.passes.enter_backward, member.unit)
+        else:
+            member.passes.enter_backward(member.unit)
+
+    disabled: Callable[[torch.Tensor], None] = torch.compiler.disable(hook)
+    return disabled
+
+
+def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same for outputs inside a transform of torch.func, some of which do not show that they require a gradient."""
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        marked: torch.Tensor = _PreBackward.apply(member, tensor)
+        return marked
+
+    return mark
+
+
+def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
+    """Have the unit freed and its gradients reduced when those of all inputs are there."""
+    passed = iter(_PostBackward.apply(member, *marked))
+    return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
+
+
+class _PreBackward(torch.autograd.Function):
+    """Identity; in backward it says that a gradient has reached the output."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(member: Member, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.member = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _pre_backward(ctx.member)(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        # Of the tangent a gradient may come back too.
+        return None if tangent is None else _PreBackward.apply(ctx.member, tangent)
+
+
+def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """What autograd calls when a backward through a unit's backward begins."""
+
+    def hook(grad: torch.Tensor) -> None:
+        if unit.freed:
+            raise RuntimeError(
+                f"{unit.name} ({type(unit.modules[0]).__name__}): a second backward (create_graph=True) needs "
+                "parameters that were freed after the first. Call set_reshard_after_backward(False) on the model"
+            )
+
+    return hook
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity; in backward it says that the inputs' gradients are there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(member: Member, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.member = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        member: Member = ctx.member
+        with label("post_backward", member.unit.name):
+            compat.outside_transforms(member.passes.leave_backward, member.unit)
+        if torch.is_grad_enabled() and member.unit.freed:  # create_graph
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(_second_backward(member.unit))
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tangents

@@ -1,0 +1,107 @@
+"""Which unit a module, or a parameter, belongs to; and which units belong together.
+
+Nothing is written onto parameters; a module carries its `Member`.
+"""
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from .._params.unit import Param, Unit, not_at_rest
+from .passes import Pass
+
+_ATTRIBUTE = "_fsdp_runtime_member"
+_members: "weakref.WeakSet[Member]" = weakref.WeakSet()
+_version = 0  # of the structure: how many units were ever made
+# Parameters that were replaced by sharded ones: id -> (the parameter, its name there).
+_originals: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+
+class Member:
+    """A unit and the model that it is part of: what hooks and the methods of `FSDPModule` act on.
+
+    Attributes:
+        unit: the unit.
+        passes: what it shares with the other units of its model. Alone at first; `join` brings them together.
+    """
+
+    def __init__(self, unit: Unit, passes: Pass) -> None:
+        self.unit = unit
+        self.passes = passes
+        passes.units.append(unit)
+        self._joined = -1
+
+    def join(self) -> None:
+        """Let all units inside this one share its model, under their names in it. Cheap where none was added since."""
+        if self._joined == _version:
+            return
+        self._joined = _version
+        for module in self.unit.modules:
+            for name, inner in module.named_modules():
+                member = member_of(inner)
+                if member is None or member is self:
+                    continue
+                member.unit.become_inner(name if inner is member.unit.modules[0] else None)
+                member._share(self.passes)
+
+    def _share(self, passes: Pass) -> None:
+        if self.passes is not passes:
+            self.passes.units.remove(self.unit)
+            self.passes = passes
+            passes.units.append(self.unit)
+
+
+def member_of(module: nn.Module) -> Member | None:
+    """The member that `fully_shard` made of a module; None where it was not called on it."""
+    found: Member | None = module.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def register(member: Member) -> None:
+    """Note a new member on its modules."""
+    global _version
+    _version += 1
+    _members.add(member)
+    for module in member.unit.modules:
+        module.__dict__[_ATTRIBUTE] = member
+
+
+def owner_of(param: torch.Tensor) -> tuple[Member, Param] | None:
+    """The unit that already shards this very (sharded) parameter."""
+    for member in _members:
+        for managed in member.unit.params:
+            if managed.sharded is param or managed.unsharded is param:
+                return member, managed
+    return None
+
+
+def gathered_names() -> dict[torch.Tensor, str]:
+    """The names of all unsharded parameters, which modules hold while a pass is under way."""
+    params = [param for member in _members for param in member.unit.params]
+    return {param.unsharded: param.name for param in params if param.unsharded is not None}
+
+
+def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
+    """Units that hold gathered memory and whose modules have one of these inside."""
+    wanted, found = set(modules), []
+    for unit in list(not_at_rest):
+        for outer in unit.modules:
+            if not wanted.isdisjoint(inner for inner in outer.modules() if inner is not outer):
+                found.append(unit)
+                break
+    return found
+
+
+def remember_original(param: torch.Tensor, name: str) -> None:
+    """A parameter was replaced by a sharded one."""
+    key = id(param)
+    _originals[key] = (weakref.ref(param, partial(_originals.pop, key)), name)
+
+
+def original_name(param: torch.Tensor) -> str | None:
+    """The name of a parameter that was replaced by a sharded one; None for any other."""
+    found = _originals.get(id(param))
+    return found[1] if found is not None and found[0]() is param else None

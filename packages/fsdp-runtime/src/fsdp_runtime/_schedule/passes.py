@@ -1,0 +1,374 @@
+"""One pass after the other through the units of a model: what is gathered when, and when a pass begins and ends.
+
+forward    root enters: begin_forward ... enter_forward(unit), leave_forward(unit) ... root leaves: end_forward
+backward   first output's gradient: enter_backward(unit) ... leave_backward(unit) ... engine is done: end_backward
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbuffer import CollectiveOrder, watch_order
+
+from .. import _torch_compat as compat
+from .._params.amax import share_amax
+from .._params.group import Group
+from .._params.unit import Unit, UnitState
+from .._torch.labels import label
+from .._torch.streams import Streams
+from .backward import Backward
+from .budget import What
+from .order import Schedule
+
+_MAX_PASSES = 64  # forwards before one backward whose order is remembered
+_PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
+_AT_ONCE: tuple[Any, ...] = ()  # wait for no event
+_USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
+_PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
+
+
+class Observer(Protocol):
+    """What `tune` watches a pass with. Each event of a unit: forward begins and ends, backward begins and ends."""
+
+    def before(self) -> None:
+        """The model's own computation pauses: a unit is gathered or freed."""
+
+    def after(self, what: What, unit: Unit) -> None:
+        """It goes on."""
+
+
+class Pass:
+    """The order of the units of one model. Shared by a root and all units inside it.
+
+    Attributes:
+        units: all of them.
+        backward: their gradients.
+        observer: what is told of each unit that runs; see `Observer`.
+        streams: where they communicate, and what their gathered memory comes from.
+        prefetch_depth: how many units are gathered ahead.
+        in_backward: whether a run of the autograd engine has reached the model.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.units: list[Unit] = []
+        self.backward = Backward(streams)
+        self.prefetch_depth = 1
+        self.in_backward = False
+        self.observer: Observer | None = None
+        self.streams = streams
+        self._post_optim_event: Any = None
+        self._root: Unit | None = None  # of the forward under way
+        self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
+        self._order: Schedule[Unit] = Schedule()  # of the forward under way
+        self._nothing_ahead = False  # in this forward, after the unit that entered last
+        self._trimmed = False  # since then nothing was parked
+        self._backward: Schedule[Unit] = Schedule()
+        self._ahead: set[Unit] = set()  # gathered because they were expected, and not used yet
+        self._in_backward_of: set[Unit] = set()  # entered, and not left
+        self._left_backward: set[Unit] = set()  # in this backward
+        self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
+        self._last_backward: list[Unit] = []
+        self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
+
+    def gather_after(self, event: Any) -> None:
+        """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
+        self._post_optim_event = event
+
+    def _gathers_follow(self, event: Any = None) -> None:
+        layer = self.streams.layer
+        layer.wait(layer.record() if event is None else event, self.streams.gather)
+
+    def _check_capture(self, event: Any) -> None:
+        """Raise where a graph cannot capture this model's pass."""
+        if event is not None:
+            raise RuntimeError(
+                "set_post_optim_event: a graph cannot wait for an event from before its capture"
+            )
+        for unit in self.units:
+            if any(group.plan.offload is not None for group in unit.groups):
+                raise RuntimeError(
+                    f"{unit.name} is offloaded: its optimizer runs on the CPU, which a graph cannot capture; "
+                    "shard without offload_policy"
+                )
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def is_begun_by(self, unit: Unit, module: nn.Module) -> bool:
+        """Whether this forward is that of a root, which begins a pass."""
+        outermost = self._root is None or (self._root is unit and not unit.is_inside(module))
+        return outermost and compat.backward_id() == -1
+
+    def begin_forward(self, root: Unit) -> None:
+        """The outermost unit's forward begins."""
+        if self.in_backward or self._root is not None:
+            self.reset()  # the pass before was cut off by an exception
+        with label("root_pre_forward"):
+            event, self._post_optim_event = self._post_optim_event, None
+            if self.streams.layer.capturing:
+                self._check_capture(event)
+            if event is not None and any(unit.has_moved() for unit in self.units):
+                self.streams.layer.wait(event)  # the shards are written here too
+                event = None
+            quantized: list[Group] = []
+            for unit in self.units:
+                unit.prepare()
+                if unit.quantized:
+                    quantized += unit.groups
+            self._gathers_follow(event)
+            if quantized:
+                share_amax(quantized, self.streams, _AT_ONCE)
+            self._root = root
+            if root not in self._forward:
+                self._forward[root] = Schedule()
+                self._watch_order()
+            self._order = self._forward[root]
+            self._order.begin()
+
+    def _watch_order(self) -> None:
+        """A root's first forward begins: compare from now on the order of what all units communicate."""
+        scopes: dict[
+            dist.ProcessGroup, str
+        ] = {}  # what tells this model from others, on all ranks of the group
+        for unit in self.units:
+            for group in unit.groups:
+                if group.buffer is not None and not group.plan.data.simulated:
+                    for ranks in group.plan.data.groups_in_use:
+                        scopes.setdefault(ranks, f"buffer {group.buffer.number_on(ranks)}")
+        self._compared = []
+        for ranks, scope in scopes.items():
+            order = watch_order(ranks)
+            if order is not None:
+                order.begin(scope)
+                self._compared.append(order)
+
+    def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """Unshard a unit, and gather ahead what is expected next.
+
+        Returns:
+            whether this is a recomputation inside the unit's own backward.
+        """
+        unit.enter_module(module)
+        self._ahead.discard(unit)
+        observer = self.observer if self._root is not None else None
+        if observer is not None:
+            observer.before()
+        if self._root is None:  # recomputed in backward
+            unit.unshard(_AT_ONCE if self.in_backward else None)
+        else:
+            unit.unshard(_AT_ONCE)
+            self._order.enter(unit)
+            explicit = unit.options.forward_prefetch
+            expected = self._order.upcoming() if explicit is None else explicit
+            self._nothing_ahead = explicit is None and not expected
+            self._trimmed = False
+            if expected:
+                self._prefetch("forward", unit, expected, explicit is None)
+            if observer is not None:
+                observer.after("enter", unit)
+        return self._recomputes(unit)
+
+    def _recomputes(self, unit: Unit) -> bool:
+        return unit in self._in_backward_of and compat.backward_id() != -1
+
+    def _prefetch(self, what: str, unit: Unit, expected: Sequence[Unit], limited: bool) -> None:
+        ahead = 0
+        for other in expected:
+            if limited and ahead == self.prefetch_depth:
+                return
+            skipped = what == "backward" and not other.options.unshard_in_backward
+            if other is unit or other.state in _PRESENT or skipped:
+                continue
+            ahead += 1
+            if other.state is not UnitState.GATHERING:
+                with label(f"{what}_prefetch for {other.name}"):
+                    other.gather(_AT_ONCE)
+                    self._ahead.add(other)
+
+    def leave_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """A forward has ended. Returns whether it was a recomputation inside the unit's own backward."""
+        recomputed = self._recomputes(unit)
+        is_root = self._root is unit
+        if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
+            return recomputed
+        observer = self.observer
+        if observer is not None:
+            observer.before()
+        if unit.reshard_after_forward:
+            unit.reshard_for_backward()
+            if self._nothing_ahead:
+                self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
+                self._trimmed = True
+        if observer is not None:
+            observer.after("leave", unit)
+        if self._root is not None and torch.is_grad_enabled():
+            self._left.append(unit)
+            del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
+        if is_root:
+            self._end_forward()
+        return False
+
+    def _end_forward(self) -> None:
+        """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
+        trimmed = self._trimmed and not self._ahead
+        for unit in self.units:
+            if unit in self._ahead:
+                unit.reshard()
+        self._ahead.clear()
+        self._order.end()
+        self._root = None
+        if not trimmed:
+            self.streams.recycler.trim()  # the loss has the memory to itself
+        for order in self._compared:
+            order.compare(self.streams.layer)
+
+    def check_order(self) -> None:
+        """Before values are saved: compare the orders again if the device may not have been done with the last pass."""
+        layer = self.streams.layer
+        orders = [order for order in self._compared if not order.titles] if layer.asynchronous else []
+        if orders:
+            layer.synchronize()
+        for order in orders:
+            order.compare(layer)
+
+    def rest(self, *, free: bool) -> None:
+        """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
+
+        Args:
+            free: free gathered memory, except of units that were asked to keep it after forward. Else it stays.
+        """
+        if self._root is None and not self.in_backward:
+            for unit in self.units:
+                if unit.state is UnitState.UNSHARDED:
+                    if free and unit.options.reshard_after_forward is not False:
+                        unit.reshard()
+                    else:
+                        unit.park()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A gradient has reached a unit's output."""
+        if not self.in_backward:
+            self.begin_backward()
+        if unit not in self._in_backward_of:
+            if unit in self.backward.updated:
+                self.backward.refuse_updated(unit)
+            self.backward.free_completed()
+            self._in_backward_of.add(unit)
+            self._backward.enter(unit)
+        elif unit.state in _USABLE:
+            return
+        observer = self.observer
+        if observer is not None:
+            observer.before()
+        with label("pre_backward", unit.name):
+            if unit.options.unshard_in_backward:
+                unit.unshard(_AT_ONCE)
+                self._ahead.discard(unit)
+            explicit = unit.options.backward_prefetch
+            expected = self._backward.upcoming() if explicit is None else explicit
+            if expected:
+                self._prefetch("backward", unit, expected, explicit is None)
+        if observer is not None:
+            observer.after("backward", unit)
+
+    def begin_backward(self) -> None:
+        """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
+        self.in_backward = True
+        self.backward.begin()
+        compat.at_end_of_backward(self._end_backward)
+        expected = self._left[::-1]
+        if sorted(map(id, expected)) == sorted(map(id, self._last_backward)):
+            expected = self._last_backward  # the order that really came last time
+        self._backward.begin(expected)
+        self._gathers_follow()
+
+    def leave_backward(self, unit: Unit) -> None:
+        """A unit's backward has ended: free the parameters, start reducing the gradients."""
+        observer = self.observer
+        if observer is not None:
+            observer.before()
+        self._in_backward_of.discard(unit)
+        self._left_backward.add(unit)
+        if unit.options.reshard_after_backward and not unit.at_rest:
+            with label("post_backward_reshard", unit.name):
+                unit.reshard()
+                if not self._backward.upcoming():
+                    self.streams.recycler.trim()  # nothing more is expected to be gathered
+        if unit.options.requires_gradient_sync:
+            self.backward.reduce(unit, unit.groups_to_reduce())
+        if observer is not None:
+            observer.after("done", unit)
+
+    def _end_backward(self) -> None:
+        with label("root_post_backward_callback"):
+            self.finish_backward()
+            self._last_backward = self._backward.seen
+            self._backward.end()
+            self.in_backward = False
+        if self.backward.is_last and not self.backward.by_hand:
+            self.rest(free=False)
+
+    def finish_backward(self) -> None:
+        """Do what post-backwards have left; after the last backward of a step, wait for the reductions."""
+        recycler = self.streams.recycler
+        recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
+        for unit in reversed(self.units):
+            if self._has_work_left(unit):
+                self.leave_backward(unit)
+        self._left_backward.clear()
+        if self.backward.is_last and not self.backward.by_hand:
+            self.publish()
+
+    def publish(self) -> None:
+        """Wait for the reductions of a step and show the gradients."""
+        self.backward.finish()
+        self._left = []
+        self.streams.recycler.trim()  # the optimizer has the memory to itself
+        for order in self._compared:
+            order.compare(self.streams.layer, _PATIENCE)
+
+    def leave_backward_by_hand(self, unit: Unit) -> None:
+        """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
+        for param in unit.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                self.backward.accept(unit, param)
+        self.leave_backward(unit)
+
+    def gather_for_backward(self, units: Iterable[Unit]) -> None:
+        """Unshard those of the units that have run forward since the last backward, and stay so after the next."""
+        if self.in_backward:
+            return
+        for unit in units:
+            if unit in self._left and unit.options.unshard_in_backward:
+                unit.unshard()
+
+    def _has_work_left(self, unit: Unit) -> bool:
+        """Whether the end of backward must do what a post-backward of this unit has not, or not completely."""
+        options = unit.options
+        return (
+            unit in self._in_backward_of
+            or unit in self.backward.waiting
+            or (options.reduce_unused and unit not in self._left_backward)
+            or (options.reshard_after_backward and not unit.at_rest)
+        )
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
+        self.backward.abandon()
+        self._root = None
+        self.in_backward = False
+        self._left = []
+        self._backward = Schedule()
+        for units in (self._ahead, self._in_backward_of, self._left_backward):
+            units.clear()
+        for unit in self.units:
+            unit.reset()
+        for order in self._compared:
+            order.discard()

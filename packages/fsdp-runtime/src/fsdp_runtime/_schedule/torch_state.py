@@ -1,0 +1,77 @@
+"""What torch's own code looks for on a module that was sharded: pipelining, composable APIs, trainers.
+
+    torch.distributed.pipelining    fully_shard.state(m)._state_ctx.all_states[*]._fsdp_param_groups[*].post_backward()
+                                    and ..._root_post_backward_final_callback(), after the last microbatch
+    register_fsdp_forward_method    m._get_fsdp_state()._pre_forward(...), ._post_forward(...)
+    share_comm_ctx                  sets _comm_ctx and _fsdp_param_groups[*].comm_ctx: means nothing here
+    any of these on torch 2.11      _fsdp_param_group instead of _fsdp_param_groups
+    replicate()                     an entry in the registry of composable APIs
+
+The objects below answer with this package's units. They hold no state of their own.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from .. import _torch_compat as compat
+from .._params.unit import Unit
+from .hooks import after_forward, before_forward
+from .model import Member
+from .passes import Pass
+
+
+class ParamGroupForTorch:
+    """One unit, as torch takes it for a group of parameters."""
+
+    comm_ctx: Any = None
+
+    def __init__(self, passes: Pass, unit: Unit) -> None:
+        self._passes, self._unit = passes, unit
+
+    def post_backward(self) -> None:
+        """Free the parameters and start reducing the gradients, also those that were written past autograd's hooks."""
+        self._passes.leave_backward_by_hand(self._unit)
+
+
+class StateForTorch:
+    """A unit, as torch takes it for the state of a module."""
+
+    _comm_ctx: Any = None
+
+    def __init__(self, member: Member, unit: Unit | None = None) -> None:
+        self._member = member
+        self._unit = unit or member.unit
+
+    @property
+    def _state_ctx(self) -> "StateForTorch":
+        return self
+
+    @property
+    def all_states(self) -> "list[StateForTorch]":
+        """One for each unit of the model."""
+        return [StateForTorch(self._member, unit) for unit in self._member.passes.units]
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroupForTorch]:
+        return [ParamGroupForTorch(self._member.passes, self._unit)]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroupForTorch:
+        """The same on torch 2.11, where a unit has one group."""
+        return self._fsdp_param_groups[0]
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._member.passes.finish_backward()
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return before_forward(self._member, module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return after_forward(self._member, module, output)
+
+
+def attach(member: Member) -> None:
+    """Let torch find a unit on its modules."""
+    for module in member.unit.modules:
+        compat.set_fsdp_state(module, StateForTorch(member))

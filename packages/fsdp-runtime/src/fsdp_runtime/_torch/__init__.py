@@ -1,0 +1,1 @@
+"""Streams, profiler labels and other helpers on top of torch."""

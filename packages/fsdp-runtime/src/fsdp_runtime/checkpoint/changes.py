@@ -1,0 +1,144 @@
+"""What changed since the last export: an exact comparison with a copy, block by block."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dbuffer import BlockQuantizedTensor
+from layout_planner import TensorSpec
+
+from .. import _torch_compat as compat
+from .._torch.tree import local_tensor
+from .entries import Entry
+from .runs import Run
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class ChangedBlocks:
+    """Blocks of one tensor that changed, from one rank; there may be several for a tensor.
+
+    Attributes:
+        name, shape: of the tensor.
+        ranges: elements `(start, stop)` of the flattened tensor, ascending.
+        values: theirs, one after the other, 1-D.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    values: torch.Tensor
+
+    def apply_to(self, tensor: torch.Tensor) -> None:
+        """Write the values into a contiguous tensor of this shape, cast to its dtype; in place.
+
+        Raises:
+            ValueError: another shape, or not contiguous.
+        """
+        if tuple(tensor.shape) != self.shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{self.name}: blocks of a tensor of shape {self.shape} for one of shape {tuple(tensor.shape)}"
+                f"{'' if tensor.is_contiguous() else ', which is not contiguous'}"
+            )
+        flat, at = tensor.detach().view(-1), 0
+        for start, stop in self.ranges:
+            flat[start:stop].copy_(self.values[at : at + stop - start])
+            at += stop - start
+
+
+class ExportedParams:
+    """What `iter_full_params(changed_since=...)` exported last: a copy of this rank's shards in the exported dtype.
+
+    Make one, pass it to every export; the first exports everything. It is valid only where an export has run to its
+    end on all ranks: after one that was broken off everything is exported again.
+
+    Args:
+        device: where the copy is, such as "cpu". Defaults to where the shards are.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._copies: dict[Any, torch.Tensor] = {}
+        #: Whether the last export ran to its end on this rank.
+        self.complete = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the copy takes."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def begin(self, *, valid: bool) -> None:
+        """An export begins; where the copies are not valid they are dropped, so that everything has changed."""
+        self.complete = False
+        if not valid:
+            self._copies.clear()
+
+    def end(self) -> None:
+        """An export has run to its end."""
+        self.complete = True
+
+    def swap(self, key: Any, now: torch.Tensor) -> torch.Tensor | None:
+        """Keep a copy of these values; which of them differ from the last ones (bool, 1-D). None: there were none."""
+        device = now.device if self._device is None else self._device
+        held, bits = self._copies.get(key), now.reshape(-1).view(_BITS[now.dtype.itemsize])
+        if held is None or held.dtype != now.dtype or held.numel() != now.numel():
+            kept = torch.empty(now.numel(), dtype=now.dtype, device=device)
+            self._copies[key] = kept.copy_(now.reshape(-1))
+            return None
+        changed = bits != held.to(now.device).view(bits.dtype)
+        held.copy_(now.reshape(-1))
+        return changed
+
+
+def changed_ranges(
+    run: Run, values: torch.Tensor, low: int, exported: ExportedParams
+) -> list[tuple[int, int]]:
+    """Elements `(start, stop)` of the segment, of this rank's piece, in blocks that changed; ascending, merged.
+
+    Args:
+        values: this rank's piece in the exported dtype.
+        low: where in the segment it begins.
+    """
+    found: list[tuple[int, int]] = []
+    layout = run.group.plan.layout
+    for entry in run.members:
+        assert entry.param is not None
+        spec = layout.spec(entry.param.name)
+        first, last = max(low, entry.offset), min(low + values.numel(), entry.offset + spec.numel)
+        if first >= last:
+            continue
+        inside = first - entry.offset
+        # By its place: where the layout is another one since, the copy is of other elements.
+        differs = exported.swap((entry.name, inside), values[first - low : last - low])
+        every = [(inside, inside + last - first)]
+        ranges = every if differs is None else _blocks(spec, inside, differs)
+        found += [(start + entry.offset, stop + entry.offset) for start, stop in ranges]
+    return found
+
+
+def _blocks(spec: TensorSpec, first: int, differs: torch.Tensor) -> list[tuple[int, int]]:
+    """The blocks of a tensor in which an element differs, as ranges of its elements; neighbors merged."""
+    grid, stop = spec.grid, first + differs.numel()
+    if not bool(differs.any()):
+        return []
+    at = torch.nonzero(differs).view(-1) + first
+    starts = at // grid.period * grid.period + at % grid.period // grid.block * grid.block
+    starts = torch.unique_consecutive(starts)
+    ends = torch.minimum(starts + grid.block, (starts // grid.period + 1) * grid.period)
+    gaps = torch.nonzero(starts[1:] != ends[:-1]).view(-1)
+    begins = torch.cat([starts[:1], starts[1:][gaps]]).clamp(min=first)
+    stops = torch.cat([ends[:-1][gaps], ends[-1:]]).clamp(max=stop)
+    return list(zip(begins.tolist(), stops.tolist(), strict=True))
+
+
+def has_changed(entry: Entry, dtype: torch.dtype, exported: ExportedParams) -> bool:
+    """Whether this rank's slice of a tensor that is exported as a whole differs from the last. Subclasses always do."""
+    local = local_tensor(entry.tensor)
+    if isinstance(local, BlockQuantizedTensor):
+        local = local.dequantize()
+    elif compat.is_wrapper_subclass(local):
+        return True
+    differs = exported.swap(entry.name, local.detach().to(dtype).contiguous())
+    return differs is None or bool(differs.any())

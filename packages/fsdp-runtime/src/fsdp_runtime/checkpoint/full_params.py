@@ -1,0 +1,117 @@
+"""`full_params`: whole parameters in the modules for a while, for code that reads or writes them as plain tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbuffer import BlockQuantizedTensor
+
+from .._params.group import Group
+from .._params.unit import Param, Unit
+from .entries import Entry
+from .runs import gather, runs_of_entries, tensors_in
+from .targets import units_of
+
+_INSIDE = "are whole inside of full_params; leave it before they are used"
+
+
+@contextmanager
+def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Inside, the units in a module have whole, plain parameters; what was written to them goes into the shards.
+
+    For code that works on weights, such as peft's `merge_and_unload`. Every rank enters, and must write the same. One
+    all-gather a segment of a group, in the dtype that parameters are kept in, so that nothing is rounded; leaving
+    communicates nothing. Memory: all parameters of the module's units; go unit by unit where that is too much.
+    Parameters are other objects inside, without gradients. With an exception nothing is written back.
+
+    Args:
+        module: with units inside, or one itself; in which no forward or backward is under way.
+        writeback: keep what is written. False: for reading.
+
+    Raises:
+        RuntimeError: parameters are offloaded, or in another `full_params`.
+        NotImplementedError: a parameter that another parallelism has cut, or a tensor subclass, by name.
+        ValueError: a parameter on the meta device; or, leaving, one that has another shape; by name.
+    """
+    units = units_of(module)
+    for unit in units:
+        _check(unit)
+    for unit in units:
+        unit.reshard()
+        unit.adopt()
+    whole: list[tuple[Param, torch.Tensor]] = []
+    with torch.no_grad():
+        for unit in units:
+            for group in unit.groups:
+                whole += _gathered(group)
+    for unit in units:
+        unit.closed = _INSIDE
+    for param, full in whole:
+        put = nn.Parameter(full, requires_grad=False)
+        for slots, attribute in param.slots:
+            slots[attribute] = put
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                found = [(param, _written(param)) for param, _ in whole]
+                for param, value in found:
+                    _write_back(param, value)
+    finally:
+        for unit in units:
+            unit.closed = ""
+            for group in unit.groups:
+                group.register_sharded()
+
+
+def _check(unit: Unit) -> None:
+    unit.check_open()
+    for group in unit.groups:
+        for param in group.params:
+            if param.other is not None or param.extension is not None:
+                what = "cut by another parallelism" if param.other is not None else "a tensor subclass"
+                raise NotImplementedError(
+                    f"full_params: {param.name} of {unit.name} is {what}; use its full_tensor()"
+                )
+            if param.sharded.is_meta:
+                raise ValueError(f"full_params: {param.name} of {unit.name} is on the meta device")
+
+
+def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
+    if group.plan.at_rest is not None:
+        for param in group.params:
+            sharded: Any = param.sharded
+            yield param, sharded.full_tensor()
+        return
+    entries = [Entry(param.name, param.sharded.detach(), param) for param in group.params]
+    entries.sort(key=lambda entry: (entry.segment, entry.offset))
+    by_name = {param.name: param for param in group.params}
+    most = sum(segment.shard_size for segment in group.plan.layout.segments) * group.plan.data.shard_size * 8
+    for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most):
+        full = gather(run, None)
+        assert full is not None
+        for name, tensor in tensors_in(run, full):
+            yield by_name[name], tensor
+
+
+def _written(param: Param) -> torch.Tensor:
+    slots, attribute = param.slots[0]
+    value = slots.get(attribute)
+    if value is None or tuple(value.shape) != param.shape:
+        raise ValueError(
+            f"full_params: {param.name} is {None if value is None else tuple(value.shape)} now; expected a tensor of "
+            f"shape {param.shape}"
+        )
+    plain: torch.Tensor = value.detach()
+    return plain
+
+
+def _write_back(param: Param, value: torch.Tensor) -> None:
+    """Copy this rank's slice into the shard; codes only where values are others."""
+    cut = param.group.plan.geometry.cut(param.name, value)
+    local = param.local
+    if not isinstance(local, BlockQuantizedTensor) or not local.dequantize().equal(cut):
+        local.copy_(cut)

@@ -1,0 +1,140 @@
+"""Full state dicts of a model and its optimizers: whole, plain tensors, on rank 0 or on all ranks.
+
+`ragged_shard` moves them tensor by tensor; here parameters on the meta device get memory first.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import ragged_shard
+
+from .._agreement import agree
+from .targets import give_memory, targets_of
+
+_SET = "set_full_state_dict"
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def get_full_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, torch.Tensor]:
+    """A model's parameters and buffers as whole, plain tensors with memory of their own; every rank calls it.
+
+    Tensor by tensor: each rank receives what it lacks (the traffic of an all-gather); with `rank0_only` ranks send
+    their own bytes to rank 0, and others get `{}`. Weights that are kept as codes are read back to values.
+
+    Args:
+        model: sharded or not; it may not be on meta.
+        rank0_only: for rank 0 alone.
+        cpu_offload: move each tensor to the CPU as soon as it is there, so that one at a time is on a device.
+
+    Raises:
+        ValueError: a tensor on meta; with `rank0_only` one on a mesh that does not begin at rank 0.
+        TypeError: an entry of the state dict that is not a tensor.
+    """
+    return ragged_shard.full_state_dict(model, rank0_only=rank0_only, cpu_offload=cpu_offload)
+
+
+def set_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, rank0_only: bool = False, strict: bool = True
+) -> None:
+    """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
+
+    Tensor by tensor, cast to the model's dtypes. Each rank copies its ranges out of its own state dict and communicates
+    nothing but a small object; with `rank0_only` they are sent from rank 0, each byte to the ranks that hold it. Names
+    and shapes are checked first; where one is wrong nothing is changed. Parameters that were on meta are other objects
+    afterwards: build optimizers then.
+
+    Args:
+        model: the same on every rank.
+        state_dict: name -> whole tensor; with `rank0_only` anything on other ranks.
+        rank0_only: only rank 0 has it.
+        strict: names must be exactly the model's. False: load those that both have; parameters on meta must be there.
+
+    Raises:
+        ValueError: missing or unexpected names, a wrong shape, a mesh that does not begin at rank 0 (`rank0_only`); on
+            every rank.
+        TypeError: a value that is not a plain tensor.
+    """
+    problem: Exception | None = None
+    try:
+        if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
+            _check(model, state_dict, strict)
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree(_SET, problem)
+    give_memory(model)
+    ragged_shard.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
+
+
+def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    known: set[str] = set()
+    for target in targets_of(model):
+        names = (target.name, *target.also)
+        known.update(names)
+        given = [name for name in names if name in state_dict]
+        for name in given:
+            value = state_dict[name]
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
+            if value.shape != target.tensor.shape:
+                raise ValueError(
+                    f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
+                )
+        if len(given) < len(names) and (strict or (target.tensor.is_meta and not given)):
+            missing = next(name for name in names if name not in state_dict)
+            raise ValueError(f"{missing} is missing from the state dict")
+    if strict and (unexpected := sorted(state_dict.keys() - known)):
+        raise ValueError(
+            f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such names)"
+        )
+
+
+def get_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+) -> dict[str, Any]:
+    """The states of torch's or block_optim's optimizers by parameter name, as `get_full_state_dict` does it.
+
+    In the format of torch's `get_optimizer_state_dict`, so that it loads into the same optimizer anywhere.
+
+    Raises:
+        ValueError: as `get_full_state_dict`.
+    """
+    return ragged_shard.full_optimizer_state_dict(
+        model, optimizers, rank0_only=rank0_only, cpu_offload=cpu_offload
+    )
+
+
+def set_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    state_dict: Mapping[str, Any],
+    *,
+    rank0_only: bool = False,
+) -> None:
+    """Load what `get_full_optimizer_state_dict` returned, as `set_full_state_dict` does it.
+
+    An optimizer without states makes them by a step with a learning rate of zero (torch's way).
+
+    Raises:
+        ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank. Without
+            `rank0_only` ranks whose states fit have loaded them.
+    """
+    problem: Exception | None = None
+    try:
+        ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)
+    except (TypeError, ValueError) as error:
+        if rank0_only:  # which every rank raises
+            raise
+        problem = error
+    if not rank0_only:
+        agree("set_full_optimizer_state_dict", problem)

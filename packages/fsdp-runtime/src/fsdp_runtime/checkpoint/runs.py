@@ -1,0 +1,168 @@
+"""Runs of tensors that follow one another in a group's memory, gathered without a copy.
+
+    segment, 3 ranks   |   rank 0   |   rank 1   |   rank 2   |
+    a run                      [ a ][   b   ]                    rank 0 and rank 1 send what they hold of it
+
+The pieces of a run, rank by rank, are its tensors one after the other, so that they arrive where they belong.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .._params.group import Group
+from .entries import Entry
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tensors of one segment of a group.
+
+    Attributes:
+        members: in the order of their memory.
+        dtype: in which they are gathered.
+        start, stop: elements of the gathered segment.
+    """
+
+    members: tuple[Entry, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def group(self) -> Group:
+        """Whose memory it is."""
+        return self.members[0].group
+
+    @property
+    def segment(self) -> int:
+        """In which segment."""
+        return self.members[0].segment
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        """The elements of the segment that a rank of the shard axis holds of the run."""
+        size = self.group.plan.layout.segments[self.segment].shard_size
+        low, high = max(self.start, rank * size), min(self.stop, (rank + 1) * size)
+        return low, max(low, high)
+
+    def own(self) -> tuple[torch.Tensor, int]:
+        """This rank's piece, in memory of the shard, and where in the segment it begins."""
+        plan, buffer = self.group.plan, self.group.buffer
+        assert buffer is not None
+        low, high = self.piece(plan.data.shard_rank)
+        size = plan.layout.segments[self.segment].shard_size
+        begin = low - plan.data.shard_rank * size if high > low else 0
+        return buffer.shard[self.segment].detach()[begin : begin + high - low], low
+
+
+def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], most: int) -> list[Run]:
+    """Entries of groups in runs of at most `most` bytes; a larger tensor is a run of its own."""
+    runs: list[Run] = []
+    members: list[Entry] = []
+    for index, entry in enumerate(entries):
+        dtype, end = dtypes[index], entry.offset + math.prod(_shape(entry))
+        if members:
+            same = entry.group is members[0].group and entry.segment == members[0].segment
+            same = same and dtype is dtypes[index - 1]
+            if not same or (end - members[0].offset) * dtype.itemsize > most:
+                runs.append(_run(members, dtypes[index - 1]))
+                members = []
+        members.append(entry)
+    if members:
+        runs.append(_run(members, dtypes[-1]))
+    return runs
+
+
+def _run(members: list[Entry], dtype: torch.dtype) -> Run:
+    first, last = members[0], members[-1]
+    layout = first.group.plan.layout
+    segment = layout.segments[first.segment]
+    if len(members) == len(segment.names):  # all of it, with the padding: one all-gather
+        return Run(tuple(members), dtype, 0, segment.shard_size * layout.world_size)
+    return Run(tuple(members), dtype, members[0].offset, last.offset + math.prod(_shape(last)))
+
+
+def _shape(entry: Entry) -> tuple[int, ...]:
+    assert entry.param is not None
+    return entry.param.shape
+
+
+def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
+    """Which ranks of the shard axis receive; None: all."""
+    if ranks is None or any(plan.cut_by_others for plan in run.group.plan.params):
+        return (
+            None  # a tensor that another parallelism cut is gathered over that afterwards, by all its ranks
+        )
+    members = dist.get_process_group_ranks(axis_of(run.group))
+    found = [index for index, rank in enumerate(members) if rank in ranks]
+    return None if len(found) == len(members) else found
+
+
+def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
+    """The elements of a run, in its dtype, on receivers; None on others.
+
+    One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
+    some of it, or one all-to-all for each receiver. A receiver gets what it lacks, nobody more.
+    """
+    data = run.group.plan.data
+    piece, low = run.own()
+    if receivers is None or data.shard_size == 1:
+        return _gather_to_all(run, piece, low)
+    own = piece.to(data.device, run.dtype)
+    received: torch.Tensor | None = None
+    for receiver in receivers:
+        here = receiver == data.shard_rank
+        out = own.new_empty(run.stop - run.start if here else 0)
+        pieces = [run.piece(rank) for rank in range(data.shard_size)]
+        takes = [high - first if here else 0 for first, high in pieces]
+        gives = [own.numel() if rank == receiver else 0 for rank in range(data.shard_size)]
+        dist.all_to_all_single(out, own, takes, gives, group=axis_of(run.group))
+        received = out if here else received
+    return received
+
+
+def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
+    data, size = run.group.plan.data, run.group.plan.layout.segments[run.segment].shard_size
+    full = torch.empty(run.stop - run.start, dtype=run.dtype, device=data.device)
+    if piece.numel():
+        full[low - run.start : low - run.start + piece.numel()].copy_(piece)
+    if data.shard_size == 1:
+        return full
+    group = axis_of(run.group)
+    pieces = [run.piece(rank) for rank in range(data.shard_size)]
+    if all(high - first == size for first, high in pieces):
+        compat.all_gather(full, full[low : low + size], group)
+        return full
+    members = dist.get_process_group_ranks(group)
+    for rank, (first, high) in enumerate(pieces):
+        if first < high:
+            dist.broadcast(full[first - run.start : high - run.start], src=members[rank], group=group)
+    return full
+
+
+def axis_of(group: Group) -> dist.ProcessGroup:
+    """The process group of the ranks that a group is cut over."""
+    mesh = group.plan.data.mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def tensors_in(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a gathered run, views of it; those that another parallelism cut are gathered over that too."""
+    for entry in run.members:
+        param = entry.param
+        assert param is not None
+        first = entry.offset - run.start
+        view = full[first : first + math.prod(param.shape)].view(param.shape)
+        if param.other is None:
+            yield entry.name, view
+            continue
+        other = param.other
+        placed = DTensor.from_local(
+            view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
+        )
+        yield entry.name, placed.full_tensor()

@@ -1,0 +1,341 @@
+"""`offload` and `reload`: parameters, gradients and optimizer states in CPU memory while others need the device.
+
+One storage, one copy. The objects stay: parameters, views and states are the same after `reload`.
+
+    parameters  their storages are emptied; the sharded parameters show NaN, and whatever gathers or saves them raises
+    gradients   `.grad` is None meanwhile
+    states      the optimizer has none meanwhile, and raises where it is asked for them
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dbuffer import BlockQuantizedTensor, DeviceLayer, device_layer
+from ragged_shard import CPU, PinnedMemory, RaggedDTensor, is_cpu
+
+from .._params.unit import Unit
+from .._plan.group import wrap_local
+from .._torch.tree import tensors_in
+from .targets import units_of
+
+_OFFLOADED = "are offloaded; call fsdp_runtime.reload(model) before they are used"
+
+
+class _Rest:
+    """The bytes of one storage, in CPU memory while the storage is empty; page-locked memory is kept for next time."""
+
+    def __init__(self, storage: torch.UntypedStorage, layer: DeviceLayer) -> None:
+        if not storage.resizable():
+            raise RuntimeError(
+                f"offload: {storage.nbytes()} bytes on {storage.device} cannot be freed, since they are shared with "
+                "numpy or a file (tensor.numpy(), torch.load(mmap=True)); keep such memory out of what is offloaded"
+            )
+        self.storage, self._layer, self.nbytes = storage, layer, storage.nbytes()
+        self._pinned = PinnedMemory(layer, self.nbytes, torch.uint8) if layer.asynchronous else None
+        self._copy: torch.Tensor | None = None
+
+    def leave(self) -> None:
+        """Copy the bytes to the CPU and empty the storage."""
+        pinned = self._pinned
+        copy = torch.empty(self.nbytes, dtype=torch.uint8, device=CPU) if pinned is None else pinned.empty()
+        copy.copy_(self._bytes(), non_blocking=True)
+        self._copy = copy
+        self._layer.resize(self.storage, 0)
+
+    def come_back(self) -> None:
+        """Fill the storage again."""
+        assert self._copy is not None
+        self._layer.resize(self.storage, self.nbytes)
+        self._bytes().copy_(self._copy, non_blocking=True)
+        self._copy = None
+
+    def _bytes(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+
+def _rests_of(
+    storages: Iterable[torch.UntypedStorage], layer: DeviceLayer, known: list[_Rest]
+) -> list[_Rest]:
+    """A rest for each storage: of those that are known, or new."""
+    found = {rest.storage._cdata: rest for rest in known}
+    return [found.get(storage._cdata) or _Rest(storage, layer) for storage in storages]
+
+
+class _AwayStates(dict[Any, Any]):
+    """Stands for an optimizer's state while that is offloaded."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "the optimizer's states are offloaded; call fsdp_runtime.reload(model, optimizer) before they are used"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    get = items = keys = values = pop = setdefault = update = copy = _refuse  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        self._refuse()
+
+
+_gradients: "weakref.WeakKeyDictionary[Unit, list[_AwayGrad]]" = weakref.WeakKeyDictionary()
+_parameters: "weakref.WeakKeyDictionary[Unit, list[_Rest]]" = weakref.WeakKeyDictionary()
+_states: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Away]" = weakref.WeakKeyDictionary()
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+
+
+def offload(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    parameters: bool = True,
+    gradients: bool = True,
+    states: bool = True,
+) -> int:
+    """Move a sharded model's shards, gradients and optimizer states to CPU memory, and free them on the device.
+
+    One copy for each storage (a group's shard, its gradients; an optimizer's states as it allocates them), to
+    page-locked memory where there is a device, which parameters and states keep for the next time. Communicates
+    nothing; waits for the copies. Freed memory is torch's: call `torch.accelerator.empty_cache()` for other processes
+    to have it. What is offloaded already stays so; so do shards that are kept in CPU memory anyway, parameters that no
+    unit has, and buffers.
+
+    Args:
+        model: in which no forward or backward is under way.
+        optimizer: one, several or none.
+        parameters, gradients, states: what to move.
+
+    Returns:
+        the bytes freed.
+
+    Raises:
+        RuntimeError: gradients of a unit wait for their reduction, or a collective of it failed; by the unit's name.
+    """
+    units, optimizers = units_of(model), _listed(optimizer)
+    waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
+    for unit in units:
+        for group in unit.groups:
+            if group.buffer is not None and group.buffer.memory.condemned:
+                raise RuntimeError(
+                    f"offload: a collective of {group.name} failed, and other ranks may still use its shard's memory, "
+                    "which therefore cannot be freed"
+                )
+    if gradients and waiting:
+        raise RuntimeError(
+            f"offload: gradients of {waiting} wait for their reduction; finish the accumulation, or call with "
+            "gradients=False"
+        )
+    freed, layers = 0, {unit.data.device: device_layer(unit.data.device) for unit in units}
+    if parameters:
+        freed += sum(_put_away(unit) for unit in units)
+    if gradients:
+        freed += sum(_put_away_gradients(unit) for unit in units)
+    for one in optimizers if states else ():
+        freed += _states.setdefault(one, _Away(one)).begin([unit.data.device for unit in units])
+    for layer in layers.values():
+        layer.synchronize()
+    return freed
+
+
+def reload(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    parameters: bool = True,
+    gradients: bool = True,
+    states: bool = True,
+) -> None:
+    """Bring back what `offload` moved, bit for bit, into the same objects; what was not moved is left alone.
+
+    One copy for each storage, on the current stream; communicates nothing and does not wait.
+
+    Raises:
+        RuntimeError: a parameter has a gradient since, in addition to the offloaded one.
+    """
+    units = units_of(model)
+    if gradients:
+        _bring_back_gradients(units)
+    if parameters:
+        for unit in units:
+            _bring_back(unit)
+    for one in _listed(optimizer) if states else ():
+        if one in _states:
+            _states[one].end()
+
+
+def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def _put_away(unit: Unit) -> int:
+    if unit.closed == _OFFLOADED:
+        return 0
+    unit.check_open()
+    unit.reshard()
+    unit.adopt()
+    rests: list[_Rest] = []
+    moving = [group for group in unit.groups if group.buffer is not None and group.plan.offload is None]
+    for group in moving:
+        assert group.buffer is not None
+        shard = group.buffer.shard
+        rests += _rests_of(
+            _storages(shard, group.buffer.device), group.buffer.layer, _parameters.get(unit, [])
+        )
+    for group in moving:
+        for param in group.params:
+            sharded: Any = param.sharded.detach()
+            plain: Any = param.plain(sharded)
+            param.set_sharded(sharded.with_local(param.extended(_nothing_like(plain.local))))
+    unit.closed = _OFFLOADED
+    for rest in rests:
+        rest.leave()
+    _parameters[unit] = rests
+    return sum(rest.nbytes for rest in rests)
+
+
+def _nothing_like(local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape without memory, that reads as NaN (0 for integers) and cannot be written to."""
+    if isinstance(local, BlockQuantizedTensor):
+        codes = local.codes.new_zeros(()).expand(local.codes.shape)
+        return local.around(codes, local.scales.new_full((), float("nan")).expand(local.scales.shape))
+    value = float("nan") if local.is_floating_point() else 0
+    return torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
+
+
+def _bring_back(unit: Unit) -> None:
+    if unit.closed != _OFFLOADED:
+        return
+    for rest in _parameters[unit]:
+        rest.come_back()
+    unit.closed = ""
+    for group in unit.groups:
+        if group.buffer is not None and group.plan.offload is None:
+            for param, plan in zip(group.params, group.plan.params, strict=True):
+                local = group.buffer.local_views[param.name]
+                param.set_sharded(wrap_local(plan, param.extended(local)))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class _AwayGrad(NamedTuple):
+    """A gradient while it is offloaded."""
+
+    param: Any
+    grad: torch.Tensor
+    rests: list[_Rest]
+
+
+def _put_away_gradients(unit: Unit) -> int:
+    rests: dict[int, _Rest] = {}  # gradients of a group share a storage
+    device = unit.data.device
+    for group in unit.groups:
+        for param in group.params:
+            sharded: Any = param.sharded
+            if sharded.grad is None or group.plan.offload is not None:
+                continue
+            used = []
+            for storage in _storages(_plain_of(sharded.grad), device):
+                if storage._cdata not in rests:
+                    rests[storage._cdata] = _Rest(storage, device_layer(device))
+                used.append(rests[storage._cdata])
+            _gradients.setdefault(unit, []).append(_AwayGrad(sharded, sharded.grad, used))
+            sharded.grad = None
+    for rest in rests.values():
+        rest.leave()
+    return sum(rest.nbytes for rest in rests.values())
+
+
+def _bring_back_gradients(units: list[Unit]) -> None:
+    away = [one for unit in units for one in _gradients.get(unit, [])]
+    if any(one.param.grad is not None for one in away):
+        raise RuntimeError(
+            "reload: parameters have gradients since offload, in addition to the offloaded ones; call "
+            "optimizer.zero_grad() first, or reload with gradients=False"
+        )
+    for unit in units:
+        _gradients.pop(unit, None)
+    for one in away:
+        one.param.grad = one.grad
+    for rest in {id(rest): rest for one in away for rest in one.rests}.values():
+        rest.come_back()
+
+
+# -- optimizer states --------------------------------------------------------------------------------------------------
+
+
+class _Away:
+    """The states of an optimizer while they are offloaded, and their page-locked memory."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._state: Any = None
+        self._rests: list[_Rest] = []
+        self._hooks: list[Any] = []
+
+    def begin(self, devices: list[torch.device]) -> int:
+        """Move them; returns how many bytes. Nothing where they are away."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._hooks:
+            return 0
+        getattr(optimizer, "synchronize", _nothing)()  # block_optim's may work on states next to the step
+        rests: dict[int, _Rest] = {}
+        for tensor in tensors_in(list(optimizer.state.values())):
+            if is_cpu(tensor.device) and tensor.device not in devices:
+                continue
+            layer = device_layer(tensor.device)
+            for rest in _rests_of(_storages(_plain_of(tensor), tensor.device), layer, self._rests):
+                rests.setdefault(rest.storage._cdata, rest)
+        self._rests = list(rests.values())
+        refuse: Callable[..., None] = _AwayStates()._refuse
+        self._hooks = [
+            optimizer.register_step_pre_hook(refuse),
+            optimizer.register_state_dict_pre_hook(refuse),
+            optimizer.register_load_state_dict_pre_hook(refuse),
+        ]
+        self._state, optimizer.state = optimizer.state, _AwayStates()  # type: ignore[assignment]
+        for rest in self._rests:
+            rest.leave()
+        return sum(rest.nbytes for rest in self._rests)
+
+    def end(self) -> None:
+        """Bring them back."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self._hooks:
+            return
+        for rest in self._rests:
+            rest.come_back()
+        optimizer.state, self._state = self._state, None
+        while self._hooks:
+            self._hooks.pop().remove()
+        getattr(optimizer, "states_moved", _nothing)()  # block_optim's know the addresses of states
+
+
+def _nothing() -> None:
+    """What other optimizers do."""
+
+
+def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's values on this rank."""
+    if isinstance(tensor, RaggedDTensor):
+        return _plain_of(tensor.local)
+    if isinstance(tensor, DTensor):
+        return _plain_of(tensor.to_local())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [plain for name in names for plain in _plain_of(getattr(tensor, name))]
+    return [tensor]
+
+
+def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
+    """The storages of tensors that have memory on a device, each once."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device == device}
+    return [storage for storage in found.values() if storage.nbytes()]

@@ -1,0 +1,107 @@
+"""State dicts show and take sharded parameters.
+
+Saving: sharded parameters are put back first, so entries are `RaggedDTensor`s that alias them. Loading takes
+entries laid out alike (copied), on any other ragged layout or FSDP2's `Shard(0)` (redistributed), and full plain
+tensors (cut), with and without `assign=True`.
+
+A parameter `X` that is kept as codes is saved as `X.codes` and `X.scales`, which alias it too (with `keep_vars=True` as
+`X`, the parameter). It loads from these two, or from values under `X`, which are quantized.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import ragged_shard
+from ragged_shard import RaggedShard
+
+from .._params.at_rest import CODES, SCALES, Entries, entries_of, from_entries, is_at_rest
+from .._params.unit import Param, Unit
+
+
+def attach(unit: Unit) -> None:
+    """Hook a unit into saving and loading of each module that holds one of its parameters."""
+    modules = dict.fromkeys(unit.modules)
+    for group in unit.groups:
+        for param in group.params:
+            for place in param.places:
+                modules[place.module] = None
+    save, split, load = _hooks(unit)
+    for module in modules:
+        module.register_state_dict_pre_hook(save)
+        module.register_state_dict_post_hook(split)
+        module.register_load_state_dict_pre_hook(load)
+
+
+def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
+    """What a module calls before and after it saves, and before it loads."""
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        unit.check_open()
+        unit.reshard()
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for param, attribute in _held_by(unit, module):
+            value = state_dict.get(prefix + attribute)
+            if is_at_rest(param.sharded) and value is not None and value is not param.sharded:
+                _split_entry(param, state_dict, prefix + attribute)
+
+    def before_load(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        unit.check_open()
+        unit.reshard()
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for param, attribute in _held_by(unit, module):
+            if is_at_rest(param.sharded):
+                _join_entries(param, state_dict, prefix + attribute)
+            value = state_dict.get(prefix + attribute)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
+                continue  # load_state_dict reports it with its own words
+            if value.is_meta or (param.sharded.is_meta and not assign):
+                continue
+            if type(value) is DTensor and any(isinstance(p, RaggedShard) for p in value.placements):
+                # set_model_state_dict made it of rank 0's tensor for a parameter on the meta device.
+                value = ragged_shard.redistribute(value, placements=value.placements)
+            loaded: torch.Tensor = param.group.as_sharded(param, value)
+            if assign and isinstance(value, nn.Parameter):
+                loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
+            state_dict[prefix + attribute] = loaded
+
+    return before_save, after_save, before_load
+
+
+def _split_entry(param: Param, state_dict: dict[str, Any], key: str) -> None:
+    """Put its two entries in place of a parameter that is kept as codes."""
+    del state_dict[key]
+    codes, scales = entries_of(param.sharded)
+    state_dict.update({key + CODES: codes, key + SCALES: scales})
+    for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
+        vars(param.sharded).setdefault(name, "an entry of state dicts")
+
+
+def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:
+    """Put a parameter that is kept as codes in place of its two entries.
+
+    Raises:
+        ValueError: one is missing, or the values are there too.
+    """
+    found = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
+    if found in ([], [key]):
+        return
+    if found != [key + CODES, key + SCALES]:
+        raise ValueError(
+            f"load_state_dict: {found} for a parameter that is kept as codes; expected {key + CODES!r} and "
+            f"{key + SCALES!r}, or {key!r} alone"
+        )
+    entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
+    group = param.group
+    state_dict[key] = from_entries(group.plan, group.plan_of(param), param.sharded, entries)
+
+
+def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:
+    return [
+        (param, place.attribute) for param in unit.params for place in param.places if place.module is module
+    ]

@@ -1,0 +1,135 @@
+"""What this rank holds of a model: for each tensor of its state dict the boxes, and the memory behind them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from ragged_shard import Box, RaggedDTensor
+
+from .. import _torch_compat as compat
+from .._params.at_rest import is_at_rest
+from .._params.unit import Unit
+from .._schedule.model import member_of
+from .._torch.tree import local_tensor
+from .boxes import whole
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of a model that values are written to.
+
+    Attributes:
+        name: in the state dict; of a tied one the first.
+        also: its other names.
+        tensor: the parameter or buffer, as it is sharded.
+    """
+
+    name: str
+    also: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def distributed(self) -> bool:
+        """Whether ranks hold boxes of it."""
+        return isinstance(self.tensor, DTensor)
+
+    def refuse_subclass(self) -> None:
+        """Raise NotImplementedError where values are kept in a form that only a tensor subclass knows."""
+        local = local_tensor(self.tensor)
+        if compat.is_wrapper_subclass(local) and not is_at_rest(self.tensor):
+            raise NotImplementedError(
+                f"{self.name} is kept as a {type(local).__name__}, which is not written from files; use "
+                "model.load_state_dict(read_safetensors(path))"
+            )
+
+    def boxes(self) -> list[Box]:
+        """What this rank holds, as boxes of the whole tensor; also while it is on the meta device."""
+        tensor: Any = self.tensor
+        if not self.distributed:
+            return [whole(tuple(tensor.shape))]
+        return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+
+    def values(self) -> torch.Tensor:
+        """A tensor to write into: this one, or where it is kept as codes, one of its values."""
+        tensor = self.tensor.detach()
+        if not is_at_rest(self.tensor):
+            return tensor
+        assert isinstance(tensor, RaggedDTensor)
+        local = tensor.local
+        return tensor.with_local(torch.empty(local.shape, dtype=local.dtype, device=local.device))
+
+    def keep(self, values: torch.Tensor) -> None:
+        """Quantize what was written into `values`, where it is kept as codes."""
+        tensor: Any = self.tensor.detach()
+        if is_at_rest(self.tensor):
+            assert isinstance(values, RaggedDTensor)
+            tensor.local.copy_(values.local)
+
+
+def views_of(tensor: torch.Tensor, boxes: list[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Each box with the memory behind it, a view of this rank's local tensor in the box's shape."""
+    for box in boxes:
+        if not box.numel:
+            continue
+        if not isinstance(tensor, DTensor):
+            yield box, tensor
+            continue
+        shard: Any = tensor
+        view = shard.__get_tensor_shard__(MetadataIndex("", torch.Size(box.offsets)))
+        yield box, view.detach().as_subclass(torch.Tensor)
+
+
+def targets_of(model: nn.Module) -> list[Target]:
+    """Every tensor of a model's state dict, once.
+
+    Raises:
+        TypeError: an entry that is not a tensor.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} of the model's state dict is a {type(value).__name__}, not a tensor")
+        tensors[id(value)] = value
+        names.setdefault(id(value), []).append(name)
+    return [Target(found[0], tuple(found[1:]), tensors[key]) for key, found in names.items()]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units in a model, in the order of its modules."""
+    found: dict[Unit, None] = {}
+    for module in model.modules():
+        member = member_of(module)
+        if member is not None:
+            found[member.unit] = None
+    return list(found)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give parameters and persistent buffers on the meta device memory, uninitialised or zeros; communicates.
+
+    One 32-byte all-gather per parameter group that was on meta, which checks that all ranks planned alike.
+    """
+    units = units_of(model)
+    for unit in units:
+        unit.materialize()
+    managed = {id(param.sharded) for unit in units for param in unit.params}
+    device = units[0].data.device if units else torch.get_default_device()
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta and id(param) not in managed:
+                if id(param) not in made:
+                    empty = torch.empty_like(param, device=device)
+                    made[id(param)] = nn.Parameter(empty.detach(), param.requires_grad)
+                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = made[id(buffer)]

@@ -1,0 +1,1 @@
+"""Memory of units: predicted, measured, and kept within a budget."""

@@ -1,0 +1,153 @@
+"""What units hold in memory: for plans on paper and for meters."""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from dbuffer import RecyclerStats, exchange_scratch_bytes, num_gathered_scales, reduction_scratch_bytes
+from ragged_shard import is_cpu
+
+from .._params.unit import Unit
+from .._schedule.model import Member, member_of
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit's memory on this rank, in bytes unless it says elements.
+
+    Attributes:
+        name: the unit's, in the root.
+        parameters: elements of its parameters, on all ranks together.
+        shards: elements of this rank's slices, one a segment.
+        padding: elements of all ranks' shards that hold no parameter.
+        weights: of the shards; where weights are kept as codes, of codes and scales.
+        gradients: of the gradients' shards, from the reduction until `.grad` is dropped.
+        given: what a gather gives to each other rank.
+        codes: of weights that are quantized before a gather, kept in addition to the shards.
+        decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
+        reduced: what a reduction gives to each other rank.
+        gathered: of each gathered buffer, while the parameters are unsharded; with compute="scaled" of codes.
+        reducing: of each gathered gradient buffer, while backward fills it and until the reduction has completed.
+        scratch: what a reduction under way holds in addition.
+        kept_after_forward: whether the gathered buffers stay until backward.
+    """
+
+    name: str
+    parameters: int
+    shards: tuple[int, ...]
+    padding: int
+    weights: int
+    gradients: int
+    given: int
+    codes: int
+    decoding: tuple[int, ...]
+    reduced: int
+    gathered: tuple[int, ...]
+    reducing: tuple[int, ...]
+    scratch: int
+    kept_after_forward: bool
+
+
+def unit_memory(module: nn.Module) -> UnitMemory:
+    """What the unit that `fully_shard` made of a module holds, and takes while it runs. Communicates nothing.
+
+    Parameters may be on meta or fake: nothing is measured, all follows from the plan.
+
+    Raises:
+        ValueError: `fully_shard` was not called on this module.
+    """
+    unit = _member(module).unit
+    shards: list[int] = []
+    gathered: list[int] = []
+    reducing: list[int] = []
+    decoding: list[int] = []
+    weights = gradients = given = codes = reduced = laid_out = 0
+    for group in unit.groups:
+        plan = group.plan
+        ranks, dtypes = plan.data.shard_size, plan.dtypes
+        sizes = [segment.shard_size for segment in plan.layout.segments]
+        shards += sizes
+        laid_out += ranks * sum(sizes)
+        if plan.at_rest is None:
+            weights += sum(sizes) * dtypes.kept.itemsize
+            gradients += sum(sizes) * dtypes.kept.itemsize
+        if plan.planes is None:
+            given += sum(sizes) * dtypes.compute.itemsize
+        else:
+            given += plan.planes.row_bytes
+            if plan.at_rest is None:
+                codes += plan.planes.row_bytes
+            else:
+                weights += plan.planes.row_bytes
+            planes = [ranks * nbytes for nbytes in plan.planes.code_bytes]
+            if plan.scaled:  # codes stay, and the scales of each tensor
+                gathered += [*planes, 4 * num_gathered_scales(plan.planes)]
+                planes = []
+            decoding += [*planes, 4 * ranks * plan.planes.num_scales]
+        same = plan.planes is None and dtypes.kept == dtypes.compute
+        if (ranks > 1 or not same) and not plan.scaled:  # else shard and gathered memory are the same
+            gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
+        form = plan.reduction
+        if plan.at_rest is not None:
+            continue
+        reduced += (
+            form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * dtypes.reduce.itemsize
+        )
+        reducing += [ranks * size * dtypes.reduce.itemsize for size in sizes]
+    elements = sum(math.prod(param.shape) for param in unit.params)
+    return UnitMemory(
+        name=unit.name,
+        parameters=elements,
+        shards=tuple(shards),
+        padding=laid_out - elements,
+        weights=weights,
+        gradients=gradients,
+        given=given,
+        codes=codes,
+        decoding=tuple(decoding),
+        reduced=reduced,
+        gathered=tuple(gathered),
+        reducing=tuple(reducing),
+        scratch=_scratch(unit),
+        kept_after_forward=not unit.reshard_after_forward,
+    )
+
+
+def _scratch(unit: Unit) -> int:
+    """Of one reduction: one call for each mesh."""
+    total = 0
+    for data in unit.meshes:
+        plans = [
+            group.plan for group in unit.groups if group.plan.data is data and group.plan.at_rest is None
+        ]
+        forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
+        encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
+        if encoded:
+            total += exchange_scratch_bytes(encoded) if data.shard_size > 1 else 0
+        elif is_cpu(data.device):
+            reducing = sum(
+                data.shard_size * segment.shard_size * plan.dtypes.reduce.itemsize
+                for plan in plans
+                for segment in plan.layout.segments
+            )
+            total += reduction_scratch_bytes(reducing, data.shard_size)
+    return total
+
+
+def gathered_memory(module: nn.Module) -> RecyclerStats:
+    """What gathered buffers hold now, and held at most, on the device of a sharded module; of all its models together.
+
+    Raises:
+        ValueError: `fully_shard` was not called on this module.
+    """
+    return _member(module).passes.streams.recycler.stats
+
+
+def _member(module: nn.Module) -> Member:
+    member = member_of(module)
+    if member is None:
+        raise ValueError(
+            f"{type(module).__name__} is not a unit; ask for a module that fully_shard was called on"
+        )
+    return member

@@ -1,0 +1,1 @@
+"""Clipping, optimizers in backward, and the check for stale parameters."""
