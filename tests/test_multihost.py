@@ -108,7 +108,7 @@ def test_ranks_of_one_host_read_each_others_memory_and_those_of_two_hosts_send(s
     for rank in said:
         inside, across = rank["chosen"][0], rank["chosen"][-1]
         assert inside.endswith("peer_memory for large exchanges")
-        assert "sends for large exchanges; no peer memory" in across
+        assert "collectives; no peer memory" in across
         assert "another machine or another network namespace" in across
 
 

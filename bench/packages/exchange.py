@@ -14,7 +14,7 @@ from ..common import store
 from ..common.ranks import launch
 
 RANKS = (2, 3, 4, 8, 16)
-TRANSPORTS = ("collectives", "sends", "peer_memory")
+TRANSPORTS = ("collectives", "peer_memory")
 KINDS = ("gather", "reduce")
 WARM_UP = 3
 REPEATS = 4  # of one move between barriers, which take time themselves

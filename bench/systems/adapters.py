@@ -365,7 +365,6 @@ SYSTEMS = {
         "fsdp_runtime, gloo's collectives only", partial(_ours, transport="collectives")
     ),
     "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
-    "ours-sends": System("fsdp_runtime, sends only", partial(_ours, transport="sends")),
     "ours-lean": System("fsdp_runtime, least memory", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=seams.staged)),
     "ours-held": System("gradients not fused", partial(_ours, late=True)),

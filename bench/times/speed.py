@@ -19,7 +19,7 @@ from ..systems.adapters import OPTIMIZERS, SYSTEMS
 from ..systems.workloads import WORKLOADS
 from . import footprint, rounds
 
-OURS = ["ours", "ours-peer-memory", "ours-sends", "ours-collectives"]
+OURS = ["ours", "ours-peer-memory", "ours-collectives"]
 ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed", "megatron-fsdp"]
 PEERS = ("alone", "ddp", "fsdp2")  # of which ratios are taken
 

@@ -30,7 +30,7 @@ def fill(buffer, seed):
 def all_ways(full_dtype, op):
     """Two buffers under way at once, by each transport: gathered, reduced and added to."""
     found, kinds = [], []
-    for transport in ("collectives", "sends", "peer_memory", "auto"):
+    for transport in ("collectives", "peer_memory", "auto"):
         one, other = (build(n, full_dtype=full_dtype, transport=transport) for n in ("one", "other"))
         for number, buffer in enumerate((one, other)):
             fill(buffer, number)
@@ -62,10 +62,9 @@ def all_ways(full_dtype, op):
 def test_from_rank_to_rank_the_values_are_those_of_the_collectives(ranks):
     for full_dtype in (torch.float32, torch.bfloat16):
         for op in ("sum", "avg") if ranks != 3 else ("sum",):  # a third is rounded at another place
-            slow, sent, read, auto = run_ranks(ranks, all_ways, full_dtype, op)[0]
+            slow, read, auto = run_ranks(ranks, all_ways, full_dtype, op)[0]
             assert {"all_gather", "reduce_scatter"} <= set(slow)
-            assert sent
-            assert not {"all_gather", "reduce_scatter"} & {*sent, *read}
+            assert not {"all_gather", "reduce_scatter"} & set(read)
             assert auto == read
 
 
@@ -178,10 +177,9 @@ def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
     return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
 
 
-@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
 @pytest.mark.parametrize(("ranks", "op", "dtype"), [(2, "avg", torch.bfloat16), (3, "sum", torch.float32)])
-def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype, transport):
-    assert run_ranks(ranks, odd_sums, transport, op, dtype) == [[True] * 3] * ranks
+def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype):
+    assert run_ranks(ranks, odd_sums, "peer_memory", op, dtype) == [[True] * 3] * ranks
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
@@ -189,7 +187,7 @@ def test_many_ranks_read_and_add_in_that_order_too(ranks):
     assert run_ranks(ranks, odd_sums, "auto", "avg", torch.float32, 1 << 16) == [[True] * 3] * ranks
 
 
-def logged(transport, most=choice.READ_RANKS):
+def logged(transport, most=choice.MAX_RANKS):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage().split(": ", 1)[1])
@@ -197,11 +195,11 @@ def logged(transport, most=choice.READ_RANKS):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     group = dist.new_group()
-    usual, choice.READ_RANKS = choice.READ_RANKS, most
+    usual, choice.MAX_RANKS = choice.MAX_RANKS, most
     full, mine = torch.zeros(LARGE * dist.get_world_size()), torch.ones(LARGE)
     for _ in range(2):
         transport_of(group, transport).all_gather([(full, mine)], "x").wait()
-    choice.READ_RANKS = usual
+    choice.MAX_RANKS = usual
     logger.removeHandler(handler)
     return records
 
@@ -210,8 +208,8 @@ def logged(transport, most=choice.READ_RANKS):
     ("given", "line"),
     [
         (["auto"], "peer_memory for large exchanges"),
-        (["sends"], "sends for large exchanges, as chosen"),
-        (["auto", 1], "collectives; no direct exchange: it has 2 ranks, more than 1"),
+        (["peer_memory"], "peer_memory for large exchanges, as chosen"),
+        (["auto", 1], "collectives; no peer memory: it has 2 ranks, more than 1"),
     ],
 )
 def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(given, line):
@@ -230,9 +228,8 @@ def unequal_histories(transport):
     assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(LARGE))
 
 
-@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
-def test_groups_of_ranks_with_different_histories_still_find_each_other(transport):
-    run_ranks(4, unequal_histories, transport, timeout=30)
+def test_groups_of_ranks_with_different_histories_still_find_each_other():
+    run_ranks(4, unequal_histories, "peer_memory", timeout=30)
 
 
 def nobody_answers():
@@ -261,12 +258,10 @@ def test_an_exchange_that_cannot_start_says_which_and_why():
     )
 
 
-def test_what_a_reduction_holds_in_addition_is_a_piece_or_what_the_others_give():
+def test_a_reduction_through_peer_memory_holds_one_piece_in_addition():
     assert reduction_scratch_bytes(6 << 20, 3) == reduction_scratch_bytes(60 << 20, 3) == PIECE_BYTES
-    assert reduction_scratch_bytes(3 << 20, 3, choice="sends") == 2 << 20
     assert reduction_scratch_bytes(1 << 19, 2) == 0
     assert reduction_scratch_bytes(16 << 20, 16) == PIECE_BYTES
     assert reduction_scratch_bytes(17 << 20, 17) == 0
-    assert reduction_scratch_bytes(5 << 20, 5, choice="sends") == 4 << 20
     assert reduction_scratch_bytes(4 << 20, 4, choice="collectives") == 0
     assert reduction_scratch_bytes(4 << 20, 4, backend="nccl") == 0

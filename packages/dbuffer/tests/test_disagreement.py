@@ -14,15 +14,13 @@ from dbuffer import DBuffer
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
-BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
-
 
 def disagree(what):
     """Rank 1 calls for something else; each rank's own error."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=20))
     mesh, layout = DeviceMesh.from_group(group, "cpu"), plan([TensorSpec("w", (1024, 1024))], 2)
-    options = {"dtype": torch.float32, "check_ranks": False, "transport": what[1]}
+    options = {"dtype": torch.float32, "check_ranks": False, "transport": "peer_memory"}
     first, second = (DBuffer(layout, mesh, name=name, **options) for name in ("first", "second"))
     larger = DBuffer(plan([TensorSpec("w", (2048, 1024))], 2), mesh, name="first", **options)
     for buffer in (first, second, larger):
@@ -33,26 +31,22 @@ def disagree(what):
         "names another": second.all_gather,
         "gathers more": larger.all_gather,
         "gathers two": lambda: dbuffer.all_gather([first, second]),
-    }[what[0]]
-    usual = first.all_gather if what[0] != "averages" else first.reduce_scatter
-    begin = time.monotonic()
+    }[what]
+    usual = first.all_gather if what != "averages" else first.reduce_scatter
     handle = (usual, other)[rank]()
-    message = error_of(handle.wait)
-    assert time.monotonic() - begin < 15
-    return message
+    return error_of(handle.wait)
 
 
-@pytest.mark.parametrize("transport", ["sends", "peer_memory"])
 @pytest.mark.parametrize("what", ["reduces", "averages", "names another", "gathers more", "gathers two"])
-def test_ranks_that_exchange_different_things_all_raise(what, transport):
-    for rank, message in enumerate(run_ranks(2, disagree, (what, transport))):
+def test_ranks_that_exchange_different_things_all_raise(what):
+    for rank, message in enumerate(run_ranks(2, disagree, what)):
         assert f"rank {1 - rank} of the group takes part in" in message
         assert "all ranks must make the same calls in the same order" in message
 
 
-def two_groups(transport):
+def two_groups():
     """Groups of the same ranks, used in another order on each rank."""
-    buffers = [build_large(name, dist.new_group(), transport) for name in "ab"]
+    buffers = [build_large(name, dist.new_group()) for name in "ab"]
     for value, buffer in enumerate(buffers):
         buffer.load_full({"w": torch.full((1024, 1024), float(value))})
         buffer.all_gather().wait()  # connects
@@ -64,9 +58,8 @@ def two_groups(transport):
     return [buffer.full[0].unique().tolist() for buffer in buffers]
 
 
-@BOTH
-def test_two_groups_of_the_same_ranks_do_not_meet(transport):
-    assert run_ranks(2, two_groups, transport) == [[[0.0], [1.0]]] * 2
+def test_two_groups_of_the_same_ranks_do_not_meet():
+    assert run_ranks(2, two_groups) == [[[0.0], [1.0]]] * 2
 
 
 def last_disagrees(what, transport):
@@ -79,7 +72,7 @@ def last_disagrees(what, transport):
     mine = [a, b]
     if dist.get_rank() == dist.get_world_size() - 1:
         mine = {"count": [b], "order": [b, a], "dtype": [odd, b]}[what]
-    begin, raised = time.monotonic(), False
+    raised = False
     handles = []
     for buffer in mine:
         try:
@@ -93,15 +86,13 @@ def last_disagrees(what, transport):
             raised = True
         else:
             assert buffer.views["w"].unique().tolist() == [0.0 if buffer is a else 1.0]
-    assert time.monotonic() - begin < 12
     dist.barrier()
     return raised
 
 
-@BOTH
 @pytest.mark.parametrize("what", ["count", "order", "dtype"])
-def test_where_one_of_three_ranks_disagrees_all_raise(what, transport):
-    assert run_ranks(3, last_disagrees, what, transport) == [True] * 3
+def test_where_one_of_three_ranks_disagrees_all_raise(what):
+    assert run_ranks(3, last_disagrees, what, "peer_memory") == [True] * 3
 
 
 def test_where_one_of_eight_ranks_disagrees_all_raise():

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,12 +15,7 @@ import dbuffer
 from dbuffer._handle import HandleState
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
-from dbuffer.transport.digest import digest
-from dbuffer.transport.sends import Sends, _tag
 from ragged_shard.testing import run_ranks
-
-BOTH = pytest.mark.parametrize("transport", ["sends", "peer_memory"])
-
 
 PACKAGE = os.path.dirname(dbuffer.__file__)
 
@@ -166,16 +160,16 @@ def test_a_start_interrupted_after_it_has_begun_is_seen_by_the_peers():
 def a_start_is_interrupted_before_it_begins():
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
-    usual = peer_memory.digest
+    usual = peer_memory._digest
 
     def raising(*_):
         raise Interrupted
 
     if dist.get_rank() == 0:
-        peer_memory.digest = raising
+        peer_memory._digest = raising
         with pytest.raises(Interrupted):
             swap(peers, mine, [theirs])
-        peer_memory.digest = usual
+        peer_memory._digest = usual
     swap(peers, mine, [theirs]).wait()
     return theirs[0].item()
 
@@ -194,9 +188,9 @@ def ring(seconds, error):
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def a_wait_is_interrupted(transport, error):
+def a_wait_is_interrupted(error):
     """Rank 0's wait is interrupted by a signal before rank 1 has started; rank 1 still gets its shard."""
-    buffer = build_large(transport=transport)
+    buffer = build_large()
     buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
     buffer.all_gather().wait()  # connects
     buffer.zero_("full")
@@ -219,14 +213,13 @@ def a_wait_is_interrupted(transport, error):
 
 
 def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on():
-    found = run_ranks(2, a_wait_is_interrupted, "peer_memory", Interrupted("from the handler"))
+    found = run_ranks(2, a_wait_is_interrupted, Interrupted("from the handler"))
     assert found == [True, True]
 
 
-@BOTH
-def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(transport):
+def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives():
     """As torch's DataLoader raises one where a worker dies."""
-    found = run_ranks(2, a_wait_is_interrupted, transport, RuntimeError("from the handler"))
+    found = run_ranks(2, a_wait_is_interrupted, RuntimeError("from the handler"))
     assert found == [True, True]
 
 
@@ -240,7 +233,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
         buffer.zero_("full")
         handle = buffer.all_gather()
         if dist.get_rank() == 0:
-            while transport != "sends" and not handle.completed:  # gloo's receives complete in a wait only
+            while not handle.completed:
                 time.sleep(1e-4)
             from_handler = RuntimeError("from the handler")
             try:
@@ -262,48 +255,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
     return said
 
 
-@pytest.mark.parametrize("transport", ["sends", "peer_memory", "collectives"])
+@pytest.mark.parametrize("transport", ["peer_memory", "collectives"])
 def test_a_handlers_error_when_an_exchange_completes_is_not_taken_for_its_failure(transport):
     said = run_ranks(2, waits_for_completed_exchanges_are_interrupted, transport)
     assert said == [[], []]
-
-
-def interrupt_at_failure(frame, event, _):
-    """Raise where torch's own wait raises: a signal that comes at the moment of the peer's failure."""
-    if frame.f_code.co_name not in ("wait", "_wait_for"):
-        return None
-    if event == "exception" and frame.f_code.co_name == "_wait_for":
-        sys.settrace(None)
-        raise Interrupted
-    return interrupt_at_failure
-
-
-def a_failure_is_interrupted():
-    """Rank 1 agrees to the exchange and takes rank 0's tensor, but never sends its own."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    mine, theirs = torch.ones(4), torch.zeros(4)
-    if dist.get_rank() == 1:
-        agreed = digest("1 x", [mine])
-        digests = torch.tensor(list(agreed), dtype=torch.uint8)
-        dist.recv(theirs, group=group, group_src=0, tag=_tag(agreed, 0))
-        dist.recv(torch.zeros_like(digests), group=group, group_src=0, tag=1)
-        dist.send(digests, group=group, group_dst=0, tag=1)
-        dist.barrier()
-        return []
-    work = swap(Sends(group), mine, [theirs])
-    sys.settrace(interrupt_at_failure)
-    try:
-        with pytest.raises(Interrupted):
-            work.wait()
-    finally:
-        sys.settrace(None)
-    assert work.under_way
-    said = [error_of(work.wait), error_of(work.wait)]
-    assert not work.under_way
-    dist.barrier()
-    return said
-
-
-def test_a_failure_that_a_signal_hides_is_raised_by_the_next_wait():
-    first, second = run_ranks(2, a_failure_is_interrupted)[0]
-    assert first == second == "a send or receive failed while x was interrupted"

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import build_large, error_of
-from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import DBuffer, DebugRecycler, Recycler
+from dbuffer import DebugRecycler, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, process_memory, transport_of
-from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
@@ -22,10 +20,8 @@ can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange m
 
 def memory_after_a_failure():
     """Rank 0's gather fails; its memory is released and used again; rank 1 must not see what it is used for."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    layout = plan([TensorSpec("w", (1024, 1024))], 2)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    buffer, other = (DBuffer(layout, mesh, dtype=torch.float32, transport="sends", name=n) for n in "ab")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    buffer, other = (build_large(name, group, "collectives") for name in "ab")
     dist.barrier()
     if dist.get_rank() == 0:
         handle = buffer.all_gather()
@@ -38,7 +34,7 @@ def memory_after_a_failure():
     dist.barrier()
 
 
-def test_memory_of_a_failed_send_is_never_used_again():
+def test_memory_of_a_failed_collective_is_never_used_again():
     run_ranks(2, memory_after_a_failure)
 
 
@@ -64,7 +60,7 @@ class LateReads:
             self.written.set()
             return got
 
-        vars(transport_of(group, "peer_memory"))["_chosen"][0]._timeout = peer_memory.GRACE = 0.2
+        vars(transport_of(group, "peer_memory"))["_peers"][0]._timeout = peer_memory.GRACE = 0.2
         process_memory.system_call = lambda: late  # type: ignore[assignment]
 
 

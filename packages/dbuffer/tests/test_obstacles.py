@@ -1,4 +1,4 @@
-"""What keeps ranks of one machine from reading each other's memory: they send instead, and the log line says why."""
+"""What keeps ranks of one machine from reading each other's memory: they use collectives, and the log line says why."""
 
 import ctypes
 import errno
@@ -121,7 +121,7 @@ def under(obstacle, ranks):
     ],
     ids=["seccomp", "other user", "not dumpable", "other network namespace"],
 )
-def test_under_an_obstacle_all_ranks_send_and_one_line_names_it(obstacle, ranks, line):
+def test_under_an_obstacle_all_ranks_use_collectives_and_one_line_names_it(obstacle, ranks, line):
     with pytest.raises(RankError) as caught:
         run_ranks(2, under, obstacle, ranks)
     # Its text: as another user a rank may not be able to read what sending the exception itself takes.
@@ -131,4 +131,4 @@ def test_under_an_obstacle_all_ranks_send_and_one_line_names_it(obstacle, ranks,
     said = re.findall(r"Seen: (.*)", text)
     assert len(said) == 2, text
     for one in said:
-        assert re.match(r"sends \| sends for large exchanges; no peer memory: " + line, one), text
+        assert re.match(r"collectives \| collectives; no peer memory: " + line, one), text

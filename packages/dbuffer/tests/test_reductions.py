@@ -109,7 +109,7 @@ def test_several_buffers_travel_in_one_all_to_all_and_borrow_their_memory_from_t
     run_ranks(3, two_buffers)
 
 
-def large(transport):
+def large():
     from dbuffer import DBuffer
     from layout_planner import TensorSpec, plan
 
@@ -117,7 +117,7 @@ def large(transport):
     layout = plan([TensorSpec("w", (1 << 10, 1 << 10))], size)
     mine = [torch.randn(1 << 20, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     buffer = DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=torch.bfloat16, reduction=BF16,
-                     transport=transport)  # fmt: skip
+                     transport="auto")  # fmt: skip
     buffer.materialize()
     buffer.views["w"].view(-1).copy_(mine[dist.get_rank()])
     before = buffer.memory.recycler.stats.lent_bytes
@@ -132,9 +132,8 @@ def large(transport):
     assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
 
 
-@pytest.mark.parametrize("transport", ["sends", "auto"])
-def test_large_rows_go_from_rank_to_rank(transport):
-    run_ranks(3, large, transport)
+def test_large_rows_go_from_rank_to_rank():
+    run_ranks(3, large)
 
 
 def refused():

@@ -126,7 +126,7 @@ def test_one_rank_alone_calls_the_extensions_too():
     run_ranks(1, train, Scaled, rows_in_codes, UNEVEN, {})
 
 
-@pytest.mark.parametrize("transport", ["collectives", "sends", "peer_memory"])
+@pytest.mark.parametrize("transport", ["collectives", "peer_memory"])
 def test_every_transport_carries_them(transport):
     run_ranks(2, train, Scaled, rows_in_codes, UNEVEN, {"transport": transport})
 

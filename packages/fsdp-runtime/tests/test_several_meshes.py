@@ -70,7 +70,11 @@ def test_a_unit_gathers_and_reduces_once_for_each_mesh():
 
 
 def with_options():
-    for options in ({"reshard_after_forward": 2}, {"reshard_after_forward": False}, {"transport": "sends"}):
+    for options in (
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": False},
+        {"transport": "collectives"},
+    ):
         model = sharded(**options)
         accumulated(model, 2)
         check_gradients(model, steps=2)

@@ -18,6 +18,12 @@ def curve(a, b):
     return (a * b + 1).sigmoid() * 2 - a
 
 
+def assert_compiled_bits(got, x, ragged):
+    """Bits of the eager function on the local shard; on the whole tensor a CPU may use another vector loop."""
+    assert torch.equal(got.to_local(), curve(ragged.to_local(), ragged.to_local()))
+    torch.testing.assert_close(got.full_tensor(), curve(x, x))
+
+
 def compiled():
     mesh = init_device_mesh("cpu", (3,))
     x = torch.arange(24.0).view(6, 4) / 24
@@ -25,7 +31,7 @@ def compiled():
     got = torch.compile(curve, backend="aot_eager", fullgraph=True)(ragged, ragged)
     assert isinstance(got, RaggedDTensor)
     assert got.placements == ragged.placements
-    assert torch.equal(got.full_tensor(), curve(x, x))
+    assert_compiled_bits(got, x, ragged)
 
 
 def test_a_compiled_pointwise_function_is_bit_equal():
@@ -42,7 +48,7 @@ def compiled_in_one_buffer():
         local = buffer[start : start + even.to_local().numel()].view(-1, 4).copy_(even.to_local())
         pair.append(RaggedDTensor.from_local(local, mesh, even.placements, shape=(6, 4)))
     got = torch.compile(curve, backend="aot_eager", fullgraph=True)(*pair)
-    assert torch.equal(got.full_tensor(), curve(x, x))
+    assert_compiled_bits(got, x, even)
     fake = FakeTensorMode().from_tensor(pair[0])
     assert isinstance(fake, RaggedDTensor)
     assert fake.shape == (6, 4)

@@ -59,7 +59,7 @@ class DBuffer:
             codes and scales, of values in `dtype`.
         reduction: what travels in a reduction, by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
-        transport: how it travels: "auto", "collectives", "sends", "peer_memory", or a function that makes a
+        transport: how it travels: "auto", "collectives", "peer_memory", or a function that makes a
             `Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
         recycler: where the gathered memory comes from. Defaults to the one that all buffers of this device share.
         alias: with one rank and one dtype, let shard and full be the same memory. False: keep them apart.

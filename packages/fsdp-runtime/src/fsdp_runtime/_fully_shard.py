@@ -113,7 +113,7 @@ def fully_shard(
         dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
         block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
             `fsdp_runtime.block_policies`.
-        transport: how bytes get from rank to rank: "auto", "collectives", "sends", "peer_memory", or a function that
+        transport: how bytes get from rank to rank: "auto", "collectives", "peer_memory", or a function that
             makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
             else "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.

@@ -1,8 +1,7 @@
 """How bytes get from rank to rank: one protocol, several ways, one choice for each process group.
 
     collectives     torch.distributed's own: everywhere
-    sends           plain sends and receives: large exchanges among few gloo ranks
-    peer_memory     each rank reads what it needs from the others' memory: the same, on one machine
+    peer_memory     each rank reads the others' memory: large exchanges of gloo ranks on one machine
 
 Knows process groups and tensors; nothing of layouts or buffers.
 """

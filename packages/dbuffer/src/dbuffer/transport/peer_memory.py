@@ -1,4 +1,4 @@
-"""A mover that reads the memory of other ranks on the same machine, straight into place.
+"""Exchanges in which a rank reads the memory of other ranks on the same machine, straight into place.
 
     rank 0                                                  rank 1
     GIVE: "exchange 7: it is at 0x7f.." ---- socket --->    reads it with process_vm_readv into its place,
@@ -17,6 +17,7 @@ if it is still there, what it read was what was given.
 
 import atexit
 import contextlib
+import hashlib
 import mmap
 import os
 import select
@@ -31,13 +32,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .digest import DIGEST_BYTES, digest
 from .handshake import Peer
 from .process_memory import read_memory
 from .sums import Sum
 
+_DIGEST_BYTES = 16
 GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
-_GIVE = struct.Struct(f"<BQ{DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
+_GIVE = struct.Struct(f"<BQ{_DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
 _PLACE = struct.Struct("<QQ")  # address, bytes
 _TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
 _KIND_GIVE, _KIND_TAKEN = 1, 2
@@ -77,8 +78,8 @@ class PeerExchange:
         self.total = total
         self._held: object = (gives, takes)  # alive as long as a peer, or the thread, may look at them
         self.number, self.label = 0, label
-        self.given_digests = {peer: digest(label, tensors) for peer, tensors in gives.items()}
-        self.taken_digests = {peer: digest(label, tensors) for peer, tensors in takes.items()}
+        self.given_digests = {peer: _digest(label, tensors) for peer, tensors in gives.items()}
+        self.taken_digests = {peer: _digest(label, tensors) for peer, tensors in takes.items()}
         self.gives = {peer: _places(tensors) for peer, tensors in gives.items()}
         self.takes = {peer: _places(tensors) for peer, tensors in takes.items()}
         self.untaken, self.unread = set(takes), set(gives)
@@ -127,6 +128,12 @@ class PeerExchange:
         return f"rank(s) {missing} of the group did not take part in {self.label} within {self._timeout:g} s"
 
 
+def _digest(label: str, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Hash of the label, and of each tensor's dtype and size, which must be equal on both ranks."""
+    text = f"{label} {[(str(tensor.dtype), tensor.numel()) for tensor in tensors]}"
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
 def _places(tensors: Sequence[torch.Tensor]) -> Places:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
@@ -154,11 +161,21 @@ class PeerMemory:
         gives: Mapping[int, Sequence[torch.Tensor]],
         takes: Mapping[int, Sequence[torch.Tensor]],
     ) -> PeerExchange:
-        """See `Mover`."""
+        """Start giving each peer some tensors and taking as many from it. All ranks make the same calls in order.
+
+        Args:
+            label: names the exchange; compared between the ranks.
+            gives, takes: contiguous tensors on the CPU, by peer.
+        """
         return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout))
 
     def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> PeerExchange:
-        """See `Mover`. The thread adds; it holds one piece."""
+        """Start giving each peer its slices and adding those it gives to this rank's. The thread holds one piece.
+
+        Args:
+            label, gives: as for `exchange`.
+            total: this rank's slices and the order of additions; a peer gives slices of the same sizes and dtypes.
+        """
         takes = dict.fromkeys(total.peers, total.own)
         return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout, total))
 
