@@ -93,16 +93,20 @@ class Ours:
             specs = [TensorSpec(name, tuple(p.shape)) for name, p in tensors.items()]
             layout = plan(specs, mesh.size())
             parameters, gradients = (DBuffer(layout, mesh, **options) for _ in range(2))
-            parameters.load_full({name: p.detach() for name, p in tensors.items()})
+            for name, view in parameters.local_views.items():
+                view.copy_(parameters.geometry.cut(name, tensors[name].detach()))
             values = {name: torch.ones(p.shape, dtype=compute) for name, p in tensors.items()}
             self.groups.append((parameters, gradients, values))
 
     def phases(self, group):
         """Calls to time, by name."""
         parameters, gradients, values = group
+        from dbuffer import Gather, ReduceScatter
+
+        all_gather, reduce_scatter = Gather([parameters]), ReduceScatter([gradients], op="avg")
 
         def gather():
-            parameters.all_gather().wait()
+            all_gather.start().wait()
             parameters.release()
 
         def write():
@@ -112,7 +116,7 @@ class Ours:
 
         def reduce():
             gradients.materialize()
-            gradients.reduce_scatter(op="avg").wait()
+            reduce_scatter.start().wait()
             gradients.release()
 
         return {

@@ -62,6 +62,19 @@ def full_tensors(seed=0, dtype=torch.float32):
     return {spec.name: torch.randint(-8, 9, spec.shape, generator=generator).to(dtype) for spec in SPECS}
 
 
+def load(buffer, tensors):
+    """Copy this rank's slices of full tensors into the shard. Returns the buffer."""
+    for name, view in buffer.local_views.items():
+        view.copy_(buffer.geometry.cut(name, tensors[name].detach()))
+    return buffer
+
+
+def zero(flats):
+    """Zero the memory of a buffer's `shard` or `full`."""
+    for flat in flats:
+        flat.zero_()
+
+
 def fill_views(buffer, tensors):
     buffer.materialize()
     for name, view in buffer.views.items():

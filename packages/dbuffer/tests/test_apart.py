@@ -12,11 +12,13 @@ from dbuffer_helpers import (
     assert_views_equal,
     fill_views,
     full_tensors,
+    load,
     make,
     mesh_of,
+    zero,
 )
 
-from dbuffer import all_gather
+from dbuffer import AllReduce, Gather, ReduceScatter
 from ragged_shard.testing import record_collectives, run_ranks
 
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
@@ -27,15 +29,15 @@ def through_another_device(layout, dtype, full_dtype):
     assert buffer.offloaded
     assert not buffer.aliased
     tensors = full_tensors()
-    buffer.load_full(tensors)
-    buffer.all_gather().wait()
+    load(buffer, tensors)
+    Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
     rank, size = dist.get_rank(), dist.get_world_size()
     each = [full_tensors(seed=r + 1) for r in range(size)]
     total = {name: sum(one[name] for one in each) for name in tensors}
     for times, accumulate in ((1, False), (2, True)):
         fill_views(buffer, each[rank])
-        buffer.reduce_scatter(op="sum", divide=2, accumulate=accumulate).wait()
+        ReduceScatter([buffer], op="sum", divide=2).start(accumulate=accumulate).wait()
         assert_locals_equal(buffer, {name: t * times / 2 for name, t in total.items()})
         padding = sum(float(shard.abs().sum()) for shard in buffer.shard) - sum(
             float(view.abs().sum()) for view in buffer.local_views.values()
@@ -55,8 +57,8 @@ def offloaded_replicas():
     buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
     each = [full_tensors(seed=r + 1) for r in range(4)]
     fill_views(buffer, each[dist.get_rank()])
-    buffer.reduce_scatter(op="sum").wait()
-    buffer.all_reduce(op="sum").wait()
+    ReduceScatter([buffer], op="sum").start().wait()
+    AllReduce([buffer], op="sum").start().wait()
     total = {name: sum(one[name] for one in each) for name in each[0]}
     for name, view in buffer.local_views.items():
         start, stop = buffer.layout.local_range(name, buffer.mesh_view.rank)
@@ -75,27 +77,27 @@ def test_a_shard_device_that_is_neither_the_buffers_nor_the_cpu_is_refused():
 def shrink_and_gather(layout, dtype, full_dtype, size):
     buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
     tensors = full_tensors()
-    buffer.load_full(tensors)
+    load(buffer, tensors)
     groups = [
         dist.new_group([*range(first, first + size)]) for first in range(0, dist.get_world_size(), size)
     ]
     group = groups[dist.get_rank() // size]
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     buffer.shrink(group)
     assert not buffer.materialized
-    buffer.zero_()  # what was kept is what comes back, not the shards
+    zero(buffer.shard)  # what was kept is what comes back, not the shards
     with record_collectives() as record:
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
     sent = sum(shard.numel() for shard in buffer.full) * full_dtype.itemsize * (size - 1) / size
     assert record.bytes_sent == sent
     buffer.release()
-    buffer.all_gather().wait()  # kept for one gather only
+    Gather([buffer]).start().wait()  # kept for one gather only
     assert all(not view.any() for view in buffer.views.values())
     buffer.shrink(group)
-    buffer.load_full(tensors)
+    load(buffer, tensors)
     buffer.forget_neighbors()
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
 
 
@@ -121,10 +123,10 @@ def test_a_group_whose_size_does_not_divide_is_refused():
 def gather_half_shrunk():
     one, other = make("planned"), make("planned")
     for buffer in (one, other):
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     one.shrink(dist.group.WORLD)
     with pytest.raises(ValueError, match="only some were shrunk"):
-        all_gather([one, other])
+        Gather([one, other]).start()
 
 
 def test_gathering_shrunk_and_whole_buffers_together_is_refused():

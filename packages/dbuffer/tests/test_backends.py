@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import mesh_of
+from dbuffer_helpers import load, mesh_of
 
 import dbuffer
 from dbuffer import DBuffer
@@ -19,8 +19,8 @@ def two_dtypes_are_gathered(transport):
     layout = plan([TensorSpec("w", (8, 4), Rows(1))], mesh.size())
     buffers = [DBuffer(layout, mesh, dtype=d, transport=transport) for d in (torch.bfloat16, torch.float32)]
     for factor, buffer in enumerate(buffers, 1):
-        buffer.load_full({"w": values * factor})
-    dbuffer.all_gather(buffers).wait()
+        load(buffer, {"w": values * factor})
+    dbuffer.Gather(buffers).start().wait()
     return all(
         buffer.views["w"].equal((values * factor).to(buffer.dtype))
         for factor, buffer in enumerate(buffers, 1)

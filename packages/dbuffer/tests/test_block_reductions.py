@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dbuffer_helpers import mesh_of
 
 import dbuffer
-from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, RowRun
+from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter, RowRun
 from layout_planner import Elements, Rows, TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -50,8 +50,8 @@ def reduce(fmt):
         for name, view in buffer.views.items():
             view.copy_(gradients(rank)[name])
         with record_collectives() as record:
-            buffer.reduce_scatter(op="sum").wait()
-        row = buffer.memory.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+            ReduceScatter([buffer], op="sum").start().wait()
+        row = buffer.spec.reduction.row_bytes(buffer.geometry, torch.float32)
         assert record.kinds == ["all_to_all"]
         assert record.bytes_sent == (size - 1) * row
         for name, view in buffer.local_views.items():
@@ -62,7 +62,7 @@ def reduce(fmt):
                 total = one if total is None else total + one
             start, stop = buffer.layout.local_range(name, rank)
             assert view.reshape(-1).equal(total.reshape(-1)[start:stop]), name
-        assert not any(gap.any() for gap in buffer.memory.shard.gaps)
+        assert not any(gap.any() for gap in buffer.shard_memory.gaps)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -73,7 +73,7 @@ def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(ra
 
 def bytes_a_gradient_takes():
     buffer = make(BlockReduction(STOCHASTIC), (TensorSpec("w", (512, 1024)),))
-    row = buffer.memory.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+    row = buffer.spec.reduction.row_bytes(buffer.geometry, torch.float32)
     return row / (4 * len(buffer.shard[0])), row == len(buffer.shard[0]) * (1 + 4 / 256)
 
 
@@ -91,7 +91,7 @@ def together():
         for name, view in buffer.views.items():
             view.copy_(gradients(dist.get_rank())[name])
     with record_collectives() as record:
-        dbuffer.reduce_scatter(buffers, op="avg").wait()
+        dbuffer.ReduceScatter(buffers, op="avg").start().wait()
     assert record.kinds == ["all_to_all"]
     for name, exact in buffers[1].local_views.items():
         assert buffers[0].local_views[name].equal(buffers[2].local_views[name])
@@ -117,7 +117,7 @@ def mean():
     for _ in range(trials):
         buffer.materialize()
         buffer.views["w"].copy_(grad)
-        buffer.reduce_scatter(op="avg").wait()
+        ReduceScatter([buffer], op="avg").start().wait()
         total += buffer.local_views["w"]
     start, stop = buffer.layout.local_range("w", dist.get_rank())
     want = grad.reshape(-1)[start:stop].view(total.shape)
@@ -141,7 +141,7 @@ def bad():
         view.copy_(gradients(dist.get_rank())[name])
     if dist.get_rank() == 1:
         buffer.views["matrix"][20, 299] = torch.inf
-    buffer.reduce_scatter().wait()
+    ReduceScatter([buffer]).start().wait()
     start, stop = buffer.layout.local_range("matrix", dist.get_rank())
     bad = buffer.local_views["matrix"].reshape(-1).isnan().nonzero().flatten() + start
     inside = torch.arange(20 * 300 + 256, 21 * 300)
@@ -156,7 +156,7 @@ def refused():
     specs = (TensorSpec("w", (10, 96), Elements(240)),)
     buffer = make(BlockReduction(NEAREST), specs)
     with pytest.raises(ValueError, match=r"w: rank \d holds the elements .* which cuts rows of 96"):
-        dbuffer.prepare_reduction([buffer])
+        dbuffer.ReduceScatter([buffer])
     with pytest.raises(ValueError, match=r"gradients in torch\.float64 cannot be quantized"):
         make(BlockReduction(NEAREST), full_dtype=torch.float64)
 

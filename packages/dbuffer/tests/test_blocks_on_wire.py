@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import mesh_of
+from dbuffer_helpers import load, mesh_of
 
 import dbuffer
-from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Recycler
+from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import record_collectives, run_ranks
@@ -52,7 +52,7 @@ def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
 
 
 def assert_codes_are_those_of_whole_tensors(buffer, fmt, full):
-    encoder = buffer.memory.encoder
+    encoder = buffer.encoder
     for segment, runs in enumerate(encoder._own_runs):
         names = {
             s.begin: s.name for s in buffer.geometry.slices.values() if s.segment == segment and s.local_numel
@@ -70,20 +70,20 @@ def gather(cut):
     for fmt in FORMATS if cut == "whole" else FORMATS[:2]:
         for dtype in (torch.bfloat16, torch.float32):
             buffer, full = make(fmt, cut, dtype), tensors()
-            buffer.load_full(full)
+            load(buffer, full)
             if cut == "shared":
                 dbuffer.share_amax([buffer])
             with record_collectives() as record:
-                buffer.all_gather().wait()
+                Gather([buffer]).start().wait()
             assert_codes_are_those_of_whole_tensors(buffer, fmt, full)
             for name, view in buffer.views.items():
                 assert view.equal(quantized_whole(fmt, full[name])[2].to(dtype)), name
             most = max(
                 sum(run.num_scales for runs in planes for run in runs)
-                for planes in map(buffer.memory.encoder._planes.runs, range(size))
+                for planes in map(buffer.encoder._planes.runs, range(size))
             )
             row = sum(map(len, buffer.shard)) + 4 * (-(-most // 4) * 4)
-            assert buffer.memory.spec.wire.row_bytes(buffer.geometry) == row
+            assert buffer.spec.wire.row_bytes(buffer.geometry) == row
             assert record.kinds == ["all_gather"] * (size > 1)
             assert record.bytes_sent == (size - 1) * row
 
@@ -102,17 +102,17 @@ def shared():
     ranks, fmt = dist.get_world_size(), FORMATS[1]
     buffers = [make(fmt, "shared", name=name) for name in ("a", "b")]
     for seed, buffer in enumerate(buffers):
-        buffer.load_full(tensors(seed))
-    cut = [buffer.memory.encoder.num_shared for buffer in buffers]
+        load(buffer, tensors(seed))
+    cut = [buffer.encoder.num_shared for buffer in buffers]
     assert min(cut) > 0
     refused = make(fmt, "shared", name="its memory is out of use then, on torch 2.11 for good")
     with pytest.raises(RuntimeError, match="could not start: the shard was written to since the amax"):
-        refused.all_gather()
+        Gather([refused]).start()
     for times in (1, 0):
         with record_collectives() as record:
             dbuffer.share_amax(buffers)
             dbuffer.share_amax(buffers)  # nothing has changed since
-            dbuffer.all_gather(buffers).wait()
+            dbuffer.Gather(buffers).start().wait()
         assert record.kinds == ["all_reduce"] * times + ["all_gather"]
     assert not dbuffer.needs_amax(buffers[0])
     buffers[1].shard[0].add_(1)
@@ -129,23 +129,23 @@ def test_the_amax_of_all_cut_tiles_takes_one_all_reduce_after_a_change():
 def kept():
     recycler = Recycler("cpu")
     buffer = make(FORMATS[0], recycler=recycler)
-    buffer.load_full(tensors())
-    buffer.all_gather().wait()
+    load(buffer, tensors())
+    Gather([buffer]).start().wait()
     assert recycler.stats.lent_bytes == sum(
         full.nbytes for full in buffer.full
     )  # what arrived was given back
-    for codes in buffer.memory.encoder.codes:
+    for codes in buffer.encoder.codes:
         codes.zero_()
     buffer.release()
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     assert not any(view.any() for view in buffer.views.values())  # codes were sent again as they were
     allocations = recycler.stats.allocations
     for change in (lambda: buffer.shard[0].mul_(1), buffer.forget_encoding):
         change()
         buffer.release()
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
         assert buffer.views["wide"].equal(quantized_whole(FORMATS[0], tensors()["wide"])[2].bfloat16())
-        for codes in buffer.memory.encoder.codes:
+        for codes in buffer.encoder.codes:
             codes.zero_()
     assert recycler.stats.allocations == allocations or not CAN_SWAP
 
@@ -175,15 +175,15 @@ class Broken:
 def failed():
     broken, recycler = Broken(), Recycler("cpu")
     buffer = make(FORMATS[0], recycler=recycler, transport=lambda _: broken)
-    buffer.load_full(tensors())
+    load(buffer, tensors())
     with pytest.raises(RuntimeError, match="a peer died"):
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     sent, quarantined = broken.sent, recycler.stats.quarantined_bytes
     codes = [one.clone() for one in sent]
     assert quarantined >= sum(len(flat) for flat in buffer.shard) * dist.get_world_size()
     buffer.shard[0].mul_(-3)
     with pytest.raises(RuntimeError, match="a peer died"):
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     assert all(map(torch.equal, sent, codes))
     assert not {one.data_ptr() for one in sent} & {one.data_ptr() for one in broken.sent}
 
@@ -197,9 +197,9 @@ def bad(cut):
     buffer, full = make(FORMATS[0], cut), tensors()
     full["short"][20, 20] = torch.nan
     full["wide"][3, 99] = -torch.inf
-    buffer.load_full(full)
+    load(buffer, full)
     dbuffer.share_amax([buffer])
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     short, wide = buffer.views["short"], buffer.views["wide"]
     assert short[16:32, 16:32].isnan().all()
     assert int(short.isnan().sum()) == 256

@@ -11,12 +11,13 @@ from dbuffer_helpers import (
     assert_views_equal,
     fill_views,
     full_tensors,
+    load,
     make,
     mesh_of,
 )
 
 import dbuffer
-from dbuffer import DBuffer
+from dbuffer import AllReduce, DBuffer, Gather, ReduceScatter
 from ragged_shard.testing import record_collectives, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,9 +28,9 @@ PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch
 def gather(layout, dtype, full_dtype):
     buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
     tensors = full_tensors()
-    buffer.load_full(tensors)
+    load(buffer, tensors)
     for _ in range(2):
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
         assert_views_equal(buffer, tensors)
         assert all(view.dtype == full_dtype for view in buffer.views.values())
         buffer.release()
@@ -53,7 +54,7 @@ def reduce(layout, dtype, full_dtype, op, divide):
     buffer = make(layout, dtype=dtype, full_dtype=full_dtype)
     mine, total = gradients(dist.get_rank(), dist.get_world_size())
     fill_views(buffer, mine)
-    buffer.reduce_scatter(op=op, divide=divide).wait()
+    ReduceScatter([buffer], op=op, divide=divide).start().wait()
     by = dist.get_world_size() if op == "avg" else divide or 1
     for name, view in buffer.local_views.items():
         want = (total[name] / by).reshape(-1)
@@ -80,7 +81,7 @@ def divide_in_shard_dtype():
     buffer.materialize()
     for view in buffer.views.values():
         view.fill_(1.0)
-    buffer.reduce_scatter(op="sum", divide=3.0 * dist.get_world_size()).wait()
+    ReduceScatter([buffer], op="sum", divide=3.0 * dist.get_world_size()).start().wait()
     third = torch.tensor(1.0) / 3
     for view in buffer.local_views.values():
         torch.testing.assert_close(view, third.expand_as(view), rtol=1e-6, atol=0)
@@ -96,7 +97,7 @@ def accumulate(layout, full_dtype):
     mine, total = gradients(dist.get_rank(), dist.get_world_size())
     for step in range(3):
         fill_views(buffer, mine)
-        buffer.reduce_scatter(op="sum", divide=2.0, accumulate=step > 0).wait()
+        ReduceScatter([buffer], op="sum", divide=2.0).start(accumulate=step > 0).wait()
         buffer.release()
     assert_locals_equal(buffer, {name: value * 1.5 for name, value in total.items()})
 
@@ -115,7 +116,7 @@ def poison_padding():
         for flat in buffer.full:
             flat.fill_(float("nan"))
         fill_views(buffer, full_tensors())
-        buffer.reduce_scatter().wait()
+        ReduceScatter([buffer]).start().wait()
         held = sum(view.abs().sum() for view in buffer.local_views.values())
         assert sum(shard.abs().sum() for shard in buffer.shard) == held
 
@@ -131,14 +132,14 @@ def hybrid(layout, full_dtype):
     assert buffer.mesh_view.size == 2
     mine, total = gradients(dist.get_rank(), 4)
     fill_views(buffer, mine)
-    buffer.reduce_scatter(op="sum").wait()
-    buffer.all_reduce(op="avg").wait()
+    ReduceScatter([buffer], op="sum").start().wait()
+    AllReduce([buffer], op="avg").start().wait()
     assert_locals_equal(buffer, {name: value / 2 for name, value in total.items()})
-    buffer.all_reduce(op="sum", divide=4.0).wait()
+    AllReduce([buffer], op="sum", divide=4.0).start().wait()
     assert_locals_equal(buffer, {name: value / 4 for name, value in total.items()})
     tensors = full_tensors(9)
-    buffer.load_full(tensors)
-    buffer.all_gather().wait()
+    load(buffer, tensors)
+    Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
 
 
@@ -152,14 +153,14 @@ def every_order_of_waiting(full_dtype):
     tensors = [full_tensors(seed) for seed in range(3)]
     buffers = [make("split" if seed == 1 else "planned", full_dtype=full_dtype) for seed in range(3)]
     for buffer, values in zip(buffers, tensors, strict=True):
-        buffer.load_full(values)
+        load(buffer, values)
     for order in itertools.permutations(range(3)):
-        handles = [buffer.all_gather() for buffer in buffers]
+        handles = [Gather([buffer]).start() for buffer in buffers]
         for index in order:
             handles[index].wait()
             handles[index].wait()
             assert_views_equal(buffers[index], tensors[index])
-        handles = [buffer.reduce_scatter(op="avg") for buffer in buffers]
+        handles = [ReduceScatter([buffer], op="avg").start() for buffer in buffers]
         for index in order:
             handles[index].wait()
             assert_locals_equal(buffers[index], tensors[index])
@@ -179,14 +180,14 @@ def mixed_in_one_call():
     three = make(mesh=mesh, dtype=torch.float16)
     buffers, tensors = [one, two, three], full_tensors(5)
     for buffer in buffers:
-        buffer.load_full(tensors)
+        load(buffer, tensors)
     with record_collectives() as record:
-        dbuffer.all_gather(buffers).wait()
+        dbuffer.Gather(buffers).start().wait()
     assert record.kinds == ["all_gather"]
     for buffer in buffers:
         assert_views_equal(buffer, tensors)
     with record_collectives() as record:
-        dbuffer.reduce_scatter(buffers, op="avg").wait()
+        dbuffer.ReduceScatter(buffers, op="avg").start().wait()
     assert record.kinds == ["reduce_scatter"]
     for buffer in buffers:
         assert_locals_equal(buffer, tensors)
@@ -203,10 +204,10 @@ def holders_of_nothing():
     specs = (TensorSpec("a", (8,)), TensorSpec("s", ()))
     buffer = DBuffer(plan(specs, 3), mesh_of(), dtype=torch.float32, full_dtype=torch.bfloat16)
     tensors = {"a": torch.arange(8.0), "s": torch.tensor(3.0)}
-    buffer.load_full(tensors)
-    buffer.all_gather().wait()
+    load(buffer, tensors)
+    Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
-    buffer.reduce_scatter().wait()
+    ReduceScatter([buffer]).start().wait()
     assert_locals_equal(buffer, tensors)
     return {name: tuple(view.shape) for name, view in buffer.local_views.items()}
 
@@ -220,15 +221,15 @@ def test_ranks_that_hold_nothing_of_a_tensor_take_part():
 def one_byte_floats():
     buffer = make(dtype=torch.float32, full_dtype=torch.float8_e4m3fn, align=16)
     tensors = full_tensors()  # whole numbers up to 9, which one byte holds
-    buffer.load_full(tensors)
-    buffer.all_gather().wait()
+    load(buffer, tensors)
+    Gather([buffer]).start().wait()
     for name, view in buffer.views.items():
         assert torch.equal(view.float(), tensors[name]), name
     for op in ("sum", "avg"):
         with pytest.raises(
             ValueError, match=r"float8_e4m3fn cannot be added up; reduce in a wider full_dtype"
         ):
-            buffer.reduce_scatter(op=op)
+            ReduceScatter([buffer], op=op).start()
 
 
 def test_one_byte_floats_are_gathered_and_their_sums_refused():
@@ -241,8 +242,8 @@ def integers():
     fill_views(buffer, mine)
     for options in ({"op": "avg"}, {"op": "sum", "divide": 2.0}):
         with pytest.raises(ValueError, match=r"an average of torch.int32 is not torch.int32; use op='sum'"):
-            buffer.reduce_scatter(**options)
-    buffer.reduce_scatter(op="sum").wait()
+            ReduceScatter([buffer], **options)
+    ReduceScatter([buffer], op="sum").start().wait()
     assert_locals_equal(buffer, total)
 
 

@@ -1,9 +1,9 @@
 """On CPU streams and events mean nothing, and code written for them runs."""
 
 import pytest
-from dbuffer_helpers import assert_views_equal, full_tensors, make
+from dbuffer_helpers import assert_views_equal, full_tensors, load, make
 
-from dbuffer import Recycler, device_layer, shared_recycler
+from dbuffer import Gather, Recycler, device_layer, shared_recycler
 from ragged_shard.testing import run_ranks
 
 
@@ -12,8 +12,8 @@ def on_a_stream():
     layer = buffer.layer
     stream = layer.new_stream()
     assert stream is layer.current_stream() is None
-    buffer.load_full(tensors)
-    handle = buffer.all_gather(stream=stream, after=[layer.record()])
+    load(buffer, tensors)
+    handle = Gather([buffer]).start(stream=stream, after=[layer.record()])
     with layer.on(stream):
         handle.wait()
     layer.wait(layer.record(stream), stream)

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import mesh_of
+from dbuffer_helpers import load, mesh_of
 
-from dbuffer import Collectives, DBuffer, prepare_gather, prepare_reduction, reduction_scratch_bytes
+from dbuffer import Collectives, DBuffer, Gather, ReduceScatter, reduction_scratch_bytes
 from dbuffer.transport import choice, direct, peer_memory, transport_of
 from dbuffer.transport.peer_memory import PIECE_BYTES
 from layout_planner import TensorSpec, plan
@@ -24,7 +24,7 @@ def build(name, rows=16384, **options):
 def fill(buffer, seed):
     generator = torch.Generator().manual_seed(seed)
     names = {spec.name: torch.randn(spec.shape, generator=generator) for spec in buffer.layout.tensors}
-    buffer.load_full(names)
+    load(buffer, names)
 
 
 def all_ways(full_dtype, op):
@@ -34,9 +34,9 @@ def all_ways(full_dtype, op):
         one, other = (build(n, full_dtype=full_dtype, transport=transport) for n in ("one", "other"))
         for number, buffer in enumerate((one, other)):
             fill(buffer, number)
-        one.all_gather().wait()  # connects
+        Gather([one]).start().wait()  # connects
         with record_collectives() as record:
-            handles = [one.all_gather(), other.all_gather()]
+            handles = [Gather([one]).start(), Gather([other]).start()]
             for handle in handles:
                 handle.wait()
             values = [full.clone() for buffer in (one, other) for full in buffer.full]
@@ -44,7 +44,7 @@ def all_ways(full_dtype, op):
                 for buffer in (one, other):
                     for view in buffer.views.values():
                         view.copy_(torch.arange(view.numel()).view(view.shape) % 7 + dist.get_rank())
-                handles = [b.reduce_scatter(op=op, accumulate=accumulate) for b in (one, other)]
+                handles = [ReduceScatter([b], op=op).start(accumulate=accumulate) for b in (one, other)]
                 for handle in handles:
                     handle.wait()
             values += [shard.clone() for buffer in (one, other) for shard in buffer.shard]
@@ -70,9 +70,9 @@ def test_from_rank_to_rank_the_values_are_those_of_the_collectives(ranks):
 
 def collective_kinds(rows, transport):
     buffer = build("x", rows, transport=transport)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     with record_collectives() as record:
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     buffer.release()
     return record.kinds
 
@@ -116,7 +116,7 @@ def own_transport():
 
     buffers = [build(name, transport=make) for name in ("a", "b")]
     for buffer in buffers:
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     return made
 
 
@@ -134,18 +134,18 @@ def a_gather_and_a_reduction_of_their_own_way():
 
     buffer = build("x", 512)
     fill(buffer, 0)
-    prepare_gather([buffer], transport=make).start().wait()
+    Gather([buffer], transport=make).start().wait()
     expected = {name: view.clone() for name, view in buffer.views.items()}
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     for name, view in buffer.views.items():
         assert torch.equal(view, expected[name])
     own = dist.new_group()
-    prepare_reduction([buffer], op="sum", transport=make, group=own).start().wait()
+    ReduceScatter([buffer], op="sum", transport=make, group=own).start().wait()
     assert made == [buffer.mesh_view.group, own]
     half = dist.new_group([0])
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match=r"group has ranks \[0\], the shard axis \[0, 1\]"):
-            prepare_reduction([buffer], group=half)
+            ReduceScatter([buffer], group=half)
 
 
 def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
@@ -244,7 +244,7 @@ def nobody_answers():
     choice._chosen[buffer.mesh_view.group] = choice._chosen[group]
     try:
         with pytest.raises(RuntimeError) as caught:
-            buffer.all_gather()
+            Gather([buffer]).start()
     finally:
         del choice._chosen[buffer.mesh_view.group]
     assert not buffer.busy

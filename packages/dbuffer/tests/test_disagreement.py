@@ -6,11 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import build_large, error_of, peers_of, swap
+from dbuffer_helpers import build_large, error_of, load, peers_of, swap, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer
+from dbuffer import DBuffer, Gather, ReduceScatter
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -26,13 +26,13 @@ def disagree(what):
     for buffer in (first, second, larger):
         buffer.materialize()
     other = {
-        "reduces": first.reduce_scatter,
-        "averages": lambda: first.reduce_scatter(op="sum"),
-        "names another": second.all_gather,
-        "gathers more": larger.all_gather,
-        "gathers two": lambda: dbuffer.all_gather([first, second]),
+        "reduces": ReduceScatter([first]).start,
+        "averages": lambda: ReduceScatter([first], op="sum").start(),
+        "names another": Gather([second]).start,
+        "gathers more": Gather([larger]).start,
+        "gathers two": lambda: dbuffer.Gather([first, second]).start(),
     }[what]
-    usual = first.all_gather if what != "averages" else first.reduce_scatter
+    usual = Gather([first]).start if what != "averages" else ReduceScatter([first]).start
     handle = (usual, other)[rank]()
     return error_of(handle.wait)
 
@@ -48,11 +48,11 @@ def two_groups():
     """Groups of the same ranks, used in another order on each rank."""
     buffers = [build_large(name, dist.new_group()) for name in "ab"]
     for value, buffer in enumerate(buffers):
-        buffer.load_full({"w": torch.full((1024, 1024), float(value))})
-        buffer.all_gather().wait()  # connects
-        buffer.zero_("full")
+        load(buffer, {"w": torch.full((1024, 1024), float(value))})
+        Gather([buffer]).start().wait()  # connects
+        zero(buffer.full)
     order = buffers if dist.get_rank() == 0 else buffers[::-1]
-    handles = [buffer.all_gather() for buffer in order]
+    handles = [Gather([buffer]).start() for buffer in order]
     for handle in handles:
         handle.wait()
     return [buffer.full[0].unique().tolist() for buffer in buffers]
@@ -68,7 +68,7 @@ def last_disagrees(what, transport):
     a, b = (build_large(name, group, transport) for name in "ab")
     odd = build_large("a", group, transport, dtype=torch.int32)
     for value, buffer in enumerate((a, b)):
-        buffer.load_full({"w": torch.full((1024, 1024), float(value))})
+        load(buffer, {"w": torch.full((1024, 1024), float(value))})
     mine = [a, b]
     if dist.get_rank() == dist.get_world_size() - 1:
         mine = {"count": [b], "order": [b, a], "dtype": [odd, b]}[what]
@@ -76,7 +76,7 @@ def last_disagrees(what, transport):
     handles = []
     for buffer in mine:
         try:
-            handles.append((buffer, buffer.all_gather()))
+            handles.append((buffer, Gather([buffer]).start()))
         except RuntimeError:
             raised = True
     for buffer, handle in handles:

@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SPECS, full_tensors, layout_for, make, mesh_of
+from dbuffer_helpers import SPECS, layout_for, make, mesh_of
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer
+from dbuffer import AllReduce, DBuffer, Gather, ReduceScatter
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import RankError, run_ranks
 
@@ -123,25 +123,17 @@ def test_a_mesh_of_two_dimensions_needs_to_know_what_the_other_is_for():
 
 def use(what):
     buffer = make(alias=False, name="layers.0")
-    other = make(dtype=torch.bfloat16, alias=False)
-    mesh = buffer.mesh_view.mesh
     uses = {
         "full": lambda: buffer.full,
         "views": lambda: buffer.views,
-        "zero": lambda: buffer.zero_("full"),
-        "reduce": lambda: buffer.reduce_scatter(),
-        "all_reduce": lambda: buffer.all_reduce(),
-        "part": lambda: buffer.zero_("gathered"),
-        "copy": lambda: buffer.copy_(other),
-        "layouts": lambda: buffer.add_(make("split", mesh=mesh)),
-        "mul": lambda: buffer.mul_(torch.ones(2)),
-        "op": lambda: (buffer.materialize(), buffer.reduce_scatter(op="max")),
-        "divide": lambda: (buffer.materialize(), buffer.reduce_scatter(op="avg", divide=2.0)),
-        "zero divide": lambda: (buffer.materialize(), buffer.reduce_scatter(op="sum", divide=0.0)),
-        "twice": lambda: dbuffer.all_gather([buffer, buffer]),
-        "none": lambda: dbuffer.all_gather([]),
-        "aliased": lambda: (b := make(), b.materialize(), b.reduce_scatter(accumulate=True)),
-        "recycler": lambda: buffer.placements("nothing"),
+        "reduce": lambda: ReduceScatter([buffer]).start(),
+        "all_reduce": lambda: AllReduce([buffer]).start(),
+        "op": lambda: (buffer.materialize(), ReduceScatter([buffer], op="max").start()),
+        "divide": lambda: (buffer.materialize(), ReduceScatter([buffer], op="avg", divide=2.0).start()),
+        "zero divide": lambda: (buffer.materialize(), ReduceScatter([buffer], op="sum", divide=0.0).start()),
+        "twice": lambda: dbuffer.Gather([buffer, buffer]).start(),
+        "none": lambda: dbuffer.Gather([]).start(),
+        "aliased": lambda: (b := make(), b.materialize(), ReduceScatter([b]).start(accumulate=True)),
     }
     uses[what]()
 
@@ -149,22 +141,16 @@ def use(what):
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("full", RuntimeError, "layers.0: full after release; call all_gather or materialize first"),
+        ("full", RuntimeError, "layers.0: full after release; gather it or call materialize first"),
         ("views", RuntimeError, "layers.0: views after release"),
-        ("zero", RuntimeError, "layers.0: zero_ after release"),
         ("reduce", RuntimeError, "layers.0: reduce_scatter after release"),
         ("all_reduce", ValueError, "layers.0: all_reduce needs a replicate axis"),
-        ("part", ValueError, "'shard' or 'full', not 'gathered'"),
-        ("copy", ValueError, "holds torch.float32, .* torch.bfloat16; use cast_from"),
-        ("layouts", ValueError, "have different layouts"),
-        ("mul", ValueError, "mul_ takes one number"),
         ("op", ValueError, "op is 'max'"),
         ("divide", ValueError, "divide=2.0 with op='avg'"),
         ("zero divide", ValueError, "divide=0.0"),
         ("twice", ValueError, "each once"),
         ("none", ValueError, "at least one buffer"),
         ("aliased", ValueError, "build the buffer with alias=False"),
-        ("recycler", KeyError, "nothing"),
     ],
 )
 def test_misuse_raises(what, kind, message):
@@ -173,9 +159,9 @@ def test_misuse_raises(what, kind, message):
 
 def busy():
     buffer = make(full_dtype=torch.bfloat16)
-    handle = buffer.all_gather()
+    handle = Gather([buffer]).start()
     assert buffer.busy
-    for act in (buffer.release, buffer.all_gather, buffer.zero_, lambda: buffer.load_full(full_tensors())):
+    for act in (buffer.release, Gather([buffer]).start, buffer.forget_neighbors):
         with pytest.raises(RuntimeError, match="under way; call wait"):
             act()
     assert not handle.waited
@@ -184,7 +170,7 @@ def busy():
     assert handle.waited
     assert not buffer.busy
     buffer.wait()
-    buffer.all_gather()
+    Gather([buffer]).start()
     buffer.wait()
     assert not buffer.busy
     buffer.release()
@@ -201,7 +187,7 @@ def rank_one_leaves():
     buffer = make(mesh=DeviceMesh.from_group(group, "cpu"), name="layers.7")
     if dist.get_rank() == 1:
         return None
-    handle = buffer.all_gather()
+    handle = Gather([buffer]).start()
     errors = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"all_gather of layers\.7 failed") as caught:

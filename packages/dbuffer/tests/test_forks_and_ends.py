@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, build_large, error_of, peers_of, swap
+from dbuffer_helpers import SIZE, build_large, error_of, load, peers_of, swap, zero
 
+from dbuffer import Gather
 from dbuffer.transport import transport_of
 from ragged_shard.testing import run_ranks
 
@@ -91,12 +92,12 @@ def a_buffer_is_dropped():
     """Rank 0 drops buffer and handle under way, and its memory goes to whoever asks."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     buffer = build_large(group=group)
-    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
-    buffer.all_gather().wait()
-    buffer.zero_("full")
+    load(buffer, {"w": torch.full((1024, 1024), 3.0)})
+    Gather([buffer]).start().wait()
+    zero(buffer.full)
     dist.barrier()
     if dist.get_rank() == 0:
-        buffer.all_gather()
+        Gather([buffer]).start()
         del buffer
         gc.collect()
         others = [torch.full((n, 1024), -1.0) for n in (512, 512, 1024, 1024)]
@@ -105,7 +106,7 @@ def a_buffer_is_dropped():
         return bool(all((other == -1).all() for other in others))
     dist.barrier()
     try:
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
         return bool((buffer.views["w"] == 3).all())
     except RuntimeError:
         return True

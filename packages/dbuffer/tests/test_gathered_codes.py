@@ -3,11 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import mesh_of
+from dbuffer_helpers import load, mesh_of
 from test_blocks_on_wire import FORMATS, Broken, layout_for, quantized_whole, tensors
 
 import dbuffer
-from dbuffer import BlockNF4, BlockQuantizedTensor, BlocksAtRest, BlocksOnWire, DBuffer, Recycler
+from dbuffer import (
+    BlockNF4,
+    BlockQuantizedTensor,
+    BlocksAtRest,
+    BlocksOnWire,
+    DBuffer,
+    Gather,
+    Recycler,
+    ReduceScatter,
+)
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import run_ranks
@@ -38,9 +47,9 @@ def gather():
             views = buffer.empty_views
             for seed in range(2):
                 full = tensors(seed)
-                buffer.load_full(full)
+                load(buffer, full)
                 dbuffer.share_amax([buffer]) if cut == "shared" else None
-                buffer.all_gather().wait()
+                Gather([buffer]).start().wait()
                 assert_views_are_codes_of_whole_tensors(buffer, fmt, full)
                 assert buffer.views is views
                 buffer.release()
@@ -55,11 +64,11 @@ def memory():
     recycler, ranks = Recycler("cpu", lean=True), dist.get_world_size()
     buffer = make(FORMATS[0], recycler=recycler)
     assert recycler.stats.lent_bytes == 0
-    buffer.load_full(tensors())
+    load(buffer, tensors())
     codes = ranks * sum(segment.shard_size for segment in buffer.layout.segments)
-    planes = buffer.memory.encoder._planes
+    planes = buffer.encoder._planes
     scales = 4 * dbuffer.num_gathered_scales(planes)
-    handle = buffer.all_gather()
+    handle = Gather([buffer]).start()
     assert recycler.stats.lent_bytes == codes + scales + 4 * ranks * planes.num_scales  # as they arrive
     handle.wait()
     assert recycler.stats.lent_bytes == codes + scales
@@ -77,15 +86,15 @@ def neighbors():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     buffer, full = make(FORMATS[0]), tensors()
-    buffer.load_full(full)
-    buffer.all_gather().wait()
+    load(buffer, full)
+    Gather([buffer]).start().wait()
     with pytest.raises(RuntimeError, match="call keep_codes_for before the gather"):
         buffer.shrink(mine)
     buffer.release()
     buffer.keep_codes_for(mine)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     buffer.shrink(mine)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     assert_views_are_codes_of_whole_tensors(buffer, FORMATS[0], full)
 
 
@@ -96,9 +105,9 @@ def test_neighbors_gather_the_codes_that_they_kept():
 def failed():
     broken = Broken()
     buffer = make(FORMATS[0], transport=lambda _: broken, recycler=Recycler("cpu"))
-    buffer.load_full(tensors())
+    load(buffer, tensors())
     with pytest.raises(RuntimeError, match="a peer died"):
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     first = [view.codes.untyped_storage().nbytes() for view in buffer.empty_views.values()]
     assert not any(first)  # a write that comes late goes where nobody looks
 
@@ -110,9 +119,9 @@ def test_a_failed_gather_leaves_no_memory_to_the_views():
 
 def refused():
     buffer = make(FORMATS[0])
-    buffer.load_full(tensors())
-    buffer.all_gather().wait()
-    for use in (lambda: buffer.full, lambda: buffer.zero_("full"), buffer.reduce_scatter):
+    load(buffer, tensors())
+    Gather([buffer]).start().wait()
+    for use in (lambda: buffer.full, lambda: ReduceScatter([buffer])):
         with pytest.raises(ValueError, match="tensors that are gathered as codes"):
             use()
     layout = plan([TensorSpec("t", (27, 8), Rows(1))], dist.get_world_size(), align=16)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import full_tensors, make, mesh_of, simulated_mesh
+from dbuffer_helpers import full_tensors, load, make, mesh_of, simulated_mesh
 from test_collectives import accumulate, gather, reduce
 from test_memory import alias, backward_after_release, views_survive
 
@@ -14,6 +14,7 @@ from dbuffer import (
     BlockInt8,
     BlockNF4,
     DBuffer,
+    Gather,
     Noise,
     Recycler,
     RowRun,
@@ -58,7 +59,7 @@ def nccl_collectives():
     _torch_compat.all_reduce(receive[:1], dist.ReduceOp.SUM, group).wait()
     assert all(t.eq(1).all() for t in receive)
     mesh_of()
-    buffer = make().load_full({n: t.cuda() for n, t in full_tensors().items()})
+    buffer = load(make(), {n: t.cuda() for n, t in full_tensors().items()})
     assert sum(v.float().abs().sum().item() for v in buffer.local_views.values()) > 0
 
 
@@ -78,7 +79,7 @@ def walk(buffers, stream, compute, depth=1):
     for index, buffer in enumerate(buffers):
         for ahead in range(index, min(index + depth + 1, len(buffers))):
             if ahead not in handles:
-                handles[ahead] = buffers[ahead].all_gather(stream=stream, after=())
+                handles[ahead] = Gather([buffers[ahead]]).start(stream=stream, after=())
         handles[index].wait()
         compute(buffer)
         buffer.release()

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import fill_views, full_tensors, make, mesh_of
+from dbuffer_helpers import fill_views, full_tensors, load, make, mesh_of
 from test_wire import Quantized
 
-from dbuffer import Recycler, _torch_compat
+from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat
 from dbuffer.memory import recycler as recycler_module
 from dbuffer.memory.recycler import DebugRecycler
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
@@ -36,14 +36,14 @@ def test_collectives_on_another_stream_start_after_the_current_one():
     with device() as found:
         side = found.new_stream()
         buffer = make(mesh=mesh_of(2, 2))
-        buffer.load_full(full_tensors())
-        buffer.all_gather(stream=side).wait()
+        load(buffer, full_tensors())
+        Gather([buffer]).start(stream=side).wait()
         read(buffer)
         fill_views(buffer, full_tensors())
-        buffer.reduce_scatter(stream=side).wait()
-        buffer.mul_(2.0)
-        buffer.all_reduce(op="sum", stream=side).wait()
-        buffer.mul_(2.0)
+        ReduceScatter([buffer]).start(stream=side).wait()
+        buffer.shard[0].mul_(2.0)
+        AllReduce([buffer], op="sum").start(stream=side).wait()
+        buffer.shard[0].mul_(2.0)
 
 
 @pytest.mark.parametrize("wire", [None, Quantized()], ids=["cast", "decoded"])
@@ -51,8 +51,8 @@ def test_every_stream_that_waits_for_a_gather_may_read(wire):
     with device() as found:
         options = {} if wire is None else {"wire": wire}
         buffer = make(mesh=mesh_of(4), align=16, full_dtype=torch.bfloat16, **options)
-        buffer.load_full(full_tensors())
-        handle = buffer.all_gather(stream=found.new_stream())
+        load(buffer, full_tensors())
+        handle = Gather([buffer]).start(stream=found.new_stream())
         handle.wait()
         other = found.new_stream()
         with found.on(other, ()):
@@ -65,10 +65,10 @@ def test_memory_of_a_wire_forms_own_is_kept_until_it_was_decoded():
     with device() as found:
         stream = found.new_stream()
         buffer = make(mesh=mesh_of(4), align=16, full_dtype=torch.bfloat16, wire=Quantized())
-        buffer.load_full(full_tensors())
+        load(buffer, full_tensors())
         after = [found.record()]
         for _ in range(3):
-            buffer.all_gather(stream=stream, after=after).wait()
+            Gather([buffer]).start(stream=stream, after=after).wait()
             after = []  # the next gather waits for nothing of this stream's by itself
 
 
@@ -76,11 +76,11 @@ def test_slices_that_neighbors_keep_are_there_before_they_are_gathered():
     with device() as found:
         group = dist.new_group([0, 1])
         buffer = make(mesh=mesh_of(4), recycler=Recycler("cpu"))
-        buffer.load_full(full_tensors())
-        buffer.all_gather().wait()
+        load(buffer, full_tensors())
+        Gather([buffer]).start().wait()
         buffer.shrink(group)
-        buffer.memory.recycler.trim()  # new memory waits for no last use
-        buffer.all_gather(stream=found.new_stream(), after=()).wait()
+        buffer.recycler.trim()  # new memory waits for no last use
+        Gather([buffer]).start(stream=found.new_stream(), after=()).wait()
         read(buffer)
 
 
@@ -88,8 +88,8 @@ def test_memory_goes_back_after_its_last_use_where_storages_cannot_exchange_thei
     monkeypatch.setattr(_torch_compat, "CAN_SWAP", False)
     with device() as found:
         buffer = make(mesh=mesh_of(4), recycler=Recycler("cpu"))
-        buffer.load_full(full_tensors())
-        buffer.all_gather(stream=found.new_stream()).wait()  # from whose pool the memory is
+        load(buffer, full_tensors())
+        Gather([buffer]).start(stream=found.new_stream()).wait()  # from whose pool the memory is
         read(buffer)
         buffer.release()
 
@@ -126,7 +126,7 @@ def test_offloaded_shards_are_page_locked_to_the_byte_and_gradients_reuse_their_
         addresses, reads = list(found.registered), found.new_stream()
         for _ in range(2):
             fill_views(buffer, full_tensors())
-            buffer.reduce_scatter().wait()
+            ReduceScatter([buffer]).start().wait()
             with found.on(reads):  # a copy of the user's, which the host does not wait for
                 [shard.to("cpu:0", non_blocking=True) for shard in buffer.shard]
             buffer.give_shard()

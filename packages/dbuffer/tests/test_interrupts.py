@@ -9,9 +9,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, peers_of, swap
+from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, load, peers_of, swap, zero
 
 import dbuffer
+from dbuffer import Gather, ReduceScatter
 from dbuffer._handle import HandleState
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
@@ -75,7 +76,7 @@ def waits_are_interrupted():
     def attack(number):
         nonlocal buffer
         fill(buffer)
-        handle = buffer.reduce_scatter(op="sum", accumulate=True)
+        handle = ReduceScatter([buffer], op="sum").start(accumulate=True)
         try:
             with interrupted_at(number):
                 handle.wait()
@@ -105,7 +106,7 @@ def starts_are_interrupted():
         fill(buffer)
         try:
             with interrupted_at(number):
-                buffer.all_gather()
+                Gather([buffer]).start()
         except Interrupted:
             if buffer.busy:
                 with contextlib.suppress(RuntimeError):
@@ -191,15 +192,15 @@ def ring(seconds, error):
 def a_wait_is_interrupted(error):
     """Rank 0's wait is interrupted by a signal before rank 1 has started; rank 1 still gets its shard."""
     buffer = build_large()
-    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
-    buffer.all_gather().wait()  # connects
-    buffer.zero_("full")
+    load(buffer, {"w": torch.full((1024, 1024), 3.0)})
+    Gather([buffer]).start().wait()  # connects
+    zero(buffer.full)
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(0.8)
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     else:
-        handle = buffer.all_gather()
+        handle = Gather([buffer]).start()
         ring(0.2, error)
         with pytest.raises(type(error), match=r"^from the handler$"):
             handle.wait()
@@ -226,12 +227,12 @@ def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives():
 def waits_for_completed_exchanges_are_interrupted(transport):
     """Rank 0's wait, when the exchange has completed: by a handler's RuntimeError at each bytecode in turn."""
     buffer = build_large(transport=transport)
-    buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+    load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     said = []
     for number in range(1, 250):
         buffer.materialize()
-        buffer.zero_("full")
-        handle = buffer.all_gather()
+        zero(buffer.full)
+        handle = Gather([buffer]).start()
         if dist.get_rank() == 0:
             while not handle.completed:
                 time.sleep(1e-4)
@@ -251,7 +252,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
         assert not buffer.busy, f"at {number}"
         if dist.get_rank() == 0 and handle.state is not HandleState.COMPLETED:
             buffer = again(buffer)
-            buffer.load_full({"w": torch.full((1024, 1024), 3.0)})
+            load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     return said
 
 

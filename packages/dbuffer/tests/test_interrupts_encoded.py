@@ -3,10 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import Interrupted, simulated_mesh
+from dbuffer_helpers import Interrupted, simulated_mesh, zero
 from test_interrupts import interrupted_at, sweep
 
-from dbuffer import BlockFP8, BlockInt8, BlockReduction, BlocksOnWire, CastReduction, DBuffer, Recycler
+from dbuffer import (
+    BlockFP8,
+    BlockInt8,
+    BlockReduction,
+    BlocksOnWire,
+    CastReduction,
+    DBuffer,
+    Gather,
+    Recycler,
+    ReduceScatter,
+)
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, plan
 
@@ -46,7 +56,7 @@ def start_gather(buffer, value):
     buffer.shard[0].fill_(value)
     buffer.materialize()
     buffer.full[0].fill_(torch.nan)
-    return buffer.all_gather()
+    return Gather([buffer]).start()
 
 
 def start_reduction(buffer, value, accumulate):
@@ -54,7 +64,7 @@ def start_reduction(buffer, value, accumulate):
     buffer.shard[0].fill_(value / 2 if accumulate else torch.nan)
     buffer.materialize()
     buffer.full[0].fill_(value / 4 if accumulate else value / 2)
-    return buffer.reduce_scatter(op="sum", accumulate=accumulate)
+    return ReduceScatter([buffer], op="sum").start(accumulate=accumulate)
 
 
 def interrupt_each_wait(make, start, tensors):
@@ -109,8 +119,8 @@ def test_a_wait_for_the_codes_that_neighbors_keep_interrupted_at_any_bytecode():
             buffer.keep_codes_for(group)
             start_gather(buffer, value).wait()
             buffer.shrink(group)
-            buffer.zero_()  # what was kept is what comes back
-            return buffer.all_gather()
+            zero(buffer.shard)  # what was kept is what comes back
+            return Gather([buffer]).start()
 
         interrupt_each_wait(lambda: build(mesh, wire=BlocksOnWire(BlockFP8((4, 4)))), start, gathered)
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import build_large, error_of
+from dbuffer_helpers import build_large, error_of, zero
 
-from dbuffer import DebugRecycler, Recycler
+from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, process_memory, transport_of
 from ragged_shard.testing import run_ranks
@@ -21,16 +21,17 @@ can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange m
 def memory_after_a_failure():
     """Rank 0's gather fails; its memory is released and used again; rank 1 must not see what it is used for."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    buffer, other = (build_large(name, group, "collectives") for name in "ab")
+    recycler = Recycler("cpu")
+    buffer, other = (build_large(name, group, "collectives", recycler=recycler) for name in "ab")
     dist.barrier()
     if dist.get_rank() == 0:
-        handle = buffer.all_gather()
+        handle = Gather([buffer]).start()
         address = buffer.full[0].data_ptr()
         error_of(handle.wait)
         buffer.release()
         other.materialize()
         assert other.full[0].data_ptr() != address
-        assert buffer.memory.recycler.stats.quarantined_bytes == 2 * 4 * 512 * 1024
+        assert recycler.stats.quarantined_bytes == 2 * 4 * 512 * 1024
     dist.barrier()
 
 
@@ -69,11 +70,11 @@ def a_read_begins_before_the_wait_gives_up():
     group = dist.new_group()  # of its own: these ranks are not used for another test
     recycler = Recycler("cpu")
     buffer, other = (build_large(name, group, recycler=recycler) for name in "ab")
-    buffer.all_gather().wait()  # connects
+    Gather([buffer]).start().wait()  # connects
     buffer.release()
     reads = LateReads(group) if dist.get_rank() == 1 else None
     dist.barrier()
-    handle = buffer.all_gather()
+    handle = Gather([buffer]).start()
     address = buffer.full[0].data_ptr()
     said = error_of(handle.wait)
     if reads is not None:
@@ -101,10 +102,10 @@ def a_reduction_is_given_up_and_dropped():
     group = dist.new_group()
     direct.MIN_BYTES = 1  # small enough for blocks that malloc hands out again
     buffer = build_large("a", group, rows=16)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     reads = LateReads(group) if dist.get_rank() == 1 else None
     dist.barrier()
-    handle = buffer.reduce_scatter()
+    handle = ReduceScatter([buffer]).start()
     said = error_of(handle.wait)
     if reads is not None:
         size = buffer.shard[0].numel()
@@ -153,14 +154,14 @@ def a_late_writer_after_a_failure():
     """Its memory is out of use as soon as `wait` has raised, not only once it is released."""
     late = Late("a peer died")
     buffer = build_large(transport=lambda _: late, recycler=Recycler("cpu"))
-    handle = buffer.all_gather()
+    handle = Gather([buffer]).start()
     assert error_of(handle.wait) == "all_gather of unit failed: a peer died"
-    assert "all_gather or materialize first" in error_of(lambda: buffer.views)
+    assert "gather it or call materialize first" in error_of(lambda: buffer.views)
     buffer.materialize()
-    buffer.zero_("full")
+    zero(buffer.full)
     late.write()
     assert not buffer.full[0].any()
-    assert buffer.memory.recycler.stats.quarantined_bytes == buffer.full[0].nbytes
+    assert buffer.recycler.stats.quarantined_bytes == buffer.full[0].nbytes
 
 
 @can_swap
@@ -171,7 +172,7 @@ def test_memory_of_a_failed_collective_is_out_of_use_at_once():
 def a_late_writer_after_release():
     late, recycler = Late(), DebugRecycler("cpu")
     buffer = build_large(transport=lambda _: late, recycler=recycler)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     buffer.release()
     recycler.check()
     writer = threading.Thread(target=late.write)

@@ -6,16 +6,9 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import (
-    assert_views_equal,
-    fill_views,
-    full_tensors,
-    make,
-    mesh_of,
-    storage_bytes,
-)
+from dbuffer_helpers import assert_views_equal, fill_views, full_tensors, load, make, mesh_of, storage_bytes
 
-from dbuffer import DebugRecycler, Recycler
+from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from ragged_shard.testing import run_ranks
 
@@ -24,7 +17,7 @@ can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange m
 
 def one_storage_each(layout):
     buffer = make(layout)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     sizes = [segment.shard_size for segment in buffer.layout.segments]
     views = {view.untyped_storage()._cdata for view in buffer.views.values()}
     local_views = {view.untyped_storage()._cdata for view in buffer.local_views.values()}
@@ -46,8 +39,8 @@ def views_survive():
     views = dict(buffer.empty_views)
     for seed in range(3):
         tensors = full_tensors(seed)
-        buffer.load_full(tensors)
-        buffer.all_gather().wait()
+        load(buffer, tensors)
+        Gather([buffer]).start().wait()
         assert_views_equal(buffer, tensors)
         assert all(buffer.views[name] is view for name, view in views.items())
         buffer.release()
@@ -60,16 +53,16 @@ def test_views_are_the_same_objects_and_valid_after_every_gather():
 def backward_after_release(full_dtype):
     buffer = make(full_dtype=full_dtype)
     tensors = full_tensors()
-    buffer.load_full(tensors)
+    load(buffer, tensors)
     weight = torch.nn.Parameter(buffer.empty_views["weight"])
     x = torch.ones(2, 6, dtype=full_dtype, device=buffer.device, requires_grad=True)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     y = torch.nn.functional.linear(x, weight).sum()
     buffer.release()
     other = make(full_dtype=full_dtype)  # of the same size, so it takes the memory and writes it
-    other.all_gather().wait()
+    Gather([other]).start().wait()
     other.full[0].fill_(99.0)
-    buffer.all_gather().wait()
+    Gather([buffer]).start().wait()
     y.backward()
     want = tensors["weight"].sum(0).expand(2, 6).to(x)
     torch.testing.assert_close(x.grad, want, rtol=0, atol=0)
@@ -92,7 +85,7 @@ def walk(layout, depth, full_dtype, num_groups=5, steps=3):
         for index, group in enumerate(groups):
             for ahead in range(index, min(index + depth + 1, num_groups)):
                 if ahead not in handles:
-                    handles[ahead] = groups[ahead].all_gather()
+                    handles[ahead] = Gather([groups[ahead]]).start()
             handles[index].wait()
             gathered = storage_bytes(view for g in groups for view in g.empty_views.values())
             stats = recycler.stats
@@ -124,8 +117,8 @@ def alias():
     buffer = make()
     assert buffer.aliased
     tensors = full_tensors()
-    buffer.load_full(tensors)
-    buffer.all_gather().wait()
+    load(buffer, tensors)
+    Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
     assert buffer.full[0].data_ptr() == buffer.shard[0].data_ptr()
     buffer.views["bias"].fill_(7.0)
@@ -133,8 +126,8 @@ def alias():
     buffer.release()
     assert storage_bytes(buffer.shard) > 0
     separate = make(alias=False)
-    separate.load_full(tensors)
-    separate.all_gather().wait()
+    load(separate, tensors)
+    Gather([separate]).start().wait()
     assert_views_equal(separate, tensors)
     assert separate.full[0].data_ptr() != separate.shard[0].data_ptr()
 
@@ -208,7 +201,7 @@ def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
 def give_and_renew():
     buffer = make("split", dtype=torch.float32, full_dtype=torch.bfloat16)
     fill_views(buffer, full_tensors())
-    buffer.reduce_scatter(op="sum").wait()
+    ReduceScatter([buffer], op="sum").start().wait()
     name = next(name for name, view in buffer.local_views.items() if view.numel())
     kept = buffer.local_views[name]
     values = kept.clone()
@@ -218,7 +211,7 @@ def give_and_renew():
             getattr(buffer, what)
     buffer.new_shard()
     fill_views(buffer, full_tensors(seed=5))
-    buffer.reduce_scatter(op="sum").wait()
+    ReduceScatter([buffer], op="sum").start().wait()
     assert torch.equal(kept, values)  # the memory given away is not the buffer's any more
     assert buffer.local_views[name].data_ptr() != kept.data_ptr()
     padding = sum(float(shard.abs().sum()) for shard in buffer.shard) - sum(

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, error_of, mesh_of, peers_of, swap
+from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap
 
 import dbuffer
 from dbuffer import DBuffer
@@ -240,11 +240,11 @@ def many_buffers(count):
         for i in range(count)
     ]
     for index, buffer in enumerate(buffers):
-        buffer.load_full({"w": torch.full((1024,), float(index))})
+        load(buffer, {"w": torch.full((1024,), float(index))})
     for _ in range(3):
-        dbuffer.all_gather(buffers).wait()
+        dbuffer.Gather(buffers).start().wait()
         assert all(bool((b.full[0] == index).all()) for index, b in enumerate(buffers))
-        dbuffer.reduce_scatter(buffers).wait()
+        dbuffer.ReduceScatter(buffers).start().wait()
         assert all(bool((b.shard[0] == index).all()) for index, b in enumerate(buffers))
         for buffer in buffers:
             buffer.release()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SPECS, fill_views, make, mesh_of
 
 import dbuffer
-from dbuffer import CastReduction, Recycler
+from dbuffer import CastReduction, Recycler, ReduceScatter
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 BF16 = CastReduction()
@@ -32,7 +32,7 @@ def assert_shard(buffer, tensors):
         start, stop = buffer.layout.local_range(name, dist.get_rank())
         want = tensors[name].reshape(-1)[start:stop].view(view.shape).to(view.dtype)
         torch.testing.assert_close(view, want, rtol=0, atol=0, msg=name)
-    assert not any(gap.any() for gap in buffer.memory.shard.gaps)
+    assert not any(gap.any() for gap in buffer.shard_memory.gaps)
 
 
 def reduce(layout, form, kept, gathered):
@@ -44,7 +44,7 @@ def reduce(layout, form, kept, gathered):
         buffer.full[0][-1] = torch.nan  # what is in padding is nobody's gradient
         fill_views(buffer, gradients(dist.get_rank()))
         with record_collectives() as record:
-            buffer.reduce_scatter(op=op, divide=divide).wait()
+            ReduceScatter([buffer], op=op, divide=divide).start().wait()
         assert_shard(buffer, expected(size, gathered, on_wire, scale))
         row = sum(-(-len(shard) * on_wire.itemsize // 16) * 16 for shard in buffer.shard)
         assert record.kinds == ["all_to_all"]
@@ -73,7 +73,7 @@ def accumulate():
     buffer = make(full_dtype=torch.bfloat16, reduction=BF16)
     for _ in range(2):
         fill_views(buffer, gradients(dist.get_rank()))
-        buffer.reduce_scatter(op="sum", accumulate=True).wait()
+        ReduceScatter([buffer], op="sum").start(accumulate=True).wait()
     once = expected(size, torch.bfloat16, torch.bfloat16, 1.0)
     assert_shard(buffer, {name: one + one for name, one in once.items()})
 
@@ -92,7 +92,7 @@ def two_buffers():
         fill_views(buffer, gradients(dist.get_rank()))
     before = recycler.stats.lent_bytes
     with record_collectives() as record:
-        handle = dbuffer.reduce_scatter(buffers, op="sum")
+        handle = dbuffer.ReduceScatter(buffers, op="sum").start()
     during = recycler.stats.lent_bytes
     handle.wait()
     for buffer, on_wire in zip(buffers, (torch.bfloat16, torch.float32), strict=True):
@@ -120,10 +120,10 @@ def large():
                      transport="auto")  # fmt: skip
     buffer.materialize()
     buffer.views["w"].view(-1).copy_(mine[dist.get_rank()])
-    before = buffer.memory.recycler.stats.lent_bytes
-    handle = buffer.reduce_scatter(op="sum")
+    before = buffer.recycler.stats.lent_bytes
+    handle = ReduceScatter([buffer], op="sum").start()
     received = dbuffer.exchange_scratch_bytes([(BF16, buffer.geometry, torch.bfloat16)])
-    assert buffer.memory.recycler.stats.lent_bytes - before == received  # sent from where it is
+    assert buffer.recycler.stats.lent_bytes - before == received  # sent from where it is
     handle.wait()
     total = mine[0].bfloat16().float()
     for one in mine[1:]:
@@ -139,11 +139,11 @@ def test_large_rows_go_from_rank_to_rank():
 def refused():
     with pytest.raises(ValueError, match=r"gradients in torch\.float16 cannot travel as torch\.bfloat16"):
         make(full_dtype=torch.float16, reduction=BF16)
-    dbuffer.prepare_reduction([make(reduction=BF16)])  # while released too
-    dbuffer.prepare_reduction([make(full_dtype=torch.bfloat16, reduction=BF16)])
+    dbuffer.ReduceScatter([make(reduction=BF16)])  # while released too
+    dbuffer.ReduceScatter([make(full_dtype=torch.bfloat16, reduction=BF16)])
     buffers = [make(reduction=BF16), make()]
     with pytest.raises(ValueError, match="only some have a reduction form"):
-        dbuffer.prepare_reduction(buffers)
+        dbuffer.ReduceScatter(buffers)
 
 
 def test_dtypes_that_would_lose_bits_and_mixed_calls_are_refused():

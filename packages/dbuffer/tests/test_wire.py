@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from dbuffer_helpers import full_tensors, make
+from dbuffer_helpers import full_tensors, load, make
 
-from dbuffer import CastOnWire, Geometry
+from dbuffer import CastOnWire, Gather, Geometry
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 
@@ -53,9 +53,9 @@ class QuantizedEncoder:
 
 def gather(layout):
     buffer, tensors = make(layout, align=16, full_dtype=torch.bfloat16, wire=Quantized()), full_tensors()
-    buffer.load_full(tensors)
+    load(buffer, tensors)
     with record_collectives() as record:
-        buffer.all_gather().wait()
+        Gather([buffer]).start().wait()
     assert record.kinds == ["all_gather"]
     for name, view in buffer.views.items():
         torch.testing.assert_close(view.float(), tensors[name], rtol=0, atol=0.1)
@@ -79,13 +79,12 @@ def test_what_travels_takes_part_in_the_alignment_check():
 
 def cast(full_dtype):
     buffer = make(full_dtype=full_dtype, alias=False)
-    memory = buffer.memory
-    encoder = CastOnWire().encoder(buffer.geometry, memory.gathered, memory.recycler)
-    buffer.zero_().materialize()
-    memory.gathered.own[0].fill_(1)
+    encoder = CastOnWire().encoder(buffer.geometry, buffer.gathered, buffer.recycler)
+    buffer.materialize()
+    buffer.gathered.own[0].fill_(1)
     ((receive, send),) = encoder.encode(buffer.shard)
-    assert receive is memory.gathered.raw[0]
-    return send is buffer.shard[0], send is memory.gathered.own[0], int(send.sum())
+    assert receive is buffer.gathered.raw[0]
+    return send is buffer.shard[0], send is buffer.gathered.own[0], int(send.sum())
 
 
 def test_the_cast_sends_shards_themselves_where_dtypes_agree():

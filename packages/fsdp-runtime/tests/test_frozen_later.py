@@ -8,8 +8,7 @@ import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import ReduceScatter
-from dbuffer._memory import BufferMemory
+from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import RankError, record_collectives, run_ranks
@@ -185,7 +184,7 @@ def alternating():
         freeze(model, lambda name, step=step: f"blocks.{step % 2}" in name or name == "norm.weight")
         loss_of(model, tokens(step=step)).backward()
         gc.collect()
-        counts.append(sum(isinstance(one, (BufferMemory, ReduceScatter)) for one in gc.get_objects()))
+        counts.append(sum(isinstance(item, (DBuffer, ReduceScatter)) for item in gc.get_objects()))
     return counts
 
 

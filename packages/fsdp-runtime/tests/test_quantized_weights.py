@@ -72,7 +72,7 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
     policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
     model = shard(body(), quantize=policy, **options)
     encoders = [
-        group.buffer.memory.encoder
+        group.buffer.encoder
         for block in model.blocks
         for group in member_of(block).unit.groups
         if group.plan.wire is not None
@@ -135,7 +135,7 @@ def kept():
     loss = loss_of(model, tokens())
     unit = member_of(model.blocks[0]).unit
     (coded,) = [group for group in unit.groups if group.plan.wire is not None]
-    slices = coded.buffer.memory.neighbor
+    slices = coded.buffer.neighbor
     assert slices.coded
     held = [flat.nbytes for flat in slices.flats]
     assert sum(held) == 4 // 2 * coded.plan.planes.row_bytes
@@ -147,7 +147,7 @@ def kept():
     last = [event for event in record.events if event.kind == "all_gather"][-1]
     assert last.ranks == 2
     assert last.bytes_sent == 2 * (coded.plan.planes.row_bytes + biases)
-    assert coded.buffer.memory.encoder.kept() is None
+    assert coded.buffer.encoder.kept() is None
 
 
 def test_resharding_to_neighbors_keeps_codes():
@@ -194,7 +194,7 @@ def frozen():
     versions = []
     for _ in range(2):
         model(torch.ones(1, 16)).sum().backward()
-        versions.append(base.buffer.memory.encoder.codes[0]._version)
+        versions.append(base.buffer.encoder.codes[0]._version)
     assert versions[0] == versions[1]
 
 

@@ -7,8 +7,8 @@ its rooms are `memory`, `wire`, `transport`, the collectives on them, and the bu
 from ragged_shard import DeviceLayer, device_layer
 
 from ._amax import needs_amax, share_amax
-from ._buffer import DBuffer, all_gather, all_reduce, prepare_gather, prepare_reduction, reduce_scatter
-from ._collectives import Gather, ReduceScatter
+from ._buffer import DBuffer
+from ._collectives import AllReduce, Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from ._order import CollectiveOrder, watch_order
@@ -43,6 +43,7 @@ from .wire import (
 
 __version__ = "0.2.0"
 __all__ = [
+    "AllReduce",
     "BlockFP8",
     "BlockFormat",
     "BlockInt8",
@@ -82,8 +83,6 @@ __all__ = [
     "Waiting",
     "WireForm",
     "Work",
-    "all_gather",
-    "all_reduce",
     "device_layer",
     "empty_codes",
     "exchange_scratch_bytes",
@@ -91,9 +90,6 @@ __all__ = [
     "hold_forever",
     "needs_amax",
     "num_gathered_scales",
-    "prepare_gather",
-    "prepare_reduction",
-    "reduce_scatter",
     "reduction_scratch_bytes",
     "share_amax",
     "shared_recycler",

@@ -11,7 +11,7 @@ from .wire import BlockEncoder
 
 def needs_amax(buffer: DBuffer) -> bool:
     """Whether `share_amax` must be called before the buffer's next gather. The same on all ranks."""
-    encoder = buffer.memory.encoder
+    encoder = buffer.encoder
     return isinstance(encoder, BlockEncoder) and encoder.needs_amax(buffer.shard)
 
 
@@ -33,17 +33,17 @@ def share_amax(buffers: Sequence[DBuffer]) -> None:
     view = stale[0].mesh_view
     if any(buffer.mesh_view != view for buffer in stale):
         raise ValueError(
-            f"share_amax: {[one.name for one in stale]} are on several meshes; call it once for each"
+            f"share_amax: {[buffer.name for buffer in stale]} are on several meshes; call it once for each"
         )
-    encoders = [one.memory.encoder for one in stale]
+    encoders = [buffer.encoder for buffer in stale]
     sizes = [encoder.num_shared for encoder in encoders if isinstance(encoder, BlockEncoder)]
-    found = torch.zeros(sum(sizes), device=stale[0].device)
-    pieces = found.split(sizes)
+    flat = torch.zeros(sum(sizes), device=stale[0].device)
+    pieces = flat.split(sizes)
     for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
         assert isinstance(encoder, BlockEncoder)
         encoder.write_amax(buffer.shard, piece)
     # Of bits that are not negative numbers' the order is that of the numbers, with infinity and NaN on top.
-    collectives_of(view.group).all_reduce([found.view(torch.int32)], "max", "amax of cut tiles").wait()
+    collectives_of(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles").wait()
     for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
         assert isinstance(encoder, BlockEncoder)
         encoder.read_amax(buffer.shard, piece)

@@ -1,4 +1,8 @@
-"""Collectives on the memory of one or several buffers, each launched as one call.
+"""Collectives on one or several buffers, each launched as one coalesced call.
+
+`Gather`, `ReduceScatter` and `AllReduce` check their buffers once and can be started repeatedly. `start` returns a
+`Handle`. It takes the stream to launch on (default: the current one; CPU has none) and the events that must have
+completed first (None: all work queued on the current stream; empty: nothing). World size 1 communicates nothing.
 
 source           destination                            operation
 shard            gathered                               all-gather (a cast into the own slice first, if dtypes differ)
@@ -7,7 +11,7 @@ gathered         own slice of gathered, then shard      reduce-scatter in place,
 shard            shard                                  all-reduce over replicas
 gathered         shard                                  with a reduction form: encode, all-to-all, sum
 own slice        shard (world size 1)                   the local half of the above
-neighbor slices  gathered                               all-gather among a smaller group, after `shrink`
+kept slices      gathered                               all-gather in a smaller group, after `shrink`
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from . import _torch_compat as compat
+from ._buffer import DBuffer
 from ._exchange import Exchange
 from ._handle import Handle
-from ._memory import BufferMemory
 from .memory.gathered import Flats
 from .transport import Op, Transport, TransportChoice, Work, resolved, transport_of
 
@@ -27,42 +31,57 @@ Events = Iterable[Any]
 
 
 class Gather:
-    """An all-gather of several buffers, checked and listed once, to be started as often as is needed."""
+    """All-gather of buffers' shards into their gathered memory, over the shard axis.
 
-    def __init__(self, memories: Sequence[BufferMemory], transport: TransportChoice | None = None) -> None:
-        self._memories = _checked(memories, "all_gather")
-        self._choice = memories[0].spec.transport if transport is None else resolved(transport)
-        self._label = _label(memories)
+    Each rank sends its shard in the wire's dtype to all others: (N-1) * shard bytes. Buffers without gathered memory
+    get it first, on the stream of the start.
+
+    Args:
+        buffers: on one mesh and device; dtypes may differ.
+        transport: for this gather. Defaults to the buffers'.
+
+    Raises:
+        ValueError: no buffer, one twice, buffers of different meshes or devices, or an unknown transport.
+    """
+
+    def __init__(self, buffers: Sequence[DBuffer], transport: TransportChoice | None = None) -> None:
+        self._buffers = _checked(buffers, "all_gather")
+        self._choice = buffers[0].spec.transport if transport is None else resolved(transport)
+        self._label = _label(buffers)
         self._title = f"all_gather of {self._label}"
-        self._group = memories[0].spec.view.group
-        self._layer = memories[0].spec.layer
-        self._size = memories[0].spec.view.size
-        self._decodes = any(memory.encoder.decodes for memory in memories)
+        self._group = buffers[0].spec.view.group
+        self._layer = buffers[0].spec.layer
+        self._size = buffers[0].spec.view.size
+        self._decodes = any(buffer.encoder.decodes for buffer in buffers)
         self._transport: Transport | None = None
 
     def start(self, stream: Any = None, after: Events | None = None) -> Handle:
-        """See `dbuffer.all_gather`."""
-        memories, layer = self._memories, self._layer
+        """Start gathering.
+
+        Raises:
+            RuntimeError: a buffer has a collective under way, or the collective could not start.
+        """
+        buffers, layer = self._buffers, self._layer
         shrunk = False
-        for memory in memories:
-            if memory.in_flight is not None:
-                memory.check_idle("all_gather")
-            shrunk = shrunk or memory.neighbor is not None
+        for buffer in buffers:
+            if buffer.in_flight is not None:
+                buffer.check_idle("all_gather")
+            shrunk = shrunk or buffer.neighbor is not None
         if shrunk:
-            return _gather_neighbors(memories, self._choice, stream, after)
-        handle = Handle(self._title, memories, self._group)
+            return _gather_neighbors(buffers, self._choice, stream, after)
+        handle = Handle(self._title, buffers, self._group)
         with layer.on(stream, after):
             finish = self._decode_after(layer.current_stream()) if self._decodes else None
             return handle.launch(self._encode_and_send, finish)
 
     def _encode_and_send(self) -> Work | None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for memory in self._memories:
-            memory.gathered.materialize()
-            if not memory.aliased:
-                if not memory.shard.flats:
-                    memory.check_shard("all_gather")
-                pairs += memory.encoder.encode(memory.shard.flats)
+        for buffer in self._buffers:
+            buffer.gathered.materialize()
+            if not buffer.aliased:
+                if not buffer.shard_memory.flats:
+                    buffer.check_shard("all_gather")
+                pairs += buffer.encoder.encode(buffer.shard_memory.flats)
         if self._size == 1:
             for receive, send in pairs:  # one rank, shard and gathered memory apart by request
                 if receive.data_ptr() != send.data_ptr():
@@ -73,93 +92,117 @@ class Gather:
         return self._transport.all_gather(pairs, self._label)
 
     def _decode_after(self, launched_on: Any) -> Callable[[], None]:
-        layer, memories = self._layer, self._memories
+        layer, buffers = self._layer, self._buffers
 
         def decode() -> None:
-            for memory in memories:
-                if not memory.aliased and memory.encoder.decode():
+            for buffer in buffers:
+                if not buffer.aliased and buffer.encoder.decode():
                     layer.wait(layer.record(), launched_on)
 
         return decode
 
 
 def _gather_neighbors(
-    memories: Sequence[BufferMemory], choice: TransportChoice, stream: Any, after: Events | None
+    buffers: Sequence[DBuffer], choice: TransportChoice, stream: Any, after: Events | None
 ) -> Handle:
-    """Gather what `DBuffer.shrink` left on the ranks of a smaller group."""
-    kept = [memory.neighbor for memory in memories if memory.neighbor is not None]
+    """Gather the slices that `DBuffer.shrink` kept, over the smaller group."""
+    kept = [buffer.neighbor for buffer in buffers if buffer.neighbor is not None]
     group = kept[0].group
-    if len(kept) < len(memories) or any(one.group is not group for one in kept):
+    if len(kept) < len(buffers) or any(slices.group is not group for slices in kept):
         raise ValueError(
-            f"all_gather: of {[memory.name for memory in memories]} only some were shrunk, or to different groups; "
+            f"all_gather: of {[buffer.name for buffer in buffers]} only some were shrunk, or to different groups; "
             "shrink all or none of what is gathered together"
         )
-    layer = memories[0].spec.layer
-    what = f"the slices that neighbors keep of {_label(memories)}"
+    layer = buffers[0].spec.layer
+    what = f"the slices kept by shrink of {_label(buffers)}"
 
     def start() -> Work:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for memory, one in zip(memories, kept, strict=True):
-            layer.wait(one.ready)
-            memory.gathered.materialize()
-            receive = memory.encoder.receive() if one.coded else memory.gathered.raw
-            pairs += zip(receive, one.flats, strict=True)
+        for buffer, slices in zip(buffers, kept, strict=True):
+            layer.wait(slices.ready)
+            buffer.gathered.materialize()
+            receive = buffer.encoder.receive() if slices.coded else buffer.gathered.raw
+            pairs += zip(receive, slices.flats, strict=True)
         return transport_of(group, choice).all_gather(pairs, what)
 
-    def finish() -> None:  # only now: the collective reads them on another stream
-        for memory, one in zip(memories, kept, strict=True):
-            memory.neighbor = None
-            if one.coded:
-                memory.encoder.keep_for(None)
-                memory.encoder.decode()
+    def finish() -> None:  # after the collective, which reads the slices on another stream
+        for buffer, slices in zip(buffers, kept, strict=True):
+            buffer.neighbor = None
+            if slices.coded:
+                buffer.encoder.keep_for(None)
+                buffer.encoder.decode()
 
-    handle = Handle(f"all_gather of {what}", memories, group)
+    handle = Handle(f"all_gather of {what}", buffers, group)
     with layer.on(stream, after):
         return handle.launch(start, finish)
 
 
 class ReduceScatter:
-    """A reduce-scatter of several buffers, checked once, to be started as often as is needed."""
+    """Reduce-scatter of buffers' gathered memory over the shard axis; each rank's shard gets its slice.
+
+    Each rank sends (N-1)/N of its gathered memory, in its dtype. Buffers with a reduction form send N-1 rows in that
+    form by an all-to-all, summed in fp32. The gathered memory is overwritten. Padding of the shard is zero afterwards.
+
+    Args:
+        buffers: on one mesh and device.
+        op: "avg" or "sum" over the ranks of the shard axis. Integers have no average.
+        divide: with "sum": divide the sum by this, in the shard's dtype.
+        transport: for this reduction. Defaults to the buffers'.
+        group: process group of the shard axis's ranks to reduce in, so that gathers and reductions overlap. Defaults to
+            the axis's.
+
+    Raises:
+        ValueError: as for `Gather`; an unknown op, `divide` with "avg" or not positive, a dtype that cannot be reduced,
+            or a group of other ranks.
+    """
 
     def __init__(
         self,
-        memories: Sequence[BufferMemory],
+        buffers: Sequence[DBuffer],
         op: Op = "avg",
         divide: float | None = None,
         transport: TransportChoice | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._memories = _checked(memories, "reduce_scatter")
-        _check_reduction(memories, op, divide)
-        for memory in memories:
-            if not memory.gathered.flats:
+        self._buffers = _checked(buffers, "reduce_scatter")
+        _check_reduction(buffers, op, divide)
+        for buffer in buffers:
+            if not buffer.gathered.flats:
                 raise ValueError(
-                    f"{memory.name}: a reduction does not apply to tensors that are gathered as codes"
+                    f"{buffer.name}: a reduction does not apply to tensors that are gathered as codes"
                 )
-        spec = memories[0].spec
+        spec = buffers[0].spec
         self._choice = spec.transport if transport is None else resolved(transport)
         self._group = spec.view.group if group is None else _same_ranks(group, spec.view.group)
         self._op: Op = op
         self._scale = 1.0 if divide is None else 1.0 / divide
-        self._label = _label(memories)
+        self._label = _label(buffers)
         self._title = f"reduce_scatter of {self._label}"
-        self._size = memories[0].spec.view.size
+        self._size = buffers[0].spec.view.size
         self._transport: Transport | None = None
-        self._exchange = _exchange(memories) if self._size > 1 else None
+        self._exchange = _exchange(buffers) if self._size > 1 else None
 
     def start(self, *, accumulate: bool = False, stream: Any = None, after: Events | None = None) -> Handle:
-        """See `dbuffer.reduce_scatter`."""
-        for memory in self._memories:
-            if memory.in_flight is not None or not memory.gathered.present:
-                memory.check_idle("reduce_scatter")
-                memory.check_gathered("reduce_scatter")
-            if accumulate and memory.aliased:
+        """Start reducing.
+
+        Args:
+            accumulate: add to the shard instead of replacing it.
+
+        Raises:
+            ValueError: `accumulate` with shard and gathered memory that are the same.
+            RuntimeError: a buffer is released or has a collective under way, or the collective could not start.
+        """
+        for buffer in self._buffers:
+            if buffer.in_flight is not None or not buffer.gathered.present:
+                buffer.check_idle("reduce_scatter")
+                buffer.check_gathered("reduce_scatter")
+            if accumulate and buffer.aliased:
                 raise ValueError(
-                    f"{memory.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
+                    f"{buffer.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
                     "accumulated into it; add gradients into the views, or build the buffer with alias=False"
                 )
-        handle = Handle(self._title, self._memories, self._group)
-        with self._memories[0].spec.layer.on(stream, after):
+        handle = Handle(self._title, self._buffers, self._group)
+        with self._buffers[0].spec.layer.on(stream, after):
             if self._exchange is not None:
                 return handle.launch(self._exchange_rows, self._add_sums if accumulate else self._store_sums)
             if accumulate:
@@ -167,20 +210,22 @@ class ReduceScatter:
             return handle.launch(self._replace, self._store)
 
     def _replace(self) -> Work | None:
-        """Reduce into the shards where dtype and device allow it, else into the gathered memory's own slices."""
+        """Reduce into the shards if dtype and device allow it, else into this rank's slices of the gathered memory."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for memory in self._memories:
-            straight = not (memory.spec.casts or memory.spec.offloaded)
+        for buffer in self._buffers:
+            straight = not (buffer.spec.casts or buffer.spec.offloaded)
             pairs += zip(
-                memory.shard.flats if straight else memory.gathered.own, memory.gathered.raw, strict=True
+                buffer.shard_memory.flats if straight else buffer.gathered.own,
+                buffer.gathered.raw,
+                strict=True,
             )
         return self._send(pairs)
 
     def _add_up(self) -> Work | None:
-        """Reduce into the gathered memory's own slices: the shards are added to."""
+        """Reduce into this rank's slices of the gathered memory, which are then added to the shards."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for memory in self._memories:
-            pairs += zip(memory.gathered.own, memory.gathered.raw, strict=True)
+        for buffer in self._buffers:
+            pairs += zip(buffer.gathered.own, buffer.gathered.raw, strict=True)
         return self._send(pairs)
 
     def _exchange_rows(self) -> Work:
@@ -199,11 +244,13 @@ class ReduceScatter:
         assert self._exchange is not None
         scale = self._scale / self._size if self._op == "avg" else self._scale
         straight = [
-            not (accumulate or memory.spec.offloaded) and memory.spec.dtype == torch.float32
-            for memory in self._memories
+            not (accumulate or buffer.spec.offloaded) and buffer.spec.dtype == torch.float32
+            for buffer in self._buffers
         ]
-        for memory, there, sums in zip(self._memories, straight, self._exchange.sums(straight), strict=True):
-            _store(memory, sums, there, accumulate, scale)
+        for buffer, in_shard, sums in zip(
+            self._buffers, straight, self._exchange.sums(straight), strict=True
+        ):
+            _store(buffer, sums, in_shard, accumulate, scale)
 
     def _send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Work | None:
         if self._size == 1:
@@ -213,21 +260,21 @@ class ReduceScatter:
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
     def _store(self) -> None:
-        for memory in self._memories:
-            straight = not (memory.spec.casts or memory.spec.offloaded) and (self._size > 1 or memory.aliased)
-            _store(memory, memory.gathered.own, straight, False, self._scale)
+        for buffer in self._buffers:
+            straight = not (buffer.spec.casts or buffer.spec.offloaded) and (self._size > 1 or buffer.aliased)
+            _store(buffer, buffer.gathered.own, straight, False, self._scale)
 
     def _add(self) -> None:
-        for memory in self._memories:
-            _store(memory, memory.gathered.own, False, True, self._scale)
+        for buffer in self._buffers:
+            _store(buffer, buffer.gathered.own, False, True, self._scale)
 
 
-def _store(memory: BufferMemory, own: Flats, straight: bool, accumulate: bool, scale: float) -> None:
-    """Bring the reduced slice into the shard: no kernel, or one; and zero its padding."""
-    if memory.spec.offloaded:
-        _store_offloaded(memory, own, accumulate, scale)
+def _store(buffer: DBuffer, own: Flats, straight: bool, accumulate: bool, scale: float) -> None:
+    """Write the reduced slice to the shard with at most one kernel, and zero its padding."""
+    if buffer.spec.offloaded:
+        _store_offloaded(buffer, own, accumulate, scale)
         return
-    shard = memory.shard.flats
+    shard = buffer.shard_memory.flats
     if accumulate:
         compat.add(shard, own, alpha=scale)
     elif straight:
@@ -237,123 +284,138 @@ def _store(memory: BufferMemory, own: Flats, straight: bool, accumulate: bool, s
         compat.copy_scaled(shard, own, scale)
     else:
         compat.copy(shard, own)
-    if memory.shard.gaps:
-        compat.zero(memory.shard.gaps)
+    if buffer.shard_memory.gaps:
+        compat.zero(buffer.shard_memory.gaps)
 
 
-def _store_offloaded(memory: BufferMemory, own: Flats, accumulate: bool, scale: float) -> None:
+def _store_offloaded(buffer: DBuffer, own: Flats, accumulate: bool, scale: float) -> None:
     """Copy the reduced slice to a shard on the CPU; an addition there needs it at once."""
-    shard = memory.shard.flats
-    gathered = memory.gathered
-    gaps = gathered.own_gaps if own is gathered.own else memory.geometry.gaps_in(own)
-    compat.zero(gaps)  # before it travels: the copy may come later
+    shard = buffer.shard_memory.flats
+    gathered = buffer.gathered
+    gaps = gathered.own_gaps if own is gathered.own else buffer.geometry.gaps_in(own)
+    compat.zero(gaps)  # before the copy, which may run later
     if scale != 1.0:
         compat.scale(own, scale)
     if accumulate:
-        compat.add(shard, [one.to(memory.spec.shard_device) for one in own])
+        compat.add(shard, [flat.to(buffer.shard_device) for flat in own])
     else:
         compat.copy(shard, own, non_blocking=True)
 
 
 class AllReduce:
-    """An all-reduce of several buffers' shards over the replicas, checked once."""
+    """All-reduce of buffers' shards over the replicate axis, in place, in the shards' dtype.
 
-    def __init__(self, memories: Sequence[BufferMemory], op: Op = "avg", divide: float | None = None) -> None:
-        self._memories = _checked(memories, "all_reduce")
-        _check_reduction(memories, op, divide)
-        first = memories[0]
+    Each rank sends 2 (R-1)/R of its shards for R replicas.
+
+    Args:
+        buffers: on one mesh and device, of one dtype.
+        op, divide: as for `ReduceScatter`, over the replicas.
+
+    Raises:
+        ValueError: the mesh has no replicate axis, or as for `ReduceScatter`.
+    """
+
+    def __init__(self, buffers: Sequence[DBuffer], op: Op = "avg", divide: float | None = None) -> None:
+        self._buffers = _checked(buffers, "all_reduce")
+        _check_reduction(buffers, op, divide)
+        first = buffers[0]
         if first.spec.view.replica_group is None:
             raise ValueError(
                 f"{first.name}: all_reduce needs a replicate axis; build the buffer with replicate_dim="
             )
-        if len({memory.spec.dtype for memory in memories}) > 1:
+        if len({buffer.spec.dtype for buffer in buffers}) > 1:
             raise ValueError(
-                f"all_reduce of several buffers needs one dtype, found {[(m.name, m.spec.dtype) for m in memories]}; "
+                f"all_reduce of several buffers needs one dtype, found {[(m.name, m.spec.dtype) for m in buffers]}; "
                 "call it once for each dtype"
             )
         self._op, self._divide = op, divide
 
     def start(self, *, stream: Any = None, after: Events | None = None) -> Handle:
-        """See `dbuffer.all_reduce`."""
-        for memory in self._memories:
-            memory.check_idle("all_reduce")
-            memory.check_shard("all_reduce")
-        spec = self._memories[0].spec
+        """Start reducing.
+
+        Raises:
+            RuntimeError: a buffer has a collective under way, or the collective could not start.
+        """
+        for buffer in self._buffers:
+            buffer.check_idle("all_reduce")
+            buffer.check_shard("all_reduce")
+        spec = self._buffers[0].spec
         reduced: list[torch.Tensor] = []
 
         def start() -> Work | None:
-            for memory in self._memories:
+            for buffer in self._buffers:
                 reduced.extend(
-                    flat.to(spec.layer.device) if spec.offloaded else flat for flat in memory.shard.flats
+                    flat.to(spec.layer.device) if spec.offloaded else flat
+                    for flat in buffer.shard_memory.flats
                 )
             group = spec.view.replica_group
             if group is None or spec.view.num_replicas == 1:
                 return None
-            return transport_of(group, spec.transport).all_reduce(reduced, self._op, _label(self._memories))
+            return transport_of(group, spec.transport).all_reduce(reduced, self._op, _label(self._buffers))
 
         def finish() -> None:
             if self._divide is not None:
                 compat.scale(reduced, 1.0 / self._divide)
             if spec.offloaded:
-                flats = [flat for memory in self._memories for flat in memory.shard.flats]
+                flats = [flat for buffer in self._buffers for flat in buffer.shard_memory.flats]
                 compat.copy(flats, reduced, non_blocking=True)
 
-        handle = Handle(f"all_reduce of {_label(self._memories)}", self._memories, spec.view.replica_group)
+        handle = Handle(f"all_reduce of {_label(self._buffers)}", self._buffers, spec.view.replica_group)
         with spec.layer.on(stream, after):
             return handle.launch(start, finish)
 
 
 def _same_ranks(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group, which must have the ranks of the shard axis in the same order."""
-    found, expected = dist.get_process_group_ranks(group), dist.get_process_group_ranks(shards)
-    if found != expected:
-        raise ValueError(f"group has ranks {found}, the shard axis {expected}; both must be the same")
+    ranks, expected = dist.get_process_group_ranks(group), dist.get_process_group_ranks(shards)
+    if ranks != expected:
+        raise ValueError(f"group has ranks {ranks}, the shard axis {expected}; both must be the same")
     return group
 
 
-def _exchange(memories: Sequence[BufferMemory]) -> Exchange | None:
-    """How buffers with a reduction form travel; None for buffers without."""
-    having = [memory for memory in memories if memory.spec.reduction is not None]
-    if having and len(having) < len(memories):
+def _exchange(buffers: Sequence[DBuffer]) -> Exchange | None:
+    """The exchange of buffers with a reduction form, or None for buffers without."""
+    having = [buffer for buffer in buffers if buffer.spec.reduction is not None]
+    if having and len(having) < len(buffers):
         raise ValueError(
-            f"reduce_scatter: of {[memory.name for memory in memories]} only some have a reduction form; "
+            f"reduce_scatter: of {[buffer.name for buffer in buffers]} only some have a reduction form; "
             "call it once for those with one, and once for the others"
         )
-    return Exchange(memories) if having else None
+    return Exchange(buffers) if having else None
 
 
-def _label(memories: Sequence[BufferMemory]) -> str:
-    return ", ".join(memory.name for memory in memories)
+def _label(buffers: Sequence[DBuffer]) -> str:
+    return ", ".join(buffer.name for buffer in buffers)
 
 
-def _checked(memories: Sequence[BufferMemory], what: str) -> list[BufferMemory]:
-    if not memories or len({id(memory) for memory in memories}) != len(memories):
-        raise ValueError(f"{what} needs at least one buffer, each once; got {[m.name for m in memories]}")
-    first = memories[0]
-    for memory in memories:
-        same = memory.spec.view == first.spec.view and memory.spec.transport == first.spec.transport
-        if not same or memory.spec.layer.device != first.spec.layer.device:
+def _checked(buffers: Sequence[DBuffer], what: str) -> list[DBuffer]:
+    if not buffers or len({id(buffer) for buffer in buffers}) != len(buffers):
+        raise ValueError(f"{what} needs at least one buffer, each once; got {[m.name for m in buffers]}")
+    first = buffers[0]
+    for buffer in buffers:
+        same = buffer.spec.view == first.spec.view and buffer.spec.transport == first.spec.transport
+        if not same or buffer.spec.layer.device != first.spec.layer.device:
             raise ValueError(
-                f"{what}: {memory.name} is on {memory.spec.layer.device} and {memory.spec.view.mesh}, "
+                f"{what}: {buffer.name} is on {buffer.spec.layer.device} and {buffer.spec.view.mesh}, "
                 f"{first.name} on {first.spec.layer.device} and {first.spec.view.mesh}; "
                 "one call takes buffers of one mesh, device and transport"
             )
-    return list(memories)
+    return list(buffers)
 
 
-def _check_reduction(memories: Sequence[BufferMemory], op: str, divide: float | None) -> None:
+def _check_reduction(buffers: Sequence[DBuffer], op: str, divide: float | None) -> None:
     if op not in ("avg", "sum"):
         raise ValueError(f"op is {op!r}; expected 'avg' or 'sum'")
     if divide is not None and (op != "sum" or not divide > 0):
         raise ValueError(
             f"divide={divide} with op={op!r}: it divides a sum by a positive number; use op='sum'"
         )
-    for memory in memories:
-        memory.check_values("a reduction")
-        dtype = memory.spec.full_dtype
+    for buffer in buffers:
+        buffer.check_values("a reduction")
+        dtype = buffer.spec.full_dtype
         if not dtype.is_floating_point and (op == "avg" or divide is not None):
             raise ValueError(
-                f"{memory.name}: an average of {dtype} is not {dtype}; use op='sum' without divide"
+                f"{buffer.name}: an average of {dtype} is not {dtype}; use op='sum' without divide"
             )
         if dtype.is_floating_point and dtype.itemsize == 1:
-            raise ValueError(f"{memory.name}: {dtype} cannot be added up; reduce in a wider full_dtype")
+            raise ValueError(f"{buffer.name}: {dtype} cannot be added up; reduce in a wider full_dtype")

@@ -1,6 +1,6 @@
-"""Reductions that travel in a wire form: rows encoded into one buffer, one all-to-all, summed on arrival.
+"""Reductions in a wire form: rows are encoded into one buffer, sent by one all-to-all, and summed on arrival.
 
-The rows of all buffers of a call travel together, so that there is one collective whatever their number:
+One collective moves the rows of all buffers:
 
     row for rank r   | of buffer a | of buffer b | ...
 """
@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from ._memory import BufferMemory
+from ._buffer import DBuffer
 from .memory.gathered import Flats
 from .memory.geometry import Geometry
 from .memory.scratch import Scratch
@@ -22,91 +22,95 @@ from .wire import Noise, Reducer, ReductionForm
 class Exchange:
     """The all-to-all of one reduction of several buffers, with the memory that it takes.
 
-    Holds what is received, and what is sent unless gathered memory travels as it is, from `start` to the end of `sums`.
+    From `start` to the end of `sums` it holds the receive buffer, and the send buffer if rows are encoded.
     """
 
-    def __init__(self, memories: Sequence[BufferMemory]) -> None:
-        self._memories = memories
-        self._reducers = reducers = [_reducer(memory) for memory in memories]
-        ranks = memories[0].spec.view.size
-        recycler = memories[0].recycler
+    def __init__(self, buffers: Sequence[DBuffer]) -> None:
+        self._buffers = buffers
+        self._reducers = reducers = [_reducer(buffer) for buffer in buffers]
+        ranks = buffers[0].spec.view.size
+        recycler = buffers[0].recycler
         nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
         self._received = Scratch(recycler, nbytes)
         encodes = len(reducers) > 1 or reducers[0].encodes
         self._sent = Scratch(recycler, nbytes) if encodes else None
-        self._scratch = [one for one in (self._received, self._sent) if one is not None]
+        self._scratch = [s for s in (self._received, self._sent) if s is not None]
         widths = [reducer.row_bytes for reducer in reducers]
         self._begins = [sum(widths[:index]) for index in range(len(widths))]  # in each row
 
     @cached_property
     def _sums(self) -> list[Flats]:
-        return [_sums_in(memory) for memory in self._memories]  # while there is gathered memory: torch looks
+        return [
+            _sums_in(buffer) for buffer in self._buffers
+        ]  # made while gathered memory exists: torch checks it
 
     def start(self, transport: Transport, label: str) -> Work:
         """Encode, and start the all-to-all."""
-        for one in self._scratch:
-            one.materialize()
-        for memory in self._memories:
-            memory.scratch = self._scratch
+        for scratch in self._scratch:
+            scratch.materialize()
+        for buffer in self._buffers:
+            buffer.scratch = self._scratch
         if self._sent is None:
-            sent = self._memories[0].gathered.raw[0].view(torch.uint8)
+            sent = self._buffers[0].gathered.raw[0].view(torch.uint8)
         else:
             sent = self._sent.flat
             rows = self._rows(sent)
-            for memory, reducer, begin in zip(self._memories, self._reducers, self._begins, strict=True):
-                reducer.encode(rows, begin, _noise(memory))
+            for buffer, reducer, begin in zip(self._buffers, self._reducers, self._begins, strict=True):
+                reducer.encode(rows, begin, _noise(buffer))
         return transport.all_to_all(self._received.flat, sent, label)
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
-        """Add up what arrived: a buffer's sums, fp32, in its shard where asked, else in its used-up gathered memory."""
-        found: list[Flats] = []
+        """Sum the received rows in fp32, for each buffer into its shard if `into_shard`, else its gathered memory."""
+        results: list[Flats] = []
         rows = self._rows(self._received.flat)
-        for memory, reducer, begin, own, there in zip(
-            self._memories, self._reducers, self._begins, self._sums, into_shard, strict=True
+        for buffer, reducer, begin, own, in_shard in zip(
+            self._buffers, self._reducers, self._begins, self._sums, into_shard, strict=True
         ):
-            sums = memory.shard.flats if there else own
+            sums = buffer.shard_memory.flats if in_shard else own
             reducer.sum_rows(rows, begin, sums)
-            memory.scratch = []
-            found.append(sums)
-        for one in self._scratch:
-            one.release()
-        return found
+            buffer.scratch = []
+            results.append(sums)
+        for scratch in self._scratch:
+            scratch.release()
+        return results
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._memories[0].spec.view.size, -1)
+        return flat.view(self._buffers[0].spec.view.size, -1)
 
 
 def exchange_scratch_bytes(
     buffers: Sequence[tuple[ReductionForm, Geometry, torch.dtype]],
 ) -> int:
-    """What a reduction of several buffers, in one call, holds in addition to theirs: what is sent and received.
+    """Bytes that one reduction of several buffers holds in addition to theirs: receive and send buffers.
 
     Args:
-        buffers: of each its reduction form, its geometry and the dtype of its gathered memory.
+        buffers: (reduction form, geometry, dtype of the gathered memory) of each.
     """
-    nbytes = sum(form.row_bytes(where, dtype) * where.layout.world_size for form, where, dtype in buffers)
+    nbytes = sum(
+        form.row_bytes(geometry, dtype) * geometry.layout.world_size for form, geometry, dtype in buffers
+    )
     form, geometry, dtype = buffers[0]
-    as_it_is = len(buffers) == 1 and not form.encodes(geometry, dtype)
-    return nbytes if as_it_is else 2 * nbytes
+    sends_gathered = len(buffers) == 1 and not form.encodes(geometry, dtype)
+    return nbytes if sends_gathered else 2 * nbytes
 
 
-def _reducer(memory: BufferMemory) -> Reducer:
-    form = memory.spec.reduction
+def _reducer(buffer: DBuffer) -> Reducer:
+    form = buffer.spec.reduction
     assert form is not None
-    return form.reducer(memory.geometry, memory.gathered)
+    return form.reducer(buffer.geometry, buffer.gathered)
 
 
-def _noise(memory: BufferMemory) -> Noise:
-    """Of this reduction of this buffer on this rank."""
-    view = memory.spec.view
+def _noise(buffer: DBuffer) -> Noise:
+    """Noise of this reduction of this buffer on this rank."""
+    view = buffer.spec.view
     replica = 0 if view.replica_group is None else view.replica_group.rank()
-    memory.reductions += 1
-    return Noise(zlib.crc32(memory.name.encode()), memory.reductions, replica * view.size + view.rank)
+    buffer.reductions += 1
+    return Noise(zlib.crc32(buffer.name.encode()), buffer.reductions, replica * view.size + view.rank)
 
 
-def _sums_in(memory: BufferMemory) -> Flats:
+def _sums_in(buffer: DBuffer) -> Flats:
     """Room for fp32 sums at the start of the gathered memory: two ranks' slices of two bytes an element, or more."""
-    found = []
-    for raw, segment in zip(memory.gathered.raw, memory.geometry.layout.segments, strict=True):
-        found.append(raw.view(torch.uint8).narrow(0, 0, 4 * segment.shard_size).view(torch.float32))
-    return tuple(found)
+    sums = []
+    for raw, segment in zip(buffer.gathered.raw, buffer.geometry.layout.segments, strict=True):
+        sums.append(raw.view(torch.uint8).narrow(0, 0, 4 * segment.shard_size).view(torch.float32))
+    return tuple(sums)

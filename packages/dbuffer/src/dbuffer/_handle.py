@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import _progress as progress
 from . import _torch_compat as compat
-from ._memory import BufferMemory
+from ._buffer import DBuffer
 from ._order import CollectiveOrder, watched
 from .transport.protocol import Work, is_quiet, is_under_way
 
@@ -42,7 +42,7 @@ class Handle:
     under way, and the next `wait` goes on.
 
     Args:
-        memories: the buffers'.
+        buffers: marked busy until the first `wait` returns.
 
     Attributes:
         state: see `HandleState`.
@@ -50,11 +50,11 @@ class Handle:
         group: who takes part; None: this rank alone.
     """
 
-    def __init__(self, title: str, memories: Sequence[BufferMemory], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, title: str, buffers: Sequence[DBuffer], group: dist.ProcessGroup | None) -> None:
         self.state = HandleState.STARTED
         self.title, self.group = title, group
-        self._memories = memories
-        self._layer = memories[0].spec.layer
+        self._buffers = buffers
+        self._layer = buffers[0].layer
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None
         self._event: Any = None
@@ -62,8 +62,8 @@ class Handle:
         self._launched = False
         self._order: CollectiveOrder | None = None  # where others compare it with theirs
         self._number = 0  # there
-        for memory in memories:
-            memory.in_flight = self
+        for buffer in buffers:
+            buffer.in_flight = self
 
     def launch(self, start: Callable[[], Work | None], finish: Callable[[], None] | None) -> "Handle":
         """Start the work. From the moment this is called, the buffers' memory may be in use.
@@ -162,8 +162,8 @@ class Handle:
 
     def _fail(self, why: str, *, quiet: bool, cause: BaseException | None = None) -> None:
         if not quiet:
-            for memory in self._memories:
-                memory.condemn()
+            for buffer in self._buffers:
+                buffer.condemn()
         error = RuntimeError(f"{self.title} {why}")
         error.__cause__ = cause
         self._error = error
@@ -172,7 +172,7 @@ class Handle:
 
     def _let_go(self) -> None:
         """The buffers are free, unless another collective has them by now."""
-        for memory in self._memories:
-            if memory.in_flight is self:
-                memory.in_flight = None
+        for buffer in self._buffers:
+            if buffer.in_flight is self:
+                buffer.in_flight = None
         self._work = self._finish = None

@@ -343,7 +343,7 @@ class Unit:
             assert group.buffer is not None
             by_mesh.setdefault(group.plan.data, []).append(group.buffer)
         transport = self.options.gather_by
-        return [dbuffer.prepare_gather(buffers, transport=transport) for buffers in by_mesh.values()]
+        return [dbuffer.Gather(buffers, transport) for buffers in by_mesh.values()]
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
@@ -445,7 +445,7 @@ class Unit:
             if key not in self._reductions:
                 options = self.options
                 self._forget_replaced_memory()
-                self._reductions[key] = dbuffer.prepare_reduction(
+                self._reductions[key] = dbuffer.ReduceScatter(
                     [memory.buffer for memory in key],
                     op=how.op,
                     divide=how.divide,

@@ -13,7 +13,7 @@ import enum
 import operator
 from typing import Any
 
-from dbuffer import Handle
+from dbuffer import AllReduce, Handle
 
 from .._grads.memory import GradientMemory
 from .._grads.scaling import AllReduceHook, Scaling
@@ -101,8 +101,8 @@ class Reduction:
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
             for memory, how in self._replicated:
-                handle = memory.buffer.all_reduce(op=how.replica_op, divide=how.replica_divide)
-                self._handles.append(handle)
+                reduction = AllReduce([memory.buffer], how.replica_op, how.replica_divide)
+                self._handles.append(reduction.start())
 
     def _call_hook(self, hook: AllReduceHook, reduced: list[tuple[GradientMemory, Scaling]]) -> None:
         """Call the user's hook with the shards of these groups."""

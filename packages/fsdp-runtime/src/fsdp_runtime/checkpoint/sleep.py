@@ -118,7 +118,7 @@ def offload(
     waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
     for unit in units:
         for group in unit.groups:
-            if group.buffer is not None and group.buffer.memory.condemned:
+            if group.buffer is not None and group.buffer.condemned:
                 raise RuntimeError(
                     f"offload: a collective of {group.name} failed, and other ranks may still use its shard's memory, "
                     "which therefore cannot be freed"
