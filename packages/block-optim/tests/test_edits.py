@@ -1,4 +1,4 @@
-"""What users do to groups, states and frozen parameters: honoured as torch's optimizers do, or refused by name."""
+"""What users do to groups, states and frozen parameters: done as torch's optimizers do it, or refused by name."""
 
 import copy
 import pickle
@@ -45,10 +45,6 @@ every_kind = pytest.mark.parametrize("case", KINDS)
 def run_of(case, layout="plain", **more):
     kind, options = KINDS[case]
     return Run(kind, layout, shapes=SHAPES, lr=0.1, **options, **more)
-
-
-def number_of_bytes(run):
-    return sum(run.optimizer.state_bytes().values())
 
 
 # ---------------------------------------------------------------- frozen parameters
@@ -223,12 +219,21 @@ def test_notes_of_the_user_in_a_state_cost_no_new_plan():
     assert run.optimizer._build() is engine
 
 
-def test_states_moved_to_other_memory_and_back_go_on():
-    run, twin = run_of("AdamW").steps(0, 2), run_of("AdamW").steps(0, 2)
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [*((case, {}) for case in KINDS), ("AdamW", {"dtype": torch.bfloat16, "master_weights": True})],
+)
+def test_states_whose_data_was_swapped_are_used_where_they_are(case, more):
+    run, twin = run_of(case, **more).steps(0, 2), run_of(case, **more).steps(0, 2)
+    run.optimizer.state_dict()  # waits for what runs next to the step
+    old = []
     for state in run.optimizer.state.values():  # as offloaders do
-        for key, value in state.items():
-            state[key] = value.clone()
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
+        for value in state.values():
+            old.append(value.data)
+            value.data = value.data.clone()
+            old[-1].fill_(1)
+    same(run.steps(2, 5).result(), twin.steps(2, 5).result())
+    assert all((value == 1).all() for value in old)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +242,16 @@ def test_states_moved_to_other_memory_and_back_go_on():
         (lambda state: state.pop("exp_avg"), "p0: its state has no 'exp_avg' any more"),
         (lambda state: state.update(exp_avg=torch.zeros(3)), r"p0: state 'exp_avg' has shape \(3,\)"),
         (
-            lambda state: setattr(state["exp_avg"], "data", torch.zeros(8, 6)),
-            "p0: state 'exp_avg' lies in other",
+            lambda state: setattr(state["exp_avg"], "data", torch.zeros(6, 8)),
+            "p0: state 'exp_avg' has another shape",
+        ),
+        (
+            lambda state: setattr(state["exp_avg"], "data", torch.zeros(6, 8).T),
+            "p0: state 'exp_avg' has another",
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_changes(edit, message):
+def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_removed(edit, message):
     run = run_of("AdamW").steps(0, 1)
     edit(run.optimizer.state[run.params[0]])
     before = [p.detach().clone() for p in run.params]
@@ -251,6 +260,31 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_changes(edit, 
         with pytest.raises(ValueError, match=message):
             run.optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, run.params, strict=True))
+    del run.optimizer.state[run.params[0]]
+    run.optimizer.step()
+    assert run.optimizer.state[run.params[0]]["step"] == 1
+
+
+def test_a_state_that_is_put_back_after_an_error_is_used():
+    run, twin = run_of("AdamW").steps(0, 2), run_of("AdamW").steps(0, 2)
+    state = run.optimizer.state[run.params[0]]
+    own = state["exp_avg"]
+    state["exp_avg"] = torch.zeros(3)
+    run.give(2)
+    with pytest.raises(ValueError, match="has shape"):
+        run.optimizer.step()
+    state["exp_avg"] = own
+    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
+
+
+def test_a_parameter_that_does_not_fit_is_refused_in_each_step():
+    run = run_of("AdamW").steps(0, 1)
+    run.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(4, 4)[:, :2]))
+    run.optimizer.param_groups[0]["param_names"].append("late")
+    for step in (1, 2):
+        run.give(step)
+        with pytest.raises(ValueError, match="late: its memory has holes"):
+            run.optimizer.step()
 
 
 def edited_on_ranks(case):
@@ -348,10 +382,7 @@ def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
         ("lr", -0.1, "lr=-0.1"),
         ("weight_decay", "much", "weight_decay='much'"),
         ("eps", -1.0, "eps=-1.0"),
-        ("amsgrad", True, "amsgrad=True"),
-        ("capturable", True, "capturable=True"),
         ("stochastic_rounding", 1, "stochastic_rounding=1"),
-        ("wieght_decay", 0.1, "did you mean 'weight_decay'"),
     ],
 )
 def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option, value, message):
@@ -382,7 +413,7 @@ def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option, va
         ("AdamW", {"stochastic_rounding": True, "betas": (0.5, 0.6)}),
         ("AdamW8bit", {"maximize": True, "betas": (0.5, 0.6)}),
         ("Muon", {"ns_coefficients": "quintic", "momentum": 0.5, "nesterov": False}),
-        ("Muon", {"coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "adjust_lr_fn": "spectral_unclamped"}),
+        ("Muon", {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "adjust_lr_fn": "spectral_unclamped"}),
         ("Shampoo", {"precondition_frequency": 3, "weight_decay": 0.3}),
         ("SOAP", {"shampoo_beta": 0.5, "overlap": True}),
     ],
@@ -420,12 +451,13 @@ def test_an_option_on_which_the_states_depend_cannot_be_edited(case, option, val
         run.optimizer.step()
 
 
-def test_an_option_that_is_removed_is_missed_by_name():
+def test_an_option_that_is_removed_is_a_key_error():
     run = run_of("AdamW").steps(0, 1)
     del run.optimizer.param_groups[0]["betas"]
     run.give(1)
-    with pytest.raises(ValueError, match="'betas': removed"):
-        run.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="betas"):
+            run.optimizer.step()
 
 
 # ---------------------------------------------------------------- learning rates
@@ -489,6 +521,7 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit():
 RESHAPED = {
     "fewer elements": lambda p: torch.zeros(4, 6),
     "another shape": lambda p: torch.zeros(p.shape[::-1]),
+    "another order of its elements": lambda p: torch.zeros(p.shape[::-1]).T,
     "a view of its memory": lambda p: p.data.view(p.shape[::-1]),
 }
 

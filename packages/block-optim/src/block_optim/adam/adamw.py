@@ -89,11 +89,6 @@ class AdamW(BlockOptimizer):
                 f"fused={self.fused} (and other numbers); build it with the one that you want"
             )
 
-    def options_changed(self, group: Group, names: set[str]) -> None:
-        """Plan again where kernels were made for an option."""
-        if names & {"stochastic_rounding", "seed"}:
-            self._rule.replan()
-
     def check_group(self, group: Group, params: list[Param]) -> None:
         """Raise ValueError where a parameter does not fit."""
         for param in params:
@@ -103,9 +98,9 @@ class AdamW(BlockOptimizer):
         """Make step counts and moments."""
         self._rule.init_states(params, self.state)
 
-    def drop_states(self, params: list[Param]) -> None:
-        """Drop the rule's entries."""
-        self._rule.drop(params)
+    def invalidate(self) -> None:
+        """Bind the rule to the states."""
+        self._rule.bind(self.trained, self._made)
 
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients."""

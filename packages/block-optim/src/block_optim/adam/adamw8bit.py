@@ -114,7 +114,7 @@ class AdamW8bit(BlockOptimizer):
         """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
         if "quantize" in group:
-            if self._seen.options(group) is not None:
+            if id(group) in self._options:
                 raise ValueError(
                     "quantize: which tensors have 8-bit states was chosen when their group was added"
                 )
@@ -123,12 +123,6 @@ class AdamW8bit(BlockOptimizer):
         if least != 0:
             check_count("min_8bit_numel", least)
         group["block"] = str(check_block(group["block"]))
-
-    def options_changed(self, group: Group, names: set[str]) -> None:
-        """Plan again where kernels were made for an option."""
-        if names & {"stochastic_rounding", "seed"}:
-            self._wide.replan()
-            self._narrow.replan()
 
     def check_group(self, group: Group, params: list[Param]) -> None:
         """Raise ValueError where a parameter does not fit; choose who gets 8-bit states."""
@@ -150,10 +144,10 @@ class AdamW8bit(BlockOptimizer):
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
         self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
 
-    def drop_states(self, params: list[Param]) -> None:
-        """Drop the rules' entries."""
-        self._narrow.drop(params)
-        self._wide.drop(params)
+    def invalidate(self) -> None:
+        """Bind the rules to the states."""
+        for rule, is_narrow in ((self._narrow, True), (self._wide, False)):
+            rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow], self._made)
 
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients."""

@@ -1,6 +1,6 @@
 """What AdamW's two rules share: step counts, and a plan that is made again only when something changed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,31 +11,36 @@ from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
 from block_optim.core.active import Active
 from block_optim.core.params import Group, Param
-from ragged_shard import CPU, is_cpu
+from block_optim.core.runs import find_runs
+from block_optim.core.snapshot import same_objects
+from ragged_shard import is_cpu
 
 
 class Counts:
-    """The step counts of all parameters of a rule: fp32, in one small buffer for each device and group."""
+    """Step counts of all parameters of a rule: fp32 tensors, counted together where they are neighbours in memory."""
 
-    def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
+    def __init__(self, steps: Sequence[torch.Tensor]) -> None:
+        self._steps = list(steps)
+        self._addresses = [step.data_ptr() for step in steps]
+        runs = find_runs(steps, max_gap=0)
+        self._order = [i for run in runs for i in run.members]
+        self._buffers = [run.view(steps) for run in runs]
         self._known: list[float] = []
         self._versions: list[int] = []
 
+    def are_of(self, steps: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the counts, and where they were."""
+        return same_objects(list(steps), self._steps) and [s.data_ptr() for s in steps] == self._addresses
+
     @property
     def size(self) -> int:
-        """How many counts there are."""
-        return sum(buffer.numel() for buffer in self.buffers)
+        """Number of counts."""
+        return len(self._steps)
 
     @property
     def on_device(self) -> bool:
-        """Whether a device counts, and the host is not to read. What the host counts `BlockOptimizer` takes back."""
-        return any(not is_cpu(buffer.device) for buffer in self.buffers)
-
-    def new(self, number: int, device: torch.device = CPU) -> tuple[torch.Tensor, ...]:
-        """Counts of more parameters, 0-d each."""
-        self.buffers.append(torch.zeros(number, dtype=torch.float32, device=device))
-        return self.buffers[-1].unbind()
+        """Whether a device counts, and the host does not read. `BlockOptimizer` takes back what the host counts."""
+        return any(not is_cpu(buffer.device) for buffer in self._buffers)
 
     def add(self, counters: list[torch.Tensor] | None, slots: list[int]) -> list[float]:
         """Count a step for some parameters (None: for all); their counts.
@@ -44,22 +49,23 @@ class Counts:
         those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
         """
         on_device = self.on_device
-        if not on_device or [compat.version_of(b) for b in self.buffers] != self._versions:
-            self._known = [count for buffer in self.buffers for count in buffer.tolist()]
-        for buffer in self.buffers if counters is None else counters:
+        if not on_device or [compat.version_of(b) for b in self._buffers] != self._versions:
+            counts = [count for buffer in self._buffers for count in buffer.tolist()]
+            self._known = [count for _, count in sorted(zip(self._order, counts, strict=True))]
+        for buffer in self._buffers if counters is None else counters:
             buffer.add_(1)
         counts = [self._known[slot] + 1 for slot in slots]
         if on_device:
             for slot, count in zip(slots, counts, strict=True):
                 self._known[slot] = count
-            self._versions = [compat.version_of(b) for b in self.buffers]
+            self._versions = [compat.version_of(b) for b in self._buffers]
         return counts
 
     def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
         """Do not count the step after all where ``skipped`` is 1."""
-        for buffer in self.buffers if counters is None else counters:
+        for buffer in self._buffers if counters is None else counters:
             buffer.sub_(skipped)
-        self._versions = [compat.version_of(b) for b in self.buffers]
+        self._versions = [compat.version_of(b) for b in self._buffers]
 
 
 @dataclass
@@ -112,6 +118,7 @@ class StepPlan(Generic[EntryT]):
         self.idle = [e for e in entries.values() if id(e) not in present]
         self.groups = list({id(e.group): e.group for e in self.entries}.values())
         order = {id(group): i for i, group in enumerate(self.groups)}
+        self.rounding = rounding_of(self.groups)
         self.group_of = [order[id(e.group)] for e in self.entries]
         self.counts = counts
         self.slots = [e.slot for e in self.entries]
@@ -178,33 +185,41 @@ class StepPlan(Generic[EntryT]):
 class Rule(Generic[EntryT]):
     """The moments and updates of the parameters that were given to `init_states`.
 
-    A subclass makes their states in `init_states` and the plan of a step in `_plan_of`.
+    A subclass makes their states in `init_states`, finds them in `_entry`, and plans a step in `_plan_of`.
     """
 
     def __init__(self) -> None:
         self._entries: dict[torch.Tensor, EntryT] = {}
-        self._counts = Counts()
+        self._counts = Counts([])
         self._plan: StepPlan[EntryT] | None = None
 
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make the states of parameters of one group and enter them into ``state``."""
         raise NotImplementedError
 
-    def drop(self, params: Sequence[Param]) -> None:
-        """Forget parameters; their states stay what they are."""
-        for param in params:
-            self._entries.pop(param.tensor, None)
-        self.replan()
-
-    def replan(self) -> None:
-        """Plan the next step anew, from the options that groups have then."""
+    def bind(self, params: Sequence[Param], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Update these parameters, in the memory that their states have now, until this is called again."""
+        self._entries = {p.tensor: self._entry(p, state[p.tensor], i) for i, p in enumerate(params)}
+        steps = [entry.step for entry in self._entries.values()]
+        if not self._counts.are_of(steps):
+            self._counts = Counts(steps)
         self._plan = None
+
+    def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> EntryT:
+        """A parameter with its states; ``slot`` is the number of its step count."""
+        raise NotImplementedError
 
     def _plan_of(self, active: Active) -> StepPlan[EntryT]:
         raise NotImplementedError
 
     def update(self, active: Active) -> None:
         """One step of those parameters of this rule that have gradients."""
-        if self._plan is None or self._plan.version != active.version:
-            self._plan = self._plan_of(active)
-        self._plan.step(active)
+        plan = self._plan
+        if plan is None or plan.version != active.version or plan.rounding != rounding_of(plan.groups):
+            plan = self._plan = self._plan_of(active)
+        plan.step(active)
+
+
+def rounding_of(groups: Sequence[Group]) -> list[tuple[bool, int]]:
+    """The options of groups for which kernels are chosen."""
+    return [(group["stochastic_rounding"], group["seed"]) for group in groups]

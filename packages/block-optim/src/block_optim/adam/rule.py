@@ -9,7 +9,7 @@ everywhere, and torch's fused CPU kernel, whose code for the last few elements r
 vectors only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSli
 from block_optim.adam.launch import Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.variants import VECTOR, Types, Variant, wide_variant
+from block_optim.core._torch_compat import local_of
 from block_optim.core.active import Active
 from block_optim.core.params import Param
 from block_optim.core.precision import Origin, origin_of
@@ -56,12 +57,13 @@ class AdamWRule(Rule[Moments]):
             space = FlatSpace([p.local for p in chosen])
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
             on_device = self._is_fused(device) and not is_cpu(device)
-            slot = self._counts.size
-            steps = self._counts.new(len(chosen), device if on_device else CPU)
-            for i, (param, m, v, step) in enumerate(zip(chosen, first, second, steps, strict=True), slot):
+            steps = torch.zeros(len(chosen), dtype=torch.float32, device=device if on_device else CPU)
+            for param, m, v, step in zip(chosen, first, second, steps.unbind(), strict=True):
                 state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
-                self._entries[param.tensor] = Moments(param, step, i, m, v)
-        self._plan = None
+
+    def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Moments:
+        moments = (local_of(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        return Moments(param, state["step"], slot, *moments)
 
     def _is_fused(self, device: torch.device) -> bool:
         return self._fused(device) if callable(self._fused) else self._fused

@@ -5,7 +5,7 @@ gradients at once). The base class does the rest:
 
     step()  closure -> which gradients are there -> are they finite, on all ranks -> unscale -> update
             (a list compare)                        (one pass; 4 bytes, or none)
-    states, groups and their edits: see `core.stateful`
+    groups and states: see `core.stateful`
 """
 
 import inspect
@@ -52,8 +52,8 @@ class BlockOptimizer(Stateful):
     up to `synchronize`, and of the attributes below that do not fit as they are. Schedulers, closures, `GradScaler`,
     state dicts, distributed checkpoints, pickling and `Mixed` then work.
 
-    What a user edits between steps (groups, their options, `state`, ``requires_grad``) is taken by the next step as
-    torch's AdamW takes it, or raises by name. Edit alike on every rank: `Muon`, Shampoo and SOAP communicate by it.
+    `step` reads groups, their options, `state` and ``requires_grad``, as torch's optimizers do. Edit them equally on
+    every rank: `Muon`, Shampoo and SOAP communicate by them.
 
     Attributes:
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
@@ -72,23 +72,23 @@ class BlockOptimizer(Stateful):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, skip_nonfinite: bool = True) -> None:
         self.skip_nonfinite = skip_nonfinite
-        self._begin()
+        self._reset()
         super().__init__(params, defaults)
         if not isinstance(params, MoreGroupsFollow):
             self.prepare()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._collector = Collector()
         self._skipped = 0
         self._flags = PendingFlags()
         self._cut_groups: list[dist.ProcessGroup] | None = None
         self._check = GradientCheck()
-        super()._begin()
+        super()._reset()
 
-    def _forget(self) -> None:
+    def _bind(self) -> None:
         self._collector.forget()
         self._cut_groups = None
-        super()._forget()
+        super()._bind()
 
     # ---------------------------------------------------------------- what a subclass may define
 
@@ -193,10 +193,10 @@ class BlockOptimizer(Stateful):
             raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
         return found
 
-    def _train(self, params: list[Param]) -> None:
+    def _make_states(self, params: list[Param]) -> None:
         if self.requires_blocks:
             self.check_blocks(params)
-        super()._train(params)
+        super()._make_states(params)
 
     def check_blocks(self, params: list[Param]) -> None:
         """Raise ValueError where `block_of` is cut, of an optimizer that `requires_blocks`."""
@@ -237,7 +237,7 @@ class BlockOptimizer(Stateful):
             with torch.enable_grad():
                 loss = closure()
         self._read_flags()
-        self._follow()
+        self._sync()
         active = self._collector.collect(self._trained)
         flag = self._nonfinite(active, grad_norm)
         if isinstance(flag, torch.Tensor) and not self.takes_found_inf:

@@ -42,11 +42,23 @@ class Param:
         placements: one for each mesh axis; () for a plain tensor.
         start: the first element of this rank's run in the flattened global tensor, or None where its elements are
             not one run (a `Shard(1)`, say).
-        local_shape: of this rank's elements when the optimizer was given the parameter.
+        local_shape, local_stride: of this rank's elements when the optimizer was given the parameter; strides of
+            dimensions that have one.
         master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
     """
 
-    __slots__ = ("group", "local_shape", "master", "mesh", "name", "placements", "shape", "start", "tensor")
+    __slots__ = (
+        "group",
+        "local_shape",
+        "local_stride",
+        "master",
+        "mesh",
+        "name",
+        "placements",
+        "shape",
+        "start",
+        "tensor",
+    )
 
     def __init__(self, tensor: torch.Tensor, name: str, group: Group | None = None) -> None:
         self.tensor, self.name = tensor, name
@@ -64,7 +76,8 @@ class Param:
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point parameter, got {tensor.dtype}")
         self.start = first_element(tensor)
-        self.local_shape = local_of(tensor).shape
+        local = local_of(tensor)
+        self.local_shape, self.local_stride = local.shape, _strides(local)
 
     @property
     def local(self) -> torch.Tensor:
@@ -128,14 +141,15 @@ class Param:
         return local
 
     def check_layout(self) -> None:
-        """Raise ValueError where the tensor is not laid out as when the optimizer was given it."""
-        own = self.tensor
+        """Raise ValueError if the tensor has another layout than when the optimizer was given it."""
+        own, local = self.tensor, local_of(self.tensor)
         placements = tuple(own.placements) if isinstance(own, DISTRIBUTED) else ()
-        if (own.shape, local_of(own).shape, placements) != (self.shape, self.local_shape, self.placements):
+        before = self.shape, self.placements, self.local_shape, self.local_stride
+        if (own.shape, placements, local.shape, _strides(local)) != before:
             raise ValueError(
-                f"{self.name}: it has shape {tuple(own.shape)} and placements {placements}, and had "
-                f"{tuple(self.shape)} and {self.placements} when its states were made (its .data was set); "
-                "build a new optimizer"
+                f"{self.name}: it has shape {tuple(own.shape)}, placements {placements} and local strides "
+                f"{_strides(local)}, and had {tuple(self.shape)}, {self.placements} and {self.local_stride} when its "
+                "states were made (its .data was set); build a new optimizer"
             )
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
@@ -215,3 +229,10 @@ class Param:
 
     def __repr__(self) -> str:
         return f"Param({self.name!r}, {tuple(self.shape)}, {self.placements})"
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that matter: of an empty tensor none, else those of dimensions longer than 1."""
+    if not tensor.numel():
+        return ()
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

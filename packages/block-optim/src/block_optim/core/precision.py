@@ -65,9 +65,11 @@ def make_masters(params: Sequence[Param]) -> None:
     narrow = [p for p in params if is_narrow(p.dtype)]
     for device in dict.fromkeys(p.device for p in narrow):
         chosen = [p for p in narrow if p.device == device]
-        space = FlatSpace([p.local for p in chosen])
-        for param, master in zip(chosen, space.views(space.zeros(torch.float32, device)), strict=True):
-            param.master = master.copy_(param.local)
+        weights = [local_of(p.tensor).detach() for p in chosen]
+        space = FlatSpace(weights)
+        masters = space.views(space.zeros(torch.float32, device))
+        for param, weight, master in zip(chosen, weights, masters, strict=True):
+            param.master = master.copy_(weight)
 
 
 def take_over(params: Iterable[Param]) -> None:

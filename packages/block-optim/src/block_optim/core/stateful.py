@@ -1,14 +1,16 @@
-"""The parameters, options and states of an optimizer, and what users edit of them between steps.
+"""The parameters, options and states of an optimizer: torch's contract.
 
-    add_param_group, unfreezing   states are made, in the parameter's placement
-    edits                         of groups and states are looked for in every step, and taken (see `core.edits`)
-    state dicts                   are copied into the states that are there, which keep their memory
+    param_groups    read in each step: parameters, and options
+    states          made when a parameter is added that trains, or begins to train (so that checkpoints have where to
+                    load to before the first step), in the parameter's placement; again if the user removed or
+                    assigned some of them, with the values that were assigned
+    state dicts     copied into the states that are there, which keep their memory
 
 Nothing here communicates.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar
@@ -16,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 
 from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
-from block_optim.core.edits import Seen, by_group, trains
 from block_optim.core.load import check_keys, own_values, put_values
 from block_optim.core.options import (
     answer_torch_options,
@@ -28,6 +29,7 @@ from block_optim.core.options import (
 )
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import MASTER, check_precision, make_masters
+from block_optim.core.snapshot import StateSnapshot, same_objects
 
 
 class Stateful(torch.optim.Optimizer):
@@ -41,64 +43,53 @@ class Stateful(torch.optim.Optimizer):
     shared_options: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
 
-    def _begin(self) -> None:
-        self._params: dict[torch.Tensor, Param] = {}
-        self._trained: list[Param] = []
+    def _reset(self) -> None:
+        self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
+        self._trained: list[Param] = []  # of these, those that have states
         self._mastered: list[Param] = []  # of these, those that have an fp32 copy
-        self._seen = Seen()
+        self._members: list[
+            Any
+        ] = []  # groups and their parameters at the last look; held, so that ids stay theirs
+        self._options: dict[int, Group] = {}  # of each group by its id, as they were last checked
+        self._frozen: list[torch.Tensor] = []  # those that have none
+        self._made: dict[torch.Tensor, dict[str, Any]] = {}  # the states as `init_states` made them
+        self._snapshot = StateSnapshot({})
         self.setup()
 
     # ---------------------------------------------------------------- what a subclass may define
 
     def check_options(self, group: Group) -> None:
-        """Raise ValueError, naming it, where an option does not fit; called again when a group's options change.
+        """Raise ValueError, naming it, if an option does not fit; called again when a group's options change.
 
         May put options into their final form in ``group``.
         """
 
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError, naming it, where a parameter does not fit its group; states are not there yet."""
+        """Raise ValueError, naming it, if a new parameter does not fit its group; it has no states yet."""
 
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Fill ``self.state[p.tensor]``, a dict, for every `Param`. Called when parameters of a group begin to train.
 
-        Make states of a parameter's shape by ``p.zeros(dtype)``: they lie as it does, and checkpoints reshard them; of
-        other shapes by ``p.zeros(dtype, shape=...)``. A plain tensor of one dimension or more is refused.
+        Make states of a parameter's shape by ``p.zeros(dtype)``: they are placed as it is, and checkpoints reshard
+        them; of other shapes by ``p.zeros(dtype, shape=...)``. A plain tensor of one dimension or more is refused if
+        the parameter is sharded.
         """
         raise NotImplementedError
 
-    def reset_state(self, param: Param) -> None:
-        """Put a parameter's states back to what `init_states` made; here: zeros."""
-        for value in self.state[param.tensor].values():
-            if isinstance(value, torch.Tensor):
-                local_of(value).zero_()
-        if param.master is not None:
-            param.master.copy_(local_of(param.tensor).detach())
-
-    def drop_states(self, params: list[Param]) -> None:
-        """Drop what is kept of parameters that have left the groups."""
-
-    def options_changed(self, group: Group, names: set[str]) -> None:
-        """Called when options of a group were changed, which have been checked; `update` reads groups in each step."""
-
     def setup(self) -> None:
-        """Make the fields that states and plans live in: before parameters are added, when built or unpickled."""
+        """Initialize fields that `init_states` and `update` use; before parameters are added, and when unpickled."""
 
     def invalidate(self) -> None:
-        """Drop what is derived from parameters, groups or the addresses of states, which have changed."""
+        """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
 
     def synchronize(self) -> None:
-        """Complete work that runs next to the training step; called before states are saved, loaded or copied."""
-
-    def states_moved(self) -> None:
-        """Go on with states that lie at other addresses than before, with their values: as after offloading them."""
-        self._forget()
+        """Complete work that runs during forward and backward; called before states are saved, loaded or copied."""
 
     def _complete(self) -> None:
         """Bring states to where the last step leaves them."""
         self.synchronize()
 
-    # ---------------------------------------------------------------- parameters
+    # ---------------------------------------------------------------- groups
 
     @property
     def trained(self) -> list[Param]:
@@ -106,7 +97,7 @@ class Stateful(torch.optim.Optimizer):
         return self._trained
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, with options of their own if need be; states of those that train exist when this returns.
+        """Add parameters, optionally with other options; states of those that train exist when this returns.
 
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
@@ -114,71 +105,75 @@ class Stateful(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             rename(param_group, self.aliases)
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            self._check_options(group)
-            check_lr_value(group["lr"])
-            params = [self._param(group, i, len(self._params)) for i in range(len(group["params"]))]
-            self.check_group(group, params)
-            self._check_precision(group, params)
-            self._params.update((param.tensor, param) for param in params)
-            self._train([p for p in params if trains(p.tensor)])
+            self._read_groups()
+            self._read_states()
         except BaseException:
-            self.param_groups.pop()
-            for p in group["params"]:
-                self._params.pop(p, None)
-                self.state.pop(p, None)
+            for tensor in self.param_groups.pop()["params"]:
+                self.state.pop(tensor, None)
+            self._read_groups()
+            self._bind()
             raise
-        self._forget()
+
+    def _read_groups(self) -> None:
+        """Take over the groups' parameters, among them added, moved and removed ones.
+
+        Raises before it changes anything.
+        """
+        params: dict[torch.Tensor, Param] = {}
+        moved: list[tuple[Param, Group]] = []
+        for group in self.param_groups:
+            is_new = id(group) not in self._options
+            if is_new:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+                self._check_options(group)
+                check_lr_value(group["lr"])
+            before, fresh = len(params), []
+            for i, tensor in enumerate(group["params"]):
+                param = self._params.get(tensor)
+                if param is None:
+                    param = self._param(group, i, before)
+                    fresh.append(param)
+                elif param.group is not group:
+                    how = f"{param.name} was moved to a group with"
+                    self._check_format(self._options.get(id(param.group), {}), group, how)
+                    self._check_precision(group, [param])
+                    moved.append((param, group))
+                params[tensor] = param
+            if fresh or is_new:
+                self.check_group(group, fresh)
+                self._check_precision(group, fresh)
+        for param, group in moved:
+            param.group = group
+        for group in self.param_groups:
+            if "param_names" in group:
+                group["param_names"] = [params[tensor].name for tensor in group["params"]]
+        for tensor in self._params.keys() - params.keys():
+            self._made.pop(tensor, None)
+        self._params = params
+        self._frozen = [t for t in params if t not in self._made]
+        known = self._options
+        self._options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
+        self._members = self._current_members()
+
+    def _current_members(self) -> list[Any]:
+        return [member for group in self.param_groups for member in (group, *group["params"])]
+
+    def _options_of(self, group: Group) -> Group:
+        """A group's options, but for ``lr``."""
+        return {name: deepcopy(group[name]) for name in self.defaults if name in group and name != "lr"}
 
     def _param(self, group: Group, i: int, before: int) -> Param:
-        """A parameter of a group by its number, with so many parameters in the groups before."""
+        """Parameter ``i`` of a group that comes after ``before`` parameters of other groups."""
         tensor, names = group["params"][i], group.get("param_names")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a group has {tensor!r} among its parameters: expected a tensor")
         name = names[i] if names else f"parameter {before + i} of shape {tuple(tensor.shape)}"
         return Param(tensor, name, group)
 
-    def _train(self, params: list[Param]) -> None:
-        """Make the states of parameters that begin to train; values that the user put into their place are taken."""
-        given = {p.tensor: self.state.pop(p.tensor) for p in params if self.state.get(p.tensor)}
-        try:
-            for group, members in by_group(params):
-                if group.get("master_weights") and "master_weights" in self.defaults:
-                    make_masters(members)
-                self.init_states(group, members)
-            for p in params:
-                for key, value in self.state[p.tensor].items():
-                    p.check_state(key, value)
-                if p.master is not None:
-                    self.state[p.tensor][MASTER] = p.wrap(p.local)
-                if p.tensor in given:
-                    own = self.state[p.tensor]
-                    put_values(own, own_values(p.name, own, given[p.tensor]))
-        except BaseException:
-            self.drop_states(params)
-            for p in params:
-                self.state.pop(p.tensor, None)
-                p.master = None
-            self.state.update(given)
-            raise
-        for p in params:
-            self._seen.states[p.tensor] = dict(self.state[p.tensor])
-            extra = given.get(p.tensor, {}).items()
-            self.state[p.tensor].update(
-                (key, value) for key, value in extra if key not in self.state[p.tensor]
-            )
-        self._trained = [p for p in self._params.values() if p.tensor in self._seen.states]
-
-    def _forget(self) -> None:
-        self._seen.note(self.param_groups, self._params)
-        self._mastered = [param for param in self._trained if param.master is not None]
-        self.invalidate()
-
-    # ---------------------------------------------------------------- edits
-
     def _check_options(self, group: Group) -> None:
-        """Raise ValueError where an option of a group does not fit or is not known."""
+        """Raise ValueError if an option of a group does not fit or is not known."""
         rename(group, self.aliases)
         group["lr"] = check_lr(group["lr"])
         answer_torch_options(group, set(self.defaults) - {"amsgrad"})
@@ -189,99 +184,101 @@ class Stateful(torch.optim.Optimizer):
         if "stochastic_rounding" in self.defaults:
             check_precision(group, params)
 
-    def _host(self, group: Group) -> "Stateful":
-        """The optimizer whose options a group has: this one, but in `Mixed`."""
-        return self
+    # ---------------------------------------------------------------- each step
 
-    def _follow(self, *, states: bool = True) -> None:
-        """Take what the user edited since the last look, or raise; ``states=False`` puts edited states back."""
-        for group in self.param_groups:
-            changed = self._seen.changed(group) if self._seen.options(group) is not None else set()
-            if changed:
-                self._take_options(group, changed)
-        current = self._seen.is_current(self.param_groups, self.state)
-        if self._seen.has_more:
-            for tensor, param in self._params.items():
-                for key, value in self.state.get(tensor, {}).items():
-                    param.check_state(key, value)
-            self._seen.has_more = False
-        if not current:
+    def _sync(self) -> None:
+        """Read the groups and states, which the user may have edited since the last step.
+
+        Raises:
+            KeyError: an option was removed from a group.
+            ValueError: an option, a parameter or a state that does not fit.
+        """
+        self._sync_options()
+        edited = not same_objects(self._current_members(), self._members)
+        state: Any = self.state  # torch's is a defaultdict; the user may have assigned another mapping
+        self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+        changed: set[torch.Tensor] = set()
+        if not self._snapshot.is_current(self.state):
+            changed = self._snapshot.changed(self.state)
+            if not changed:  # others have been added
+                for tensor, param in self._params.items():
+                    for key, value in self.state.get(tensor, {}).items():
+                        param.check_state(key, value)
+                self._snapshot.note(self.state)
+        moved = self._snapshot.has_moved()
+        for tensor, key in self._snapshot.reshaped() if moved else ():
+            if tensor not in changed and tensor in self._params:
+                raise ValueError(
+                    f"{self._params[tensor].name}: state {key!r} has another shape or stride than before (its .data "
+                    "was set); assign a tensor, optimizer.state[p][key] = ..., or remove all of this state"
+                )
+        if edited or changed or any(map(_trains, self._frozen)):
             self._complete()
-            state: Any = self.state  # torch's is a defaultdict; a user may have assigned another
-            self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
-            self._take_edits(states)
-            self._forget()
+            self._read_groups()
+            self._read_states()
+        elif moved:
+            self._bind()
 
-    def _take_edits(self, states: bool) -> None:
-        self._take_params()
-        self._seen.check_memory(self._params)
-        if states:
-            for param in self._seen.take_states(self._params, self.state):
-                self.reset_state(param)
-        else:
-            self.state.update((tensor, dict(own)) for tensor, own in self._seen.states.items())
-        self._train([p for t, p in self._params.items() if t not in self._seen.states and trains(t)])
-
-    def _take_options(self, group: Group, changed: set[str]) -> None:
-        before = self._seen.options(group) or {}
-        if changed <= {"lr"} and "lr" in group:
+    def _sync_options(self) -> None:
+        """Check options that were edited."""
+        for group in self.param_groups:
+            known = self._options.get(id(group))
+            if known is None:
+                continue  # a new group, which `_read_groups` checks
             group["lr"] = check_lr(group["lr"])
-        else:
-            host = self._host(before)
-            for alias, name in host.aliases.items():
-                if alias in group and name not in changed:
-                    group[name] = group.pop(alias)
-            known = {*self.defaults, *host.defaults}
-            if gone := sorted(key for key in changed if key in known and key not in group):
-                raise ValueError(f"{', '.join(map(repr, gone))}: removed from a group; give it a value")
-            self._check_format(before, group, "a group was given")
-            host._check_options(group)
-            host._check_precision(group, [p for p in host._params.values() if p.group is group])
-            self.options_changed(group, changed)
-        self._seen.note_options(group)
-
-    def _take_params(self) -> None:
-        """Parameters that were put into groups, moved or removed. Raises before it changes anything."""
-        params: dict[torch.Tensor, Param] = {}
-        fresh: list[Param] = []
-        moved: list[tuple[Param, Group]] = []
-        for group in self.param_groups:
-            if self._seen.options(group) is None:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
+            if {name: group[name] for name in self.defaults if name in group and name != "lr"} != known:
+                self._check_format(known, group, "a group was given")
                 self._check_options(group)
-            before = len(params)
-            for i, tensor in enumerate(group["params"]):
-                param = self._params.get(tensor)
-                if param is None:
-                    fresh.append(self._param(group, i, before))
-                    param = fresh[-1]
-                elif param.group is not group:
-                    self._check_format(
-                        self._seen.options(param.group) or {},
-                        group,
-                        f"{param.name} was moved to a group with",
-                    )
-                    moved.append((param, group))
-                params[tensor] = param
-        for group in self.param_groups:
-            members = [param for param in fresh if param.group is group]
-            if members or self._seen.options(group) is None:
-                self.check_group(group, members)
-                self._check_precision(group, members)
-        for param, group in moved:
-            self._check_precision(group, [param])
-        for param, group in moved:
-            param.group = group
-        removed = [param for tensor, param in self._params.items() if tensor not in params]
-        self._params = params
-        self.drop_states(removed)
-        for param in removed:
-            self._seen.states.pop(param.tensor, None)
-        self._trained = [p for p in params.values() if p.tensor in self._seen.states]
-        for group in self.param_groups:
-            if "param_names" in group:
-                group["param_names"] = [params[tensor].name for tensor in group["params"]]
+                self._check_precision(group, [p for p in self._params.values() if p.group is group])
+                self._options[id(group)] = self._options_of(group)
+
+    def _read_states(self) -> None:
+        """Make the states of parameters that begin to train, and of those whose states were assigned or removed."""
+        changed = self._snapshot.changed(self.state)
+        stay = {t for t in self._params if t in self._made and t not in changed}
+        self._make_states([p for t, p in self._params.items() if t not in stay and _trains(t)])
+        for tensor in changed.difference(t for t in self._params if _trains(t)):
+            self._made.pop(tensor, None)
+        self._trained = [p for t, p in self._params.items() if t in self._made]
+        self._bind()
+
+    def _make_states(self, params: list[Param]) -> None:
+        """Make the states of parameters; values that the user put into their place are copied into them."""
+        assigned = {p.tensor: self.state.pop(p.tensor) for p in params if self.state.get(p.tensor)}
+        masters = [p.master for p in params]
+        try:
+            for group, members in _by_group(params):
+                if group.get("master_weights") and "master_weights" in self.defaults:
+                    make_masters(members)
+                self.init_states(group, members)
+            for p in params:
+                own = self.state[p.tensor]
+                for key, value in own.items():
+                    p.check_state(key, value)
+                if p.master is not None:
+                    own[MASTER] = p.wrap(p.local)
+                if p.tensor in assigned:
+                    put_values(own, own_values(p.name, own, assigned[p.tensor]))
+        except BaseException:
+            for p, master in zip(params, masters, strict=True):
+                self.state.pop(p.tensor, None)
+                p.master = master
+            self.state.update(assigned)
+            raise
+        for p in params:
+            own = self._made[p.tensor] = dict(self.state[p.tensor])
+            others = assigned.get(p.tensor, {}).items()
+            self.state[p.tensor].update((key, value) for key, value in others if key not in own)
+
+    def _bind(self) -> None:
+        """Renew what refers to the memory of parameters and states."""
+        self._snapshot = StateSnapshot({p.tensor: self._made[p.tensor] for p in self._trained})
+        for param in self._trained:
+            if MASTER in self._made[param.tensor]:
+                param.master = local_of(self._made[param.tensor][MASTER])
+        self._mastered = [param for param in self._trained if param.master is not None]
+        self._frozen = [t for t in self._params if t not in self._made]
+        self.invalidate()
 
     # ---------------------------------------------------------------- state
 
@@ -295,9 +292,9 @@ class Stateful(torch.optim.Optimizer):
         return dict(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, after `synchronize`; without states of parameters that have left the groups."""
+        """Torch's state dict, after `synchronize`; without states of parameters that have left the groups."""
         self._complete()
-        self._follow()
+        self._sync()
         left = {
             t: self.state.pop(t)
             for t in list(self.state)
@@ -311,10 +308,10 @@ class Stateful(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
 
-        Takes what `state_dict` gave, here or from torch's optimizer of the same rule: local tensors in the same
-        placement, or full plain tensors, of which each rank takes its own elements. A parameter without saved state
-        starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay, and so
-        do ``fused`` and ``foreach``: how a step is computed is chosen where an optimizer is built.
+        Takes what `state_dict` returned, of this class or of torch's optimizer with the same rule: local tensors in
+        the same placement, or full plain tensors, of which each rank takes its elements. A parameter without saved
+        state starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay,
+        and so do ``fused`` and ``foreach``: how a step is computed is chosen where an optimizer is built.
         Communicates nothing.
 
         Raises:
@@ -323,7 +320,7 @@ class Stateful(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for hook in load_pre_hooks(self):
             state_dict = hook(self, state_dict) or state_dict
-        self._follow(states=False)
+        self._sync()
         saved_groups = state_dict["param_groups"]
         options = self._loaded_options(saved_groups)
         ids = dict(
@@ -339,41 +336,34 @@ class Stateful(torch.optim.Optimizer):
         )
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
-        self._forget()
+        self._sync_options()
         for hook in load_post_hooks(self):
             hook(self)
 
     def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:
         self._complete()
-        frozen = [p for t, p in self._params.items() if t not in self._seen.states and saved.get(t)]
-        self._train(frozen)
+        frozen = [p for t, p in self._params.items() if t not in self._made and saved.get(t)]
+        self._make_states(frozen)
         try:
             values = {}
-            for param in self._trained:
-                if entry := saved.get(param.tensor):
-                    own = self._seen.states[param.tensor]
+            for tensor, own in self._made.items():
+                if entry := saved.get(tensor):
                     if strict:
-                        check_keys(param.name, own, entry)
-                    values[param.tensor] = own_values(param.name, own, entry)
+                        check_keys(self._params[tensor].name, own, entry)
+                    values[tensor] = own_values(self._params[tensor].name, own, entry)
         except BaseException:
-            self._untrain(frozen)
+            for param in frozen:
+                del self.state[param.tensor], self._made[param.tensor]
+                param.master = None
             raise
-        for param in self._trained:
-            own = self.state[param.tensor]
-            if param.tensor in values:
-                put_values(own, values[param.tensor])
-                own.update((k, v) for k, v in saved[param.tensor].items() if k not in own)
+        for tensor in list(self._made):
+            if tensor in values:
+                own = self.state[tensor]
+                put_values(own, values[tensor])
+                own.update((k, v) for k, v in saved[tensor].items() if k not in own)
             else:
-                self.reset_state(param)
-        self._forget()
-
-    def _untrain(self, params: list[Param]) -> None:
-        """Take back that parameters began to train."""
-        self.drop_states(params)
-        for param in params:
-            del self.state[param.tensor], self._seen.states[param.tensor]
-            param.master = None
-        self._trained = [p for p in self._params.values() if p.tensor in self._seen.states]
+                del self.state[tensor]
+        self._read_states()
 
     def _loaded_options(self, saved_groups: list[Group]) -> list[Group]:
         """The groups' options after loading, checked."""
@@ -394,7 +384,8 @@ class Stateful(torch.optim.Optimizer):
             try:
                 added = {key: value for key, value in options.items() if key not in group}
                 check_known(added, host.defaults, type(host).__name__, strict=True)
-                self._check_format(group, new, "the state dict was saved with")
+                for optimizer in (self, host):
+                    optimizer._check_format(group, new, "the state dict was saved with")
                 host._check_options(new)
                 host._check_precision(new, [p for p in host._params.values() if p.group is group])
                 check_lr_value(new["lr"])
@@ -403,23 +394,27 @@ class Stateful(torch.optim.Optimizer):
             found.append({key: value for key, value in new.items() if key in group or not says_nothing(key)})
         return found
 
+    def _host(self, group: Group) -> "Stateful":
+        """The optimizer whose options a group has: this one, but in `Mixed`."""
+        return self
+
     def _check_format(self, own: Group, new: Group, how: str) -> None:
-        """Raise ValueError where options on which the format of states depends differ."""
-        ours, theirs = self.format_of(own), self.format_of(new)
-        for key in ours:
-            if key in theirs and ours[key] != theirs[key]:
+        """Raise ValueError if options on which the format of states depends differ."""
+        expected, found = self.format_of(own), self.format_of(new)
+        for key in expected:
+            if key in found and expected[key] != found[key]:
                 raise ValueError(
-                    f"{how} {key}={theirs[key]!r}, this optimizer has {key}={ours[key]!r}; the format of the states "
+                    f"{how} {key}={found[key]!r}, this optimizer has {key}={expected[key]!r}; the format of the states "
                     "depends on it, so build an optimizer with the one that you want"
                 )
 
     def format_of(self, group: Group) -> dict[str, Any]:
-        """What the format of states depends on."""
+        """The options on which the format of states depends, with their values in a group."""
         return {key: group[key] for key in self.format_options if key in group}
 
     def __getstate__(self) -> dict[str, Any]:
         self._complete()
-        self._follow()
+        self._sync()
         kept = {name: getattr(self, name) for name in self.shared_options}
         return {**super().__getstate__(), **kept}
 
@@ -428,8 +423,21 @@ class Stateful(torch.optim.Optimizer):
         super().__setstate__(state)
         groups, values = self.param_groups, self.state
         self.param_groups, self.state = [], defaultdict(dict)
-        self._begin()
+        self._reset()
         for group in groups:
             self.add_param_group(group)
         self._load_states(dict(values), strict=False)
         self.state.update((key, value) for key, value in values.items() if key not in self._params)
+
+
+def _trains(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is to be updated: it requires gradients, or was given one."""
+    return tensor.requires_grad or tensor.grad is not None
+
+
+def _by_group(params: Iterable[Param]) -> list[tuple[Group, list[Param]]]:
+    """Parameters of one group together."""
+    found: dict[int, list[Param]] = defaultdict(list)
+    for param in params:
+        found[id(param.group)].append(param)
+    return [(members[0].group, members) for members in found.values()]

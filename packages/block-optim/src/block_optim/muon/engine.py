@@ -1,7 +1,9 @@
 """Assignment, memory and step of Muon's parameters: what the optimizer runs, apart from its options and states."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,15 @@ from block_optim.core.holding import Holding
 from block_optim.core.params import Group, Param
 from block_optim.core.scratch import Scratch
 from block_optim.core.skip import portions, unless
+from block_optim.core.snapshot import same_objects
 from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssignment, assign_domain
 from block_optim.muon.bucket import Bucket, run_pipeline
 from block_optim.muon.coefficients import resolve
 from block_optim.muon.local import LocalParam, update_momenta
 from block_optim.muon.matrices import matrices_in
 from block_optim.muon.newton_schulz import Recipe
+
+RECIPE_OPTIONS = ("ns_coefficients", "eps", "ns_steps", "method", "batched")
 
 
 @dataclass
@@ -32,7 +37,7 @@ class _Domain:
 
 
 class MuonEngine:
-    """Built from all parameters and their states; built again when either changes.
+    """Built from all parameters and their options; built again when either changes.
 
     Building it communicates: one all_reduce of 16 bytes for each process group, by which ranks see that their
     assignments are equal.
@@ -47,6 +52,7 @@ class MuonEngine:
         states: Mapping[torch.Tensor, dict[str, torch.Tensor]],
         bucket_bytes: int,
     ) -> None:
+        self.params, self.recipes = list(params), _recipes(params)
         self._index = {id(param.tensor): i for i, param in enumerate(params)}
         self._groups = list({id(p.group): p.group for p in params}.values())
         self._locals: list[LocalParam] = []
@@ -119,6 +125,15 @@ class MuonEngine:
                 found.append(bucket)
         return found
 
+    def fits(self, params: Sequence[Param]) -> bool:
+        """Whether it was built for these parameters and for the options that they have now."""
+        return same_objects(list(params), self.params) and _recipes(params) == self.recipes
+
+    def bind(self, states: Mapping[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Use the memory that the states have now."""
+        for local in self._locals:
+            local.bind(states[local.param.tensor])
+
     @property
     def fell_back(self) -> int:
         """Matrices orthogonalised by a safer method."""
@@ -161,6 +176,12 @@ class MuonEngine:
         for answer, params in asked:
             active.update(i for i, some in zip(params, answer(), strict=True) if some)
         return frozenset(active)
+
+
+def _recipes(params: Sequence[Param]) -> list[Any]:
+    """Copies of the options for which buckets are made, of each group."""
+    groups = {id(p.group): p.group for p in params}.values()
+    return [deepcopy([group[name] for name in RECIPE_OPTIONS]) for group in groups]
 
 
 def recipe_of(group: Group) -> Recipe:

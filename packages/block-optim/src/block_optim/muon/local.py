@@ -13,7 +13,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
 
 
 class LocalParam:
-    """One parameter's memory here. States are never replaced, so views of them are made once.
+    """One parameter's memory on this rank.
 
     Attributes:
         index: in the optimizer.
@@ -32,8 +32,12 @@ class LocalParam:
         self.columns = matrices[0].columns if matrices else 1
         self.local = param.local.view(-1)
         self.grad: torch.Tensor = self.local  # set in every step
+        self.bind(state)
+
+    def bind(self, state: dict[str, torch.Tensor]) -> None:
+        """Use the memory that the states have now."""
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
-        self.cast = self.momentum.dtype != param.dtype
+        self.cast = self.momentum.dtype != self.param.dtype
         self.steps: torch.Tensor | None = state.get("step")
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 

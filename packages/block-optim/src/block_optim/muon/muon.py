@@ -126,20 +126,25 @@ class Muon(BlockOptimizer):
         """Begin without an engine."""
         self._engine: MuonEngine | None = None
         self._fell_back = 0
+        self._bound = False
 
     def prepare(self) -> None:
         """Assign matrices to owners. Communicates 16 bytes for each process group."""
         self._build()
 
     def _build(self) -> MuonEngine:
-        if self._engine is None:
-            self._engine = MuonEngine(self.trained, self.state, self.bucket_bytes)
-        return self._engine
+        engine = self._engine
+        if engine is None or not engine.fits(self.trained):
+            self._fell_back = self.fallbacks
+            engine = self._engine = MuonEngine(self.trained, self._made, self.bucket_bytes)
+        elif not self._bound:
+            engine.bind(self._made)
+        self._bound = True
+        return engine
 
     def invalidate(self) -> None:
-        """Assign again in the next step."""
-        self._fell_back = self.fallbacks
-        self._engine = None
+        """Look at parameters and states again in the next step."""
+        self._bound = False
 
     def check_options(self, group: Group) -> None:
         """Raise ValueError where an option does not fit."""
@@ -156,11 +161,6 @@ class Muon(BlockOptimizer):
             check_flag(name, group[name])
         if group["batched"] is not None:
             check_flag("batched", group["batched"])
-
-    def options_changed(self, group: Group, names: set[str]) -> None:
-        """Assign again in the next step where the engine was built for an option."""
-        if names & {"ns_coefficients", "eps", "ns_steps", "method", "batched"}:
-            self.invalidate()
 
     def check_group(self, group: Group, params: list[Param]) -> None:
         """Raise ValueError where a parameter does not fit."""

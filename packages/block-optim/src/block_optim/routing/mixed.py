@@ -112,9 +112,9 @@ class Mixed(BlockOptimizer):
             optimizer.prepare()
 
     def invalidate(self) -> None:
-        """Parameters or states have changed."""
+        """Invalidate the algorithms, too."""
         for optimizer in self._optimizers.values():
-            optimizer._forget()
+            optimizer._bind()
         self._split = (-1, [])
 
     def synchronize(self) -> None:
@@ -138,75 +138,77 @@ class Mixed(BlockOptimizer):
         rename(group, kind.aliases)
         check_known(group, (*self.defaults, *kind.all_options({})), f"algorithm {name!r}", strict=True)
 
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError unless a new group fits its algorithm; that makes the states, too."""
-        name = group["algorithm"]
-        kind, optimizer = self._kinds[name], self._optimizers.get(name)
-        if optimizer is not None and optimizer._seen.options(group) is not None:
-            return  # it has seen for itself what is new in the group
-        shared = {key: group.pop(key) for key in kind.shared_options if key in group}
-        if optimizer is None:
-            shared = self._shared.get(name, shared)
-            optimizer = kind(MoreGroupsFollow([group]), **shared)
-            self.state.update(optimizer.state)
-            optimizer.state = self.state
-            self._optimizers[name], self._shared[name] = optimizer, shared
-            return
-        for key, value in shared.items():
-            if value is not None and value != getattr(optimizer, key):
-                raise ValueError(
-                    f"algorithm {name!r}: {key}={value!r} in one group, {getattr(optimizer, key)!r} in its first one; "
-                    "it is an option of the whole algorithm"
-                )
-        optimizer.add_param_group(group)
-
     def _check_options(self, group: Group) -> None:
         group["lr"] = check_lr(group["lr"])  # the others are for the algorithm to check
         self.check_options(group)
 
-    def options_changed(self, group: Group, names: set[str]) -> None:
-        """As the group's algorithm does."""
-        self._host(group)._take_options(group, names)
-
     def _host(self, group: Group) -> BlockOptimizer:
         return self._optimizers[group["algorithm"]]
 
-    def _take_edits(self, states: bool) -> None:
-        """Let each algorithm take its own."""
+    def _sync_options(self) -> None:
+        super()._sync_options()
+        for optimizer in self._optimizers.values():
+            optimizer._sync_options()
+
+    def _read_groups(self) -> None:
         for group in self.param_groups:
-            if self._seen.options(group) is None:
+            if id(group) not in self._options:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
                 self._check_options(group)
+        for name in dict.fromkeys(group["algorithm"] for group in self.param_groups):
+            if name not in self._optimizers:
+                self._start(name)
         for name, optimizer in self._optimizers.items():
-            known = [g for g in self.param_groups if optimizer._seen.options(g) is not None]
-            optimizer.param_groups = [g for g in known if g["algorithm"] == name]
-            optimizer.state = self.state
-            optimizer._follow(states=states)
-        self._take_params()
-        self._share_states()
+            groups = [g for g in self.param_groups if g["algorithm"] == name]
+            for group in groups:
+                self._check_shared(name, group)
+            optimizer.param_groups = groups
+            optimizer._read_groups()
+        self._optimizers = {name: o for name, o in self._optimizers.items() if o.param_groups}
+        super()._read_groups()
 
-    def _train(self, params: list[Param]) -> None:
+    def _start(self, name: str) -> None:
+        """Build the optimizer of an algorithm from its first group."""
+        kind, group = self._kinds[name], next(g for g in self.param_groups if g["algorithm"] == name)
+        shared = {key: group.pop(key) for key in kind.shared_options if key in group}
+        shared = self._shared.setdefault(name, shared)
+        optimizer = kind(MoreGroupsFollow([group]), **shared)
+        optimizer.state, made = self.state, optimizer.state
+        for tensor, state in made.items():
+            self.state.setdefault(
+                tensor, state
+            )  # a state that the user assigned before is copied by `_read_states`
+        self._made.update(optimizer._made)
+        optimizer._made = self._made
+        self._optimizers[name] = optimizer
+
+    def _check_shared(self, name: str, group: Group) -> None:
+        """Take options that hold for a whole algorithm out of a group; raise if they differ from its own."""
+        optimizer = self._optimizers[name]
+        for key in [key for key in self._kinds[name].shared_options if key in group]:
+            value, own = group[key], getattr(optimizer, key)
+            if value is not None and value != own:
+                raise ValueError(
+                    f"algorithm {name!r}: {key}={value!r} in one group, {own!r} in its first one; it is an option of "
+                    "the whole algorithm"
+                )
+            if key not in optimizer.defaults:
+                del group[key]
+
+    def _read_states(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.state = self.state
+            optimizer._read_states()
+        self._trained = [p for t, p in self._params.items() if t in self._made]
+        self._bind()
+
+    def _make_states(self, params: list[Param]) -> None:
         """Have states made by the algorithms."""
         for optimizer in self._optimizers.values():
-            theirs = (optimizer._params.get(p.tensor) for p in params)
-            optimizer._train([p for p in theirs if p is not None and p.tensor not in optimizer._seen.states])
-        self._share_states()
-
-    def _share_states(self) -> None:
-        optimizers = self._optimizers.values()
-        self._seen.states = {t: state for o in optimizers for t, state in o._seen.states.items()}
-        self._trained = [p for t, p in self._params.items() if t in self._seen.states]
-        for param in self._trained:
-            param.master = self._host(param.group)._params[param.tensor].master
-
-    def drop_states(self, params: list[Param]) -> None:
-        """Have states dropped by the algorithms that have them."""
-        for optimizer in self._optimizers.values():
-            theirs = [p for p in params if p.tensor in optimizer._seen.states]
-            optimizer.drop_states(theirs)
-            for param in theirs:
-                del optimizer._seen.states[param.tensor]
+            optimizer._make_states(
+                [optimizer._params[p.tensor] for p in params if p.tensor in optimizer._params]
+            )
 
     @property
     def takes_found_inf(self) -> bool:
@@ -231,17 +233,9 @@ class Mixed(BlockOptimizer):
         for optimizer, positions in split:
             optimizer.update(active.select(positions))
 
-    def reset_state(self, param: Param) -> None:
-        """As the parameter's algorithm does."""
-        self._host(param.group).reset_state(param)
-
     def format_of(self, group: Group) -> dict[str, Any]:
         """The algorithm."""
         return {"algorithm": group["algorithm"]}
-
-    def _check_format(self, own: Group, new: Group, how: str) -> None:
-        super()._check_format(own, new, how)
-        self._host(own)._check_format(own, new, how)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"routes": self.routes, "_kinds": self._kinds, "_shared": self._shared}

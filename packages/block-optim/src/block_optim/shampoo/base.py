@@ -87,6 +87,7 @@ class Preconditioned(BlockOptimizer):
         self._links: list[StripExchange] | None = None
         self._worker: Worker | None = None
         self._write = Writer()
+        self._bound = False  # whether blocks have views of the states' memory
         self._told = 0
         self.root_counts = RootCounts()
         self.clamped_gradients = 0  # on CPU; a device cuts them too, and does not say
@@ -118,28 +119,31 @@ class Preconditioned(BlockOptimizer):
     def init_states(self, group: Group, params: list[Param]) -> None:
         """Plan the tensors and make their states."""
         for tensor in self._plan.add(params, self._params.values()):
-            self.state[tensor.param.tensor] = self._make_state(tensor)
+            state = self.state[tensor.param.tensor] = self._make_state(tensor)
+            tensor.bind(state)
             self._fresh(tensor)
         self._links = None
         self._tell_cost()
 
-    def drop_states(self, params: list[Param]) -> None:
-        """Drop tensors from the plan."""
-        for param in params:
-            self._plan.tensors.pop(param.tensor, None)
-        self._links = None
+    def invalidate(self) -> None:
+        """Drop the plans of parameters that are not trained; look for the states' memory again in the next step."""
+        for parameter in self._plan.tensors.keys() - {param.tensor for param in self.trained}:
+            del self._plan.tensors[parameter]
+            self._links = None
+        self._bound = False
+
+    def _bind_blocks(self) -> None:
+        """Point the blocks' views to the memory of the states."""
+        for param in self.trained:
+            self._plan.tensors[param.tensor].bind(self._made[param.tensor])
+        self._bound = True
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
-        """States of one tensor, zero, with the blocks' views of them."""
+        """States of one tensor, zero."""
         raise NotImplementedError
 
     def _fresh(self, tensor: TensorPlan) -> None:
         """What of the states does not begin as zeros."""
-
-    def reset_state(self, param: Param) -> None:
-        """Put a parameter's states back to what they were at construction."""
-        super().reset_state(param)
-        self._fresh(self._plan.tensors[param.tensor])
 
     # ---------------------------------------------------------------- what the user is told
 
@@ -172,6 +176,8 @@ class Preconditioned(BlockOptimizer):
 
     def update(self, active: Active) -> None:
         """Update the parameters that have gradients, or blocks of which other ranks have gradients."""
+        if not self._bound:
+            self._bind_blocks()
         self.synchronize()
         works = self._gather(active)
         self._directions(works, active.found_inf)
@@ -295,7 +301,9 @@ class Preconditioned(BlockOptimizer):
 
     def synchronize(self) -> None:
         """Wait for a refresh that runs next to the step, and put its results in place."""
-        if self._worker is not None:
+        if self._worker is not None and self._worker.is_busy:
+            if self._snapshot.has_moved():
+                self._bind_blocks()
             self._worker.finish()
 
     def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:

@@ -7,7 +7,7 @@ factors, roots, bases                one 1-D tensor for each side, block after b
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,7 @@ class OwnedBlock:
         rows, cols: its size.
         column: its first one, of a strip that begins at element `offset` of the owned run.
         number: among all blocks of this size in the model, in the optimizer's order: the same at every world size.
-        views: its elements of each state, by name; the states keep their memory for life.
+        views: its elements of each state, by name; see `TensorPlan.bind`.
     """
 
     tensor: "TensorPlan"
@@ -72,6 +72,9 @@ class TensorPlan:
         self.param, self.number, self.grid, self.holding = param, number, grid, holding
         self.assignment: StripAssignment | None = None
         self.blocks: list[OwnedBlock] = []
+        self._sizes: dict[
+            str, Size | None
+        ] = {}  # of blocks in states; None: the state has the parameter's shape
         self.compute = torch.float64 if param.dtype == torch.float64 else torch.float32
 
     @property
@@ -119,10 +122,7 @@ class TensorPlan:
             state[name] = self.holding.state(local, self.param.shape, self.assignment.elements())
         else:
             state[name] = self.param.zeros(dtype)
-        if self.grid is not None:
-            flat = local_of(state[name]).view(-1)
-            for block in self.blocks:
-                block.views[name] = block.of(flat)
+        self._sizes[name] = None
 
     def add_blocks(self, state: dict[str, Tensor], sizes: dict[str, Size], dtype: torch.dtype) -> None:
         """Add 1-D states of zeros with `size(rows, cols)` elements for each block, on the block's owner."""
@@ -134,7 +134,16 @@ class TensorPlan:
                 lengths[owner] += sum(size(rows, width) for _, width in grid.columns)
             local = torch.zeros(lengths[self.holding.rank], dtype=dtype, device=self.param.device)
             state[name] = self.holding.state(local, (sum(lengths),), lengths)
-            views = local.split([size(block.rows, block.cols) for block in self.blocks])
+            self._sizes[name] = size
+
+    def bind(self, state: Mapping[str, Tensor]) -> None:
+        """Point the blocks' views to the memory that the states have now."""
+        for name, size in self._sizes.items() if self.blocks else ():
+            flat = local_of(state[name]).view(-1)
+            if size is None:
+                views = [block.of(flat) for block in self.blocks]
+            else:
+                views = list(flat.split([size(block.rows, block.cols) for block in self.blocks]))
             for block, view in zip(self.blocks, views, strict=True):
                 block.views[name] = view
 
@@ -155,6 +164,8 @@ class Plan:
         """
         found: list[TensorPlan] = []
         for param in params:
+            if param.tensor in self.tensors:
+                continue
             grid = grid_of(tuple(param.shape), param.group)
             holding = _elementwise_holding(param) if grid is None else param.holding.in_order()
             found.append(TensorPlan(param, self._added, grid, holding))
@@ -171,7 +182,7 @@ class Plan:
                 for size in grid.blocks():
                     counts[size] += 1
         self.tensors.update((t.param.tensor, t) for t in found)
-        return found
+        return [self.tensors[param.tensor] for param in params]
 
 
 def _elementwise_holding(param: Param) -> Holding:

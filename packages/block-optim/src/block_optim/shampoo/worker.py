@@ -49,6 +49,11 @@ class Worker:
         running = self._threads.submit(_in_turn, jobs, self._layer, self._stream, ready)
         self._join, self._commit = running.result, lambda: self._use(running.result(), commit)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether jobs have been submitted since `finish` or `drop`."""
+        return self._join is not None
+
     def _use(self, results: list[T], commit: Callable[[list[T]], None]) -> None:
         """Commit the results, for which the thread has waited, on the current stream."""
         commit(results)

@@ -82,7 +82,7 @@ class _Block:
 class OffloadedBlocks:
     """What `OffloadedOptimizer` does with an optimizer of block_optim on a device.
 
-    Uses of it `step`, `state`, `trained`, `synchronize`, `states_moved`, `skip_nonfinite` and state dicts.
+    Uses of it `step`, `state`, `trained`, `synchronize`, `skip_nonfinite` and state dicts.
 
     Args:
         optimizer: whose states are on the device.
@@ -109,7 +109,6 @@ class OffloadedBlocks:
             self._step_at_once(grad_norm)
             return
         if not self._is_finite(grad_norm):
-            optimizer.states_moved()
             optimizer.step(grad_norm=math.inf)  # which counts it, and looks at gradients only
             return
         every = [param for group in optimizer.param_groups for param in group["params"]]
@@ -128,7 +127,6 @@ class OffloadedBlocks:
 
     def _step_at_once(self, grad_norm: torch.Tensor | float | None) -> None:
         for _ in self._in_turn() if self._blocks else (None,):
-            self._optimizer.states_moved()
             self._optimizer.step(grad_norm=grad_norm)
             self._optimizer.synchronize()
         self.find()
@@ -139,7 +137,6 @@ class OffloadedBlocks:
             return
         for param in mine:
             param.grad = grads[param]
-        self._optimizer.states_moved()
         self._optimizer.step(grad_norm=0.0)  # finite: `step` has asked all ranks
         for param in mine:
             param.grad = None
@@ -208,7 +205,6 @@ class OffloadedBlocks:
         if len(tensors) == len(self._known) and all(map(operator.is_, tensors, self._known)):
             return
         self._open()
-        self._optimizer.states_moved()
         self._optimizer.state_dict()  # copies states that were assigned into their own memory, which is there now
         tensors = self._all_tensors()
         self._blocks = self._find_blocks()
@@ -245,14 +241,12 @@ class OffloadedBlocks:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, with states in CPU memory; after `wait`."""
-        self._optimizer.states_moved()
         found = self._optimizer.state_dict()
         return {**found, "state": self._shown(found["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's own; all states are on the device meanwhile."""
         self._open()
-        self._optimizer.states_moved()
         self._optimizer.load_state_dict(state_dict)
         self._leave()
         self.find()

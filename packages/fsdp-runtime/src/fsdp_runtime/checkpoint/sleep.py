@@ -316,7 +316,6 @@ class _Away:
         optimizer.state, self._state = self._state, None
         while self._hooks:
             self._hooks.pop().remove()
-        getattr(optimizer, "states_moved", _nothing)()  # block_optim's know the addresses of states
 
 
 def _nothing() -> None:

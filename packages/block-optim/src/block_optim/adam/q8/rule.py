@@ -7,7 +7,7 @@
 On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA all stretches are one Triton launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from block_optim.adam.q8.grid import (
 )
 from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
 from block_optim.adam.variants import Types, Variant, quantized_variant
+from block_optim.core._torch_compat import local_of
 from block_optim.core.active import Active
 from block_optim.core.device import per_device
 from block_optim.core.params import Param
@@ -43,18 +44,27 @@ class Codes(Entry):
 
     layout: ScaleLayout
     codes: tuple[torch.Tensor, torch.Tensor]
-    scales: tuple[torch.Tensor, torch.Tensor]  # flat, over all parameters that were added together
-    first_scale: int
+    scales: tuple[torch.Tensor, torch.Tensor]  # flat
+
+    @property
+    def scale_memory(self) -> tuple[int, int, int]:
+        """What is equal for parameters whose scales may be neighbours: both storages, and their offsets' difference."""
+        first, second = self.scales
+        storages = first.untyped_storage().data_ptr(), second.untyped_storage().data_ptr()
+        return *storages, offset_of(second) - offset_of(first)
 
 
 class QuantizedRule(Rule[Codes]):
     """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), and scales (`.._scale`)."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._layouts: dict[torch.Tensor, ScaleLayout] = {}
+
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make codes and scales in flat buffers for each device."""
         for device in dict.fromkeys(p.device for p in params):
             self._init_on(device, [p for p in params if p.device == device], state)
-        self._plan = None
 
     def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
         block = check_block(params[0].group["block"])
@@ -67,12 +77,11 @@ class QuantizedRule(Rule[Codes]):
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
-        scales = first, second
-        slot = self._counts.size
-        steps = self._counts.new(len(params), device if has_triton(device) else CPU)
+        on_device = has_triton(device)
+        steps = torch.zeros(len(params), dtype=torch.float32, device=device if on_device else CPU).unbind()
         for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             stop = starts[i] + counts[i]
-            wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in scales]
+            wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in (first, second)]
             state[param.tensor] = {
                 "step": steps[i],
                 "exp_avg": param.wrap(codes[0][i]),
@@ -80,9 +89,21 @@ class QuantizedRule(Rule[Codes]):
                 "exp_avg_sq": param.wrap(codes[1][i]),
                 "exp_avg_sq_scale": wrapped[1],
             }
-            pair = codes[0][i], codes[1][i]
-            entry = Codes(param, steps[i], slot + i, layout, pair, scales, starts[i])
-            self._entries[param.tensor] = entry
+
+    def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Codes:
+        block = check_block(param.group["block"])
+        if param.tensor not in self._layouts:
+            self._layouts[param.tensor] = scale_layout(param, block)
+        codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
+        return Codes(
+            param,
+            state["step"],
+            slot,
+            self._layouts[param.tensor],
+            (codes[0], codes[1]),
+            (scales[0], scales[1]),
+        )
 
     def _plan_of(self, active: Active) -> "_Plan":
         return _Plan(self._entries, self._counts, active)
@@ -133,7 +154,7 @@ class _Plan(StepPlan[Codes]):
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
         own = [self._own(i, e) for i, e in enumerate(self.entries)]
-        kinds = [(key, id(e.scales), mine) for key, e, mine in zip(keys, self.entries, own, strict=True)]
+        kinds = [(key, e.scale_memory, mine) for key, e, mine in zip(keys, self.entries, own, strict=True)]
         found: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
         for run in joint_runs(lists, kinds, max_gap=0):
             first = run.members[0]
@@ -165,14 +186,17 @@ class _Plan(StepPlan[Codes]):
         for i in run.members:
             entry = self.entries[i]
             start = offset_of(self.locals[i]) - base
-            found += stretches_of(entry.layout, start, entry.first_scale)
+            found += stretches_of(entry.layout, start, offset_of(entry.scales[0]))
         return merged(found)
 
     def _tensors(self, i: int, stretch: Stretch) -> TileTensors:
         """The memory of a stretch of the run that begins with entry i."""
         entry = self.entries[i]
         bands = -(-stretch.rows // stretch.tile[0])
-        scales = [s[stretch.scale : stretch.scale + stretch.num_scales].view(bands, -1) for s in entry.scales]
+        scales = []
+        for flat in entry.scales:
+            offset = stretch.scale + offset_of(flat) - offset_of(entry.scales[0])
+            scales.append(flat.as_strided((stretch.num_scales,), (1,), offset).view(bands, -1))
         codes = [_matrix(c, stretch) for c in entry.codes]
         return TileTensors(
             _matrix(self.locals[i], stretch),
