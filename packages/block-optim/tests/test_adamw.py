@@ -287,9 +287,6 @@ def test_a_group_added_later_has_its_states_at_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"amsgrad": True}, "amsgrad"),
-        ({"foreach": True}, "foreach"),
-        ({"capturable": True}, "capturable"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"eps": -1e-8}, "eps"),

@@ -236,7 +236,12 @@ def test_parameters_of_several_dtypes_share_a_group(momentum_dtype):
 
 def test_coefficients_method_and_options_of_a_group_are_used():
     results = []
-    for options in ({}, {"coefficients": "quintic"}, {"ns_steps": 2}, {"coefficients": (2.0, -1.5, 0.5)}):
+    for options in (
+        {},
+        {"ns_coefficients": "quintic"},
+        {"ns_steps": 2},
+        {"ns_coefficients": (2.0, -1.5, 0.5)},
+    ):
         (p,) = parameters([(8, 24)])
         give_gradients([p], 1)
         Muon([p], lr=1.0, **options).step()
@@ -382,8 +387,8 @@ def test_a_bf16_parameter_is_added_to_in_fp32_and_rounded_once():
         ({"lr": -1.0}, "lr=-1.0"),
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
-        ({"coefficients": "best"}, "'best' are not known"),
-        ({"coefficients": "quintic", "ns_steps": 4}, "belong together"),
+        ({"ns_coefficients": "best"}, "'best' are not known"),
+        ({"ns_coefficients": "quintic", "ns_steps": 4}, "belong together"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
         ({"method": "qr"}, "method='qr'"),
         ({"momentum_dtype": torch.int8}, "momentum_dtype"),

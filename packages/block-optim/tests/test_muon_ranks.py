@@ -22,11 +22,11 @@ CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ANY_CUT),
     ({"nesterov": False, "bucket_bytes": 900, "adjust_lr_fn": "match_rms_adamw"}, ANY_CUT),
     (
-        {"method": "gram", "coefficients": "polar_express", "cautious_weight_decay": True},
+        {"method": "gram", "ns_coefficients": "polar_express", "cautious_weight_decay": True},
         ("elements", "rows"),
     ),
     ({"dtype": torch.bfloat16, "momentum_dtype": torch.float32}, ("elements", "shard")),
-    ({"normuon": True, "coefficients": "quintic"}, WHOLE_ROWS),
+    ({"normuon": True, "ns_coefficients": "quintic"}, WHOLE_ROWS),
     ({"normuon": True, "momentum_dtype": torch.bfloat16, "bucket_bytes": 500}, WHOLE_ROWS),
 )
 
@@ -234,7 +234,7 @@ def disagreeing(option, values):
 
 
 @pytest.mark.parametrize(
-    ("option", "values"), [("ns_steps", (4, 5)), ("coefficients", ("keller", "quintic"))]
+    ("option", "values"), [("ns_steps", (4, 5)), ("ns_coefficients", ("keller", "quintic"))]
 )
 def test_ranks_with_different_options_are_told_so_at_construction(option, values):
     with pytest.raises(RankError) as error:

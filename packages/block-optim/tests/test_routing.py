@@ -281,7 +281,7 @@ def test_saved_and_loaded_it_goes_on_to_the_bit():
 
 def test_options_that_come_with_a_state_dict_are_used_from_then_on():
     model = make_model()
-    optimizer = routed(model, muon={"coefficients": "quintic"})
+    optimizer = routed(model, muon={"ns_coefficients": "quintic"})
     twin = copy.deepcopy(model)
     other = routed(twin)
     for some, o in ((model, optimizer), (twin, other)):

@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.options import answer_torch_options, check_betas, check_flag, check_range
+from block_optim.core.options import check_betas, check_flag, check_range
 from block_optim.core.params import Group, Param
 
 
@@ -24,7 +24,6 @@ class AdamW(BlockOptimizer):
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        amsgrad, foreach, capturable, differentiable: as in torch; must be False or None.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
@@ -47,23 +46,17 @@ class AdamW(BlockOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
-        refused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
-        answer_torch_options(refused)
         self.fused = bool(fused)
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
             "seed": seed, "master_weights": master_weights,
         }  # fmt: skip

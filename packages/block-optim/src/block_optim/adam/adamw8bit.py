@@ -50,19 +50,12 @@ class AdamW8bit(BlockOptimizer):
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; bitsandbytes' ``min_8bit_size``
-            for min_8bit_numel, torchao's ``block_size`` and ``bf16_stochastic_round``.
 
     Raises:
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
     format_options = ("block", "min_8bit_numel", "master_weights")
-    aliases = {  # noqa: RUF012  # declared a ClassVar in the base class
-        "min_8bit_size": "min_8bit_numel",
-        "block_size": "block",
-        "bf16_stochastic_round": "stochastic_rounding",
-    }
     requires_blocks = True
 
     def __init__(
@@ -81,14 +74,12 @@ class AdamW8bit(BlockOptimizer):
         master_weights: bool = False,
         maximize: bool = False,
         skip_nonfinite: bool = True,
-        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
-        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod

@@ -21,7 +21,6 @@ from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.active import Active, Collector
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
-from block_optim.core.options import answer_torch_options, rename, says_nothing
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import Policy, Wish, policy_of
 from block_optim.core.precision import take_over, write_back
@@ -59,7 +58,6 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments that hold for all groups, kept as attributes of the same name.
         requires_blocks: whether the optimizer cannot work where `block_of` is cut; its constructor then raises.
-        aliases: other names of options, as papers and other packages have them: ``{alias: option}``.
 
     `step` communicates nothing where the answer about finite gradients is known (``found_inf``, ``grad_norm``),
     on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a
@@ -155,43 +153,19 @@ class BlockOptimizer(Stateful):
         return policy_of(wish, units, world_size, max_padding)
 
     @classmethod
-    def all_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The constructor's options: those given, and the defaults of the others.
+    def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's options: these, and the defaults of the others.
 
         Raises:
             TypeError: an option that the constructor does not have.
         """
-        known = {
-            name: parameter.default
-            for name, parameter in inspect.signature(cls).parameters.items()
-            if name != "params" and parameter.kind is not parameter.VAR_KEYWORD
+        parameters = inspect.signature(cls).parameters.values()
+        defaults = {
+            p.name: p.default for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD
         }
-        return {**known, **cls.own_options(given, known)}
-
-    @classmethod
-    def own_options(cls, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-        """Constructor arguments by their own names: those under aliases renamed, torch's idle ones left out.
-
-        Args:
-            given: the arguments.
-            known: the options that the constructor has.
-
-        Raises:
-            TypeError: an option that the constructor does not have.
-            ValueError: an option of torch's optimizers that asks for what there is not here.
-        """
-        found = dict(given)
-        rename(found, cls.aliases)
-        for name in set(found) - set(given):
-            if known[name] != inspect.signature(cls).parameters[name].default:
-                raise ValueError(
-                    f"{name}={known[name]!r} was also given under another name, as {found[name]!r}"
-                )
-        answer_torch_options(found, known)
-        found = {name: value for name, value in found.items() if name in known or not says_nothing(name)}
-        if unknown := sorted(set(found) - set(known)):
+        if unknown := sorted(options.keys() - defaults.keys()):
             raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
-        return found
+        return {**defaults, **options}
 
     def _make_states(self, params: list[Param]) -> None:
         if self.requires_blocks:

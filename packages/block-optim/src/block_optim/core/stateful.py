@@ -10,7 +10,7 @@ Nothing here communicates.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar
@@ -19,14 +19,7 @@ import torch
 
 from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
 from block_optim.core.load import check_keys, own_values, put_values
-from block_optim.core.options import (
-    answer_torch_options,
-    check_known,
-    check_lr,
-    check_lr_value,
-    rename,
-    says_nothing,
-)
+from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value, reject_unsupported
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import MASTER, check_precision, make_masters
 from block_optim.core.snapshot import StateSnapshot, same_objects
@@ -36,12 +29,11 @@ class Stateful(torch.optim.Optimizer):
     """Base of `BlockOptimizer`, without a step. A subclass may define the methods up to `synchronize`.
 
     Attributes:
-        format_options, shared_options, aliases: see `BlockOptimizer`.
+        format_options, shared_options: see `BlockOptimizer`.
     """
 
     format_options: ClassVar[tuple[str, ...]] = ()
     shared_options: ClassVar[tuple[str, ...]] = ()
-    aliases: ClassVar[Mapping[str, str]] = {}
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
@@ -102,9 +94,10 @@ class Stateful(torch.optim.Optimizer):
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
         """
-        if isinstance(param_group, dict):
-            rename(param_group, self.aliases)
-        super().add_param_group(param_group)
+        self._add_group(param_group)
+
+    def _add_group(self, group: Group) -> None:
+        super().add_param_group(group)
         try:
             self._read_groups()
             self._read_states()
@@ -173,11 +166,9 @@ class Stateful(torch.optim.Optimizer):
         return Param(tensor, name, group)
 
     def _check_options(self, group: Group) -> None:
-        """Raise ValueError if an option of a group does not fit or is not known."""
-        rename(group, self.aliases)
+        """Raise ValueError if an option of a group does not fit."""
         group["lr"] = check_lr(group["lr"])
-        answer_torch_options(group, set(self.defaults) - {"amsgrad"})
-        check_known(group, self.defaults, type(self).__name__)
+        reject_unsupported(group, self.defaults)
         self.check_options(group)
 
     def _check_precision(self, group: Group, params: list[Param]) -> None:
@@ -374,16 +365,13 @@ class Stateful(torch.optim.Optimizer):
                 f"the state dict has groups of {saved_sizes} parameters, this optimizer of {sizes}; build it with the "
                 "same groups"
             )
-        found = []
+        loaded = []
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            left_out = ("params", "foreach", "fused")
+            left_out = ("params", *EXECUTION_OPTIONS)
             options = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
             host = self._host(group)
-            rename(options, host.aliases)
             new = {**{key: value for key, value in group.items() if key != "params"}, **options}
             try:
-                added = {key: value for key, value in options.items() if key not in group}
-                check_known(added, host.defaults, type(host).__name__, strict=True)
                 for optimizer in (self, host):
                     optimizer._check_format(group, new, "the state dict was saved with")
                 host._check_options(new)
@@ -391,8 +379,8 @@ class Stateful(torch.optim.Optimizer):
                 check_lr_value(new["lr"])
             except ValueError as error:
                 raise ValueError(f"param_groups[{i}] of the state dict: {error}") from error
-            found.append({key: value for key, value in new.items() if key in group or not says_nothing(key)})
-        return found
+            loaded.append(new)
+        return loaded
 
     def _host(self, group: Group) -> "Stateful":
         """The optimizer whose options a group has: this one, but in `Mixed`."""
@@ -425,7 +413,7 @@ class Stateful(torch.optim.Optimizer):
         self.param_groups, self.state = [], defaultdict(dict)
         self._reset()
         for group in groups:
-            self.add_param_group(group)
+            self._add_group(group)
         self._load_states(dict(values), strict=False)
         self.state.update((key, value) for key, value in values.items() if key not in self._params)
 

@@ -54,8 +54,6 @@ class Muon(BlockOptimizer):
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         skip_nonfinite: see `BlockOptimizer`.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; ``coefficients`` and ``mu``, other
-            names of ns_coefficients and momentum.
 
     State: ``momentum_buffer``; with NorMuon ``second_moment``, with
     stochastic_rounding ``step``, with master_weights ``master_param``.
@@ -73,7 +71,6 @@ class Muon(BlockOptimizer):
 
     format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
     shared_options = ("bucket_bytes",)
-    aliases = {"coefficients": "ns_coefficients", "mu": "momentum"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -100,7 +97,6 @@ class Muon(BlockOptimizer):
         master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
         skip_nonfinite: bool = True,
-        **options: Any,
     ) -> None:
         check_count("bucket_bytes", bucket_bytes)
         self.bucket_bytes = bucket_bytes
@@ -112,7 +108,6 @@ class Muon(BlockOptimizer):
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
-        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod

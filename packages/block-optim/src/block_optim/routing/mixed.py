@@ -18,7 +18,7 @@ from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer, MoreGroupsFollow
-from block_optim.core.options import check_known, check_lr, rename
+from block_optim.core.options import check_lr
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import Policy
 from block_optim.muon.muon import Muon
@@ -34,6 +34,9 @@ ALGORITHMS: Mapping[str, Kind] = {
     "shampoo": Shampoo,
     "soap": SOAP,
 }
+
+
+_GROUP_KEYS = ("params", "param_names", "name", "algorithm", "lr", "initial_lr")  # of any algorithm
 
 
 def kind_of(algorithm: object) -> Kind | None:
@@ -58,7 +61,6 @@ class Mixed(BlockOptimizer):
             all groups of an algorithm (``bucket_bytes`` of Muon) are said in its first group.
         lr: of groups that do not say.
         skip_nonfinite: see `BlockOptimizer`; the check is made once, for all groups.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; others are said in groups.
 
     `param_groups_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
 
@@ -72,15 +74,11 @@ class Mixed(BlockOptimizer):
         lr: float | torch.Tensor = 1e-3,
         *,
         skip_nonfinite: bool = True,
-        **options: Any,
     ) -> None:
         self.routes: tuple[Any, ...] = ()  # what went where and why, if `param_groups_for` made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
-        defaults = {"lr": lr, "algorithm": None}
-        super().__init__(
-            params, {**defaults, **self.own_options(options, defaults)}, skip_nonfinite=skip_nonfinite
-        )
+        super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
 
     @classmethod
     def block_policy(cls, *_: Any, **__: Any) -> Policy:
@@ -123,7 +121,7 @@ class Mixed(BlockOptimizer):
             optimizer.synchronize()
 
     def check_options(self, group: Group) -> None:
-        """Raise ValueError unless the group has a known algorithm, and options of it only."""
+        """Raise ValueError unless the group has a known algorithm."""
         given = group["algorithm"]
         kind = self._kinds.get(given) if isinstance(given, str) else kind_of(given)
         if kind is None:
@@ -135,8 +133,19 @@ class Mixed(BlockOptimizer):
         if self._kinds.setdefault(name, kind) is not kind:
             raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
         group["algorithm"] = name
-        rename(group, kind.aliases)
-        check_known(group, (*self.defaults, *kind.all_options({})), f"algorithm {name!r}", strict=True)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters to an algorithm, with options of that algorithm only.
+
+        Raises:
+            ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
+        """
+        if isinstance(param_group, dict) and (kind := kind_of(param_group.get("algorithm"))) is not None:
+            known = {*_GROUP_KEYS, *kind.all_options({})}
+            if unknown := sorted(param_group.keys() - known):
+                names = ", ".join(map(repr, unknown))
+                raise ValueError(f"algorithm {name_of(kind)!r} has no option {names} for a group")
+        super().add_param_group(param_group)
 
     def _check_options(self, group: Group) -> None:
         group["lr"] = check_lr(group["lr"])  # the others are for the algorithm to check

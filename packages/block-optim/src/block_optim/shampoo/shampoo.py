@@ -79,8 +79,6 @@ class Shampoo(Preconditioned):
         packed: keep the lower triangles of factors and roots only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; Distributed Shampoo's
-            ``grafting_epsilon`` for eps, ``use_nesterov`` for nesterov.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
@@ -91,7 +89,6 @@ class Shampoo(Preconditioned):
     """
 
     format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
-    aliases = {"grafting_epsilon": "eps", "use_nesterov": "nesterov"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class Shampoo(Preconditioned):
         seed: int = 0,
         master_weights: bool = False,
         skip_nonfinite: bool = True,
-        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
@@ -138,7 +134,6 @@ class Shampoo(Preconditioned):
             "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
-        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states

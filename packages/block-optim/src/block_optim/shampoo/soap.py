@@ -12,7 +12,6 @@ and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +60,6 @@ class SOAP(Preconditioned):
         packed: keep the lower triangles of factors only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
-        options: torch's ``foreach``, ``fused`` and so on where they ask for nothing; ``max_precond_dim``, the paper's
-            name of max_preconditioner_dim.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
@@ -72,7 +69,6 @@ class SOAP(Preconditioned):
     """
 
     format_options = (*Preconditioned.format_options, "first_step_update")
-    aliases = {"max_precond_dim": "max_preconditioner_dim"}  # noqa: RUF012  # a ClassVar
 
     def __init__(
         self,
@@ -96,7 +92,6 @@ class SOAP(Preconditioned):
         seed: int = 0,
         master_weights: bool = False,
         skip_nonfinite: bool = True,
-        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
@@ -106,7 +101,6 @@ class SOAP(Preconditioned):
             "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
-        defaults |= self.own_options(options, defaults)
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     # ---------------------------------------------------------------- options and states
