@@ -2,6 +2,7 @@
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.active import Active
@@ -63,16 +64,17 @@ class AdamW(BlockOptimizer):
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @property
+    @override
     def takes_found_inf(self) -> bool:
-        """The host need not wait for the skip flag: torch's fused kernel reads it on the device, the list obeys it."""
+        """True: both kernels check `found_inf` on the device, so the step does not synchronize."""
         return True
 
+    @override
     def setup(self) -> None:
-        """Make the rule."""
         self._rule = AdamWRule(fused=self.fused)
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
         if group["fused"] is None:
             group["fused"] = self.fused
@@ -82,21 +84,21 @@ class AdamW(BlockOptimizer):
                 f"fused={self.fused} (and other numbers); build it with the one that you want"
             )
 
+    @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where a parameter does not fit."""
         for param in params:
             check_dense(param)
 
+    @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        """Make step counts and moments."""
         self._rule.init_states(params, self.state)
 
+    @override
     def invalidate(self) -> None:
-        """Bind the rule to the states."""
         self._rule.bind(self.trained, self._made)
 
+    @override
     def update(self, active: Active) -> None:
-        """Update the parameters that have gradients."""
         self._rule.update(active)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.adam.adamw import check_adamw_options
 from block_optim.adam.q8.grid import check_block, scale_layout
@@ -83,26 +84,27 @@ class AdamW8bit(BlockOptimizer):
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod
+    @override
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
-        """The block, for a tensor that gets 8-bit states; fp32 states may be cut anywhere."""
+        """Return the block of a tensor that gets 8-bit states; None for others, as fp32 states may be cut anywhere."""
         block = check_block(options["block"])
         return block if is_quantized(name, param, options["min_8bit_numel"], options["quantize"]) else None
 
     @property
+    @override
     def takes_found_inf(self) -> bool:
-        """The host need not wait for the skip flag: kernels read it on the device, lists of ops obey it."""
         return True
 
+    @override
     def setup(self) -> None:
-        """Make a rule for each kind of state."""
         self._wide = AdamWRule(fused=has_fused_adamw)
         self._narrow = QuantizedRule()
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._rules: dict[int, QuantizeRule | bool] = {}
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         check_adamw_options(group)
         if "quantize" in group:
             if id(group) in self._options:
@@ -115,8 +117,8 @@ class AdamW8bit(BlockOptimizer):
             check_count("min_8bit_numel", least)
         group["block"] = str(check_block(group["block"]))
 
+    @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where a parameter does not fit; choose who gets 8-bit states."""
         block, least = check_block(group["block"]), group["min_8bit_numel"]
         rule = self._rules.get(id(group), self.defaults["quantize"])
         for param in params:
@@ -127,21 +129,22 @@ class AdamW8bit(BlockOptimizer):
                 _check_quantizable(param)
                 scale_layout(param, block)
 
+    @override
     def check_blocks(self, params: list[Param]) -> None:
-        """Nothing more: `check_group` has checked those that get 8-bit states."""
+        """Check nothing: `check_group` has checked the parameters that get 8-bit states."""
 
+    @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        """Make step counts, moments or codes, and scales."""
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
         self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
 
+    @override
     def invalidate(self) -> None:
-        """Bind the rules to the states."""
         for rule, is_narrow in ((self._narrow, True), (self._wide, False)):
             rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow], self._made)
 
+    @override
     def update(self, active: Active) -> None:
-        """Update the parameters that have gradients."""
         self._narrow.update(active)
         self._wide.update(active)
 

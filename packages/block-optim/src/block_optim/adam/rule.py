@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSlice
 from block_optim.adam.launch import Row, Scalars, launches_of
@@ -50,6 +51,7 @@ class AdamWRule(Rule[Moments]):
         super().__init__()
         self._fused = fused
 
+    @override
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make the moments in one flat buffer for each device and dtype."""
         for device, dtype in dict.fromkeys((p.device, _state_dtype(p)) for p in params):

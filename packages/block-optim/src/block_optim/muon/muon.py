@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
@@ -111,18 +112,19 @@ class Muon(BlockOptimizer):
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
     @classmethod
+    @override
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
-        """The whole matrix, or one of a stack."""
         return block_of_matrices(name, tuple(param.shape), options["matrices"])
 
     # ---------------------------------------------------------------- construction
 
+    @override
     def setup(self) -> None:
-        """Begin without an engine."""
         self._engine: MuonEngine | None = None
         self._fell_back = 0
         self._bound = False
 
+    @override
     def prepare(self) -> None:
         """Assign matrices to owners. Communicates 16 bytes for each process group."""
         self._build()
@@ -137,12 +139,12 @@ class Muon(BlockOptimizer):
         self._bound = True
         return engine
 
+    @override
     def invalidate(self) -> None:
-        """Look at parameters and states again in the next step."""
         self._bound = False
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         check_range("weight_decay", group["weight_decay"], 0)
         check_range("momentum", group["momentum"], 0, 1)
         check_range("eps", group["eps"], 0)
@@ -157,13 +159,13 @@ class Muon(BlockOptimizer):
         if group["batched"] is not None:
             check_flag("batched", group["batched"])
 
+    @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where a parameter does not fit."""
         for param in params:
             check_matrices(param)
 
+    @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        """Make momenta."""
         for param in params:
             self.state[param.tensor] = muon_state(param)
 
@@ -180,12 +182,12 @@ class Muon(BlockOptimizer):
         return self._fell_back + (0 if self._engine is None else self._engine.fell_back)
 
     @property
+    @override
     def takes_found_inf(self) -> bool:
-        """The host need not wait for the skip flag."""
         return True
 
+    @override
     def update(self, active: Active) -> None:
-        """Update the parameters that have gradients on some rank."""
         self._build().step(active)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
@@ -99,29 +100,29 @@ class Mixed(BlockOptimizer):
 
     # ---------------------------------------------------------------- what the base class asks for
 
+    @override
     def setup(self) -> None:
-        """Begin without algorithms."""
         self._optimizers: dict[str, BlockOptimizer] = {}
         self._split: tuple[int, list[tuple[BlockOptimizer, list[int]]]] = (-1, [])
 
+    @override
     def prepare(self) -> None:
-        """All groups are there."""
         for optimizer in self._optimizers.values():
             optimizer.prepare()
 
+    @override
     def invalidate(self) -> None:
-        """Invalidate the algorithms, too."""
         for optimizer in self._optimizers.values():
             optimizer._bind()
         self._split = (-1, [])
 
+    @override
     def synchronize(self) -> None:
-        """Complete what runs next to the step."""
         for optimizer in self._optimizers.values():
             optimizer.synchronize()
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError unless the group has a known algorithm."""
         given = group["algorithm"]
         kind = self._kinds.get(given) if isinstance(given, str) else kind_of(given)
         if kind is None:
@@ -220,17 +221,17 @@ class Mixed(BlockOptimizer):
             )
 
     @property
+    @override
     def takes_found_inf(self) -> bool:
-        """Whether all algorithms do."""
         return all(optimizer.takes_found_inf for optimizer in self._optimizers.values())
 
+    @override
     def step_was_skipped(self) -> None:
-        """Tell the algorithms."""
         for optimizer in self._optimizers.values():
             optimizer.step_was_skipped()
 
+    @override
     def update(self, active: Active) -> None:
-        """Let each algorithm update its own."""
         version, split = self._split
         if version != active.version:
             owners = [self._host(param.group) for param in active.params]
@@ -242,8 +243,8 @@ class Mixed(BlockOptimizer):
         for optimizer, positions in split:
             optimizer.update(active.select(positions))
 
+    @override
     def format_of(self, group: Group) -> dict[str, Any]:
-        """The algorithm."""
         return {"algorithm": group["algorithm"]}
 
     def __getstate__(self) -> dict[str, Any]:

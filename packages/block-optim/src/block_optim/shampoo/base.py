@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from block_optim.core import device as devices
 from block_optim.core.active import Active
@@ -81,8 +82,8 @@ class Preconditioned(BlockOptimizer):
         "master_weights",
     )
 
+    @override
     def setup(self) -> None:
-        """Begin without tensors."""
         self._plan = Plan()
         self._links: list[StripExchange] | None = None
         self._worker: Worker | None = None
@@ -94,8 +95,8 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- options and states
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         if isinstance(group["factor_dtype"], torch.dtype):
             group["factor_dtype"] = str(group["factor_dtype"]).removeprefix("torch.")
         check_choice("factor_dtype", group["factor_dtype"], tuple(_DTYPES))
@@ -111,13 +112,13 @@ class Preconditioned(BlockOptimizer):
         for name in ("stagger", "overlap", "packed"):
             check_flag(name, group[name])
 
+    @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError where a parameter does not fit."""
         for param in params:
             param.check_row_major()
 
+    @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        """Plan the tensors and make their states."""
         for tensor in self._plan.add(params, self._params.values()):
             state = self.state[tensor.param.tensor] = self._make_state(tensor)
             tensor.bind(state)
@@ -125,6 +126,7 @@ class Preconditioned(BlockOptimizer):
         self._links = None
         self._tell_cost()
 
+    @override
     def invalidate(self) -> None:
         """Drop the plans of parameters that are not trained; look for the states' memory again in the next step."""
         for parameter in self._plan.tensors.keys() - {param.tensor for param in self.trained}:
@@ -148,8 +150,8 @@ class Preconditioned(BlockOptimizer):
     # ---------------------------------------------------------------- what the user is told
 
     @classmethod
+    @override
     def block_of(cls, name: str, param: Tensor, options: Mapping[str, Any]) -> Block | None:
-        """A strip of blocks."""
         return block_of(grid_of(tuple(param.shape), options))
 
     @property
@@ -174,8 +176,8 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- the step
 
+    @override
     def update(self, active: Active) -> None:
-        """Update the parameters that have gradients, or blocks of which other ranks have gradients."""
         if not self._bound:
             self._bind_blocks()
         self.synchronize()
@@ -290,17 +292,17 @@ class Preconditioned(BlockOptimizer):
         self._worker.submit(jobs, commit)
 
     @property
+    @override
     def takes_found_inf(self) -> bool:
-        """The host need not wait for the skip flag."""
         return True
 
+    @override
     def step_was_skipped(self) -> None:
-        """Drop the refresh that began with the step."""
         if self._worker is not None:
             self._worker.drop()
 
+    @override
     def synchronize(self) -> None:
-        """Wait for a refresh that runs next to the step, and put its results in place."""
         if self._worker is not None and self._worker.is_busy:
             if self._snapshot.has_moved():
                 self._bind_blocks()

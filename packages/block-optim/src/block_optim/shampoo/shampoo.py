@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.core._torch_compat import (
     foreach_add_,
@@ -138,8 +139,8 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- options and states
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         super().check_options(group)
         if group["grafting"] is None:
             group["grafting"] = "none" if group["kl"] else "adam"
@@ -167,8 +168,9 @@ class Shampoo(Preconditioned):
                 raise ValueError("exponent: KL-Shampoo whitens by inverse square roots; leave it None")
         root_options(group).check_exponent(exponent_of(group))
 
+    @override
     def format_of(self, group: Group) -> dict[str, Any]:
-        """What the format of states depends on: also whether there are averages at all."""
+        """Return the base's options, and whether there are averages at all."""
         averages = {"betas[0] > 0": group["betas"][0] > 0, "momentum > 0": group["momentum"] > 0}
         return {**super().format_of(group), **averages}
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from block_optim.core._torch_compat import (
     foreach_addcmul_,
@@ -105,8 +106,8 @@ class SOAP(Preconditioned):
 
     # ---------------------------------------------------------------- options and states
 
+    @override
     def check_options(self, group: Group) -> None:
-        """Raise ValueError where an option does not fit."""
         super().check_options(group)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
         if group["shampoo_beta"] is not None:

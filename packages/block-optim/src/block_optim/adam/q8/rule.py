@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from block_optim.adam.launch import Launch, Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
@@ -61,6 +62,7 @@ class QuantizedRule(Rule[Codes]):
         super().__init__()
         self._layouts: dict[torch.Tensor, ScaleLayout] = {}
 
+    @override
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make codes and scales in flat buffers for each device."""
         for device in dict.fromkeys(p.device for p in params):
