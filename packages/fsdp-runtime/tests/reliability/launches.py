@@ -1,12 +1,14 @@
 """Runs of `fsdp-train` that cost a fork and not an import: the command and its ranks are forked from this warm process.
 
-The command line, the launcher, `boot` and all that a rank does are as in a run from a shell; only starting an
-interpreter and importing torch are left out. `exact=True` leaves nothing out.
+The command line, the agent and all that a rank does are as in a run from a shell; only starting an interpreter and
+importing torch are left out. `exact=True` leaves nothing out.
 """
 
 import ctypes
+import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,14 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import fsdp_runtime.train.boot
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
 import fsdp_runtime.train.checkpoint
 import fsdp_runtime.train.launch
-import fsdp_runtime.train.processes
 import fsdp_runtime.train.trainer
 import fsdp_runtime.train.worker
 from fsdp_runtime.train import cli
@@ -59,37 +60,41 @@ class Ended:
 
 
 class _Rank:
-    """A forked rank, with what the launcher uses of `subprocess.Popen`."""
+    """A forked rank, with what elastic uses of `subprocess.Popen`."""
 
-    def __init__(self, attack: Attack | None, command: list[str], env: Mapping[str, str]) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, attack: Attack | None, args: tuple[str, ...], env: Mapping[str, str]) -> None:
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
         try:
+            os.setsid()
             os.environ.clear()
             os.environ.update(env)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            logging.disable(logging.NOTSET)
             if attack and attack.victim == int(env["RANK"]) and attack.calls:
                 _attack_at(attack)
-            fsdp_runtime.train.boot.main(command[-2], int(command[-1]))
+            fsdp_runtime.train.worker.main(args[-1])
         finally:
             os._exit(70)
 
-    def wait(self) -> int:
-        with self._lock:
-            if self._status is None:
-                self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            return self._status
-
-    def send_signal(self, number: int) -> None:
+    def poll(self) -> int | None:
         if self._status is None:
-            os.kill(self.pid, number)
+            pid, code = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(code)
+        return self._status
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(0.01)
+        return status
 
 
 def _attack_at(attack: Attack) -> None:
@@ -139,10 +144,10 @@ def launch(
         if attack and attack.freeze and (sent or (folder / NOTE).exists()):
             stopped_at = stopped_at or now
             if now >= stopped_at + attack.freeze:
-                for process in group_of(launcher):
+                for process in descendants():
                     _send(process, signal.SIGCONT)
         if now > patience:
-            left = group_of(launcher)
+            left = descendants()
             for process in left:
                 _send(process, signal.SIGKILL)
             _reap()
@@ -166,10 +171,10 @@ def _be_launcher(argv: list[str], folder: Path, attack: Attack | None, log: Path
         if exact:
             os.execv(sys.executable, [sys.executable, "-m", "fsdp_runtime.train", *argv])
 
-        def rank(command: list[str], env: Mapping[str, str]) -> _Rank:
-            return _Rank(attack, command, env)
+        def popen(self: object, args: tuple[str, ...], env: Mapping[str, str]) -> _Rank:
+            return _Rank(attack, args, env)
 
-        with mock.patch("fsdp_runtime.train.processes.subprocess", SimpleNamespace(Popen=rank)):
+        with mock.patch.object(SubprocessHandler, "_popen", popen):
             status = cli.main(argv)
         os._exit(status)
     finally:
@@ -187,19 +192,23 @@ def victim_of(launcher: int, attack: Attack) -> int | None:
         return None
 
 
-def group_of(launcher: int) -> list[int]:
-    """All processes of the launcher's session."""
-    return [pid for pid, session in _sessions() if session == launcher]
+def descendants() -> list[int]:
+    """All processes of the launch: those below this process, which adopts orphans."""
+    parents = dict(_parents())
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return sorted(below - {os.getpid()})
 
 
-def _sessions() -> Iterable[tuple[int, int]]:
+def _parents() -> Iterable[tuple[int, int]]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if fields[0] != "Z":
-            yield int(path.name), int(fields[3])
+            yield int(path.name), int(fields[1])
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

@@ -1,9 +1,8 @@
-"""What the launcher says of ranks that end, without torch in them; and signals to a real run."""
+"""Errors of ranks, and signals to a real run."""
 
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,65 +17,8 @@ from train_helpers import TINY, text_folder
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, from_all, lost_contact, named
 from fsdp_runtime.train.launch import _environment
-from fsdp_runtime.train.processes import LOST, Ended, Failure, Outcome, Processes, cause
 from fsdp_runtime.train.report import read_metrics
 from ragged_shard.testing import run_ranks
-
-
-def ran(*scripts, **waits):
-    """The processes that run these scripts, all ended."""
-    processes = Processes(
-        [[sys.executable, "-S", "-c", script] for script in scripts], [dict(os.environ)] * len(scripts)
-    )
-    try:
-        return processes.wait(**waits)
-    finally:
-        processes.kill()
-
-
-LOSES = f"import os, time; time.sleep({{}}); os._exit({LOST})"
-DIES = "import os, time; time.sleep({}); os.kill(os.getpid(), {})"
-
-
-def test_of_a_dead_rank_and_its_survivors_the_dead_one_is_named_20_of_20():
-    draw = random.Random(3)
-    for _ in range(20):
-        dead, number = draw.randrange(3), draw.choice([signal.SIGKILL, signal.SIGSEGV])
-        early, late = draw.choice([(0.0, 0.03), (0.03, 0.0)])  # survivors may be reported before it
-        scripts = [LOSES.format(early)] * 3
-        scripts[dead] = DIES.format(late, int(number))
-        said = [Failure(0.0, rank, "connection reset", "lost") for rank in range(3) if rank != dead]
-        found = cause(ran(*scripts), said)
-        assert found is not None
-        assert found.text.startswith(f"rank {dead} was ended by {number.name}")
-
-
-def test_an_exception_is_named_before_what_it_did_to_others():
-    outcome = Outcome((Ended(0, -6, 3.0), Ended(2, LOST, 4.0), Ended(1, 1, 5.0)), frozenset())
-    said = [Failure(2.0, 1, "rank 1: ValueError: no", "crash"), Failure(2.1, 2, "rank 2: gloo", "lost")]
-    assert cause(outcome, said) == said[0]
-
-
-def test_a_rank_that_does_not_answer_is_named_when_all_others_lost_contact():
-    outcome = ran(LOSES.format(0), "import time; time.sleep(60)", grace=0.1, patience=1)
-    found = cause(outcome, [Failure(0.0, 0, "rank 0: gloo timed out", "lost")])
-    assert found is not None
-    assert found.text == "no answer from rank 1; rank 0: gloo timed out"
-
-
-def test_a_rank_that_leaves_too_early_is_the_cause():
-    found = cause(ran("", LOSES.format(0.1)), [Failure(9.0, 1, "gloo", "lost")])
-    assert found is not None
-    assert found.text == "rank 0 ended with status 0 before the others were done"
-
-
-def test_ranks_that_ignore_sigterm_are_killed():
-    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    begun = time.monotonic()
-    outcome = ran("import sys; sys.exit(7)", stubborn, patience=0.5)
-    assert time.monotonic() - begun < 20
-    assert cause(outcome, []) is not None
-    assert cause(outcome, []).text == "rank 0 ended with status 7"
 
 
 def test_errors_of_transports_say_that_contact_was_lost_and_others_do_not():
@@ -144,8 +86,8 @@ def started(folder):
         return running[-1]
 
     yield start
-    for one in running:
-        one.kill()
+    for process in running:
+        process.kill()
 
 
 def ranks_of(running):
@@ -235,8 +177,15 @@ def test_a_rank_that_aborts_prints_where_its_threads_were_and_is_named(folder, s
     assert "rank 1 was ended by SIGABRT" in said
 
 
-def test_ranks_ask_for_huge_pages_unless_the_user_has_tuned_malloc(monkeypatch):
+def test_ranks_use_huge_pages_and_a_share_of_the_cores_unless_the_user_has_set_it(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert _environment(0, 2)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with _environment(2):
+        assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "GLIBC_TUNABLES" not in os.environ
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
-    assert _environment(0, 2)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with _environment(10**6):
+        assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+        assert os.environ["OMP_NUM_THREADS"] == "1"

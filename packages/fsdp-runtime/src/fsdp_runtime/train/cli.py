@@ -103,11 +103,11 @@ def _train(argv: list[str]) -> int:
         )
     config = _resumed(options) if options.resume else run_config(options)
     if "RANK" in os.environ:
-        from .worker import run_rank
+        from .worker import run_rank, status_of
 
         if options.ranks is not None and options.ranks != int(os.environ["WORLD_SIZE"]):
             raise TrainError(f"--ranks {options.ranks} under a torchrun of {os.environ['WORLD_SIZE']} ranks")
-        return run_rank(config)
+        return status_of(lambda: run_rank(config), prints=True)
     from .launch import pick_ranks, start_ranks
 
     ranks = pick_ranks(config, options.ranks)

@@ -1,13 +1,13 @@
-"""Starts ranks on this machine, and turns what comes back into one line.
+"""Starts ranks on this machine with torch elastic, and reports a failure as one line.
 
-    fsdp-train (plain) -> start_ranks -> `python boot.py FOLDER LAUNCHER` for every rank
+    fsdp-train (plain) -> start_ranks -> elastic agent -> `python -m fsdp_runtime.train.worker FOLDER` for every rank
 
-FOLDER is the control folder of one launch. ``config.json`` goes in; ``out`` (the run's folder), ``failed-RANK.json``
-(what went wrong there) and ``summary.json`` come out; a file ``stop`` asks the ranks to save and leave. The ranks meet
-in ``store``, a file too: nothing that they need is in the launcher.
+FOLDER is the control folder of one launch. ``config.json`` goes in; ``out`` (the run's folder) and ``summary.json``
+come out, and elastic's error files are in it. A file ``stop`` tells the ranks to save and leave.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,6 +20,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ragged_shard import is_cpu
 
@@ -27,13 +30,12 @@ from .checkpoint import latest
 from .config import RunConfig
 from .errors import TrainError
 from .hardware import pick_device
-from .processes import Failure, Processes, cause
-from .stop import on_stop_signals
+from .worker import on_stop_signals
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a launch came to: the summary of its run, and the signal that ended it early, if one did."""
+    """Result of a launch: the summary of its run, and the signal that ended it early, if any."""
 
     summary: dict[str, Any]
     stopped_by: int | None
@@ -45,7 +47,7 @@ def num_cores() -> int:
 
 
 def pick_ranks(config: RunConfig, asked: int | None) -> int:
-    """Local ranks of a run: what was asked for, else the most that the machine has and splits and batch divide."""
+    """Local ranks of a run: `asked`, or the largest number that the machine has and that the splits and batch allow."""
     device = pick_device(config.device)
     if asked is not None:
         if asked < 1:
@@ -62,54 +64,86 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finished:
     """Run `config` on `ranks` local ranks and wait.
 
-    SIGINT, SIGTERM and SIGHUP ask the ranks to save and leave; a second SIGINT ends them.
+    SIGINT, SIGTERM and SIGHUP tell the ranks to save and leave; a second SIGINT ends them.
 
     Raises:
-        TrainError: the run failed; with what the ranks said, or which of them died first and how.
+        TrainError: the run failed; names the rank that failed first, and how.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name:
+    with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name, _stop_file(Path(name)) as received:
         control = Path(name)
         settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
         (control / "config.json").write_text(json.dumps(settings))
-        # -P: this folder, where the script is, is not one to import from
-        command = [sys.executable, "-P", str(Path(__file__).with_name("boot.py")), name, str(os.getpid())]
-        with _asks_to_stop(control) as received:
-            processes = Processes([command] * ranks, [_environment(rank, ranks) for rank in range(ranks)])
-            try:
-                outcome = processes.wait()
-            finally:
-                processes.kill()
-        failures = [Failure(**json.loads(path.read_text())) for path in control.glob("failed-*.json")]
-        failed = cause(outcome, failures)
-        if failed is not None:
-            raise TrainError(failed.text + ("" if failed.kind == "user" else _what_is_left(control)))
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=control.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=name),
+            signals_to_handle="SIGQUIT",  # the others are handled here: ranks save first
+        )
+        try:
+            with _environment(ranks), _quiet_agent():
+                # -P: do not import modules from the working directory
+                elastic_launch(launch, sys.executable)("-P", "-m", "fsdp_runtime.train.worker", name)
+        except ChildFailedError as error:
+            raise TrainError(_describe(*error.get_first_failure(), control)) from None
         summary = json.loads((control / "summary.json").read_text())
         return Finished(summary, received[0] if received else summary["stopped_by"])
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """As torchrun sets it, but for the address of its store; glibc's malloc is to ask for huge pages."""
-    mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {
-        **os.environ,
-        **{name: str(value) for name, value in mine.items()},
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks)),
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES") or "glibc.malloc.hugetlb=1",
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+@contextmanager
+def _environment(ranks: int) -> Iterator[None]:
+    """Set variables of the ranks inside, unless the user has; with GLIBC_TUNABLES glibc's malloc uses huge pages."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // ranks)),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    added = [name for name in defaults if not os.environ.get(name)]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
-def _what_is_left(control: Path) -> str:
-    """How to go on after a failure, if there is a checkpoint to go on from."""
-    named = control / "out"
-    out = Path(named.read_text()) if named.exists() else None
-    newest = latest(out) if out else None
-    return f"; {newest} stays, go on with: fsdp-train --resume --out {out}" if newest else ""
+def _describe(rank: int, failure: ProcessFailure, control: Path) -> str:
+    """The failure of a rank as one line, with the command that resumes from the newest checkpoint."""
+    message: Any = failure.message
+    if isinstance(message, dict):  # an error file: "ExceptionType: text"
+        kind, _, text = message["message"].partition(": ")
+        if kind == TrainError.__name__:
+            return text
+    elif failure.exitcode < 0:
+        name = failure.signal_name()
+        text = f"rank {rank} was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    else:
+        text = f"rank {rank} ended with status {failure.exitcode}"
+    out = control / "out"
+    run = Path(out.read_text()) if out.exists() else None
+    newest = latest(run) if run else None
+    return text + (f"; {newest} stays, go on with: fsdp-train --resume --out {run}" if newest else "")
 
 
 @contextmanager
-def _asks_to_stop(control: Path) -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP write the control folder's ``stop``; the signals received, in order."""
+def _quiet_agent() -> Iterator[None]:
+    """Turn off logging inside: the agent logs what `_describe` reports."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _stop_file(control: Path) -> Iterator[list[int]]:
+    """Inside, SIGINT, SIGTERM and SIGHUP write the control folder's ``stop``. Yields the signals received, in order."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:

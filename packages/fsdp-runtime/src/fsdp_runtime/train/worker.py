@@ -1,21 +1,24 @@
-"""What every rank runs: through `boot` `run_and_leave`, or through torchrun `run_rank`."""
+"""The program of a rank: `main` for ranks started by `launch`, `run_rank` for those of torchrun."""
 
 import contextlib
+import ctypes
 import dataclasses
-import faulthandler
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from fsdp_runtime import Watchdog
 
@@ -23,91 +26,134 @@ from .agreement import check_options
 from .config import RunConfig
 from .errors import TrainError, failed_collective, from_all, lost_contact, one_line, say, this_rank
 from .hardware import backends, own_device
-from .meeting import meet_in_agents_store, outlives_a_start
-from .processes import LOST, Failure
 from .report import closing_lines
-from .stop import StopFlag
 
-USER_ERROR = 2  # exit status
-CRASH = 1
+USER_ERROR, CRASH = 2, 1  # exit statuses
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE = 5.0  # seconds a rank that lost contact waits, so that the agent sees the rank that died first
+_PR_SET_PDEATHSIG = 1
 
 
-def run_rank(
-    config: RunConfig, *, quiet: bool = False, control: Path | None = None, stop: StopFlag | None = None
-) -> int:
-    """Join the other ranks, train, and say what went wrong in one line. Returns the exit status."""
+class RankError(Exception):
+    """An unexpected exception of a rank, as one line that names the rank."""
+
+
+@dataclass
+class StopFlag:
+    """Whether this rank should stop; `received` is the signal's number, 0 for none."""
+
+    stop_file: Path | None = None
+    received: int = 0
+
+    def __call__(self) -> int:
+        """Look for the stop file, and return the signal."""
+        if not self.received and self.stop_file is not None and self.stop_file.exists():
+            self.received = signal.SIGTERM
+        return self.received
+
+    @contextlib.contextmanager
+    def handling(self) -> Iterator[None]:
+        """Record SIGINT, SIGTERM and SIGHUP inside."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.received = number
+
+        with on_stop_signals(on_signal):
+            yield
+
+
+@contextlib.contextmanager
+def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` is called for SIGINT, SIGTERM and SIGHUP. A SIGHUP that is ignored (nohup) stays ignored."""
+    numbers = [
+        number
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@record  # writes elastic's error file
+def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = None) -> None:
+    """Join the other ranks and train.
+
+    Args:
+        config: the run.
+        quiet: print nothing.
+        control: the launch's control folder; None under torchrun.
+
+    Raises:
+        TrainError: the same on all ranks.
+        RankError: anything else, as one line.
+    """
     from .runs import choose_folder
     from .trainer import Trainer
 
-    faulthandler.enable()  # an abort, in a thread of gloo's for example, prints where each thread was
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    stop = stop or StopFlag()
+    stop = StopFlag(control / "stop" if control else None)
     out: Path | None = None
     reports: list[str] = []
     try:
-        with contextlib.ExitStack() as handling:
-            if control:
-                handling.enter_context(stop.handling())
-            config.check(world_size)
-            _init_process_group(config, rank, world_size, control)
-            if not control:  # torchrun ends ranks that wait for others; while they do, no handler would run
-                handling.enter_context(stop.handling())
+        config.check(world_size)
+        _init_process_group(config, rank, world_size)
+        # Handlers come after set-up: a rank that waits for others in C++ would not run them, so a signal ends it.
+        with stop.handling():
             check_options(config)
             with choose_folder(config) as folder:
                 out = folder.path
                 config = dataclasses.replace(config, resume=folder.resume)
                 if control and rank == 0:
                     (control / "out").write_text(str(out))
-                with _watching(config, rank, world_size, control, reports) as beat:
-                    trainer = Trainer(config, out, quiet=quiet, stop=stop, beat=beat)
-                    summary: dict[str, Any] = trainer.run()
-            if control and rank == 0:
-                (control / "summary.json").write_text(json.dumps(summary))
-            if not quiet and not control and rank == 0:
-                say(closing_lines(summary))
-        status = 0
+                with _watching(config, rank, world_size, reports) as beat:
+                    summary = Trainer(config, out, quiet=quiet, stop=stop, beat=beat).run()
+        if control and rank == 0:
+            (control / "summary.json").write_text(json.dumps(summary))
+        if not quiet and not control and rank == 0:
+            say(closing_lines(summary))
     except Exception as error:
-        status = _explain(error, out, rank, control, reports)
-    _leave(status)
-    return status
+        lost = lost_contact(error)
+        if isinstance(error, TrainError) and not lost:
+            raise
+        text = _describe(error, rank, out, reports if lost else [])
+        if lost:
+            time.sleep(_GRACE)
+        raise RankError(text) from error
+    if dist.is_initialized():
+        dist.barrier()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
 
 
-def _init_process_group(config: RunConfig, rank: int, world_size: int, control: Path | None) -> None:
+def _init_process_group(config: RunConfig, rank: int, world_size: int) -> None:
     if "RANK" not in os.environ or dist.is_initialized():
         return
     if config.system == "one" and world_size == 1:
         return
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-    where: dict[str, Any] = {"init_method": f"file://{control.absolute() / 'store'}" if control else "env://"}
-    if not control and world_size > 1 and outlives_a_start():
-        where = {"store": meet_in_agents_store(rank, world_size, config.timeout)}
-    dist.init_process_group(
-        backends(device),
-        **where,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout),
-    )
+    allowed = timedelta(seconds=config.timeout)
+    dist.init_process_group(backends(device), rank=rank, world_size=world_size, timeout=allowed)
 
 
 @contextlib.contextmanager
 def _watching(
-    config: RunConfig, rank: int, world_size: int, control: Path | None, reports: list[str]
+    config: RunConfig, rank: int, world_size: int, reports: list[str]
 ) -> Iterator[Callable[[str], None]]:
-    """A watchdog of this rank, which says on stderr what is late; yields what is told of progress.
+    """Run a watchdog that prints late collectives to stderr; yields its `beat`.
 
-    `reports` holds what it said last.
+    `reports` holds its last report.
 
     Collective: one gather of small objects.
     """
     if world_size == 1 or not config.late:
         yield lambda doing: None
         return
-    if control:
-        store: Store = dist.FileStore(str(control / "watchdog"), world_size)  # type: ignore[attr-defined]
-    else:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
-    launch = from_all(secrets.token_hex(8))[0]  # restarts use one store, and hosts count them on their own
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    launch = from_all(secrets.token_hex(8))[0]  # restarts use the same store
     prefixed = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
 
     def report(text: str) -> None:
@@ -118,23 +164,11 @@ def _watching(
         yield watchdog.beat
 
 
-def _explain(error: Exception, out: Path | None, rank: int, control: Path | None, reports: list[str]) -> int:
-    """Say what went wrong, to the launcher if there is one, else to the terminal. Returns the exit status."""
-    at = time.monotonic()
-    kind = "lost" if lost_contact(error) else "user" if isinstance(error, TrainError) else "crash"
-    text = one_line(error)
-    if kind != "user":
-        where = failed_collective(error)
-        text = f"{this_rank(rank)}: {where and f'{where}: '}{text}{_keep_traceback(out, rank)}"
-    if kind == "lost":
-        text = "; ".join([text, *reports])  # who was missing
-    if control is not None:
-        failure = json.dumps(dataclasses.asdict(Failure(at, rank, text, kind)))
-        (control / f"failing-{rank}").write_text(failure)
-        os.replace(control / f"failing-{rank}", control / f"failed-{rank}.json")
-    elif kind != "user" or rank == 0:  # a user error is the same on every rank
-        say(f"fsdp-train: {text}")
-    return {"user": USER_ERROR, "crash": CRASH, "lost": LOST}[kind]
+def _describe(error: Exception, rank: int, out: Path | None, reports: list[str]) -> str:
+    """An unexpected exception as one line: rank, collective, exception, traceback file, the watchdog's reports."""
+    where = failed_collective(error)
+    text = f"{this_rank(rank)}: {where and f'{where}: '}{one_line(error)}{_keep_traceback(out, rank)}"
+    return "; ".join([text, *reports])
 
 
 def _keep_traceback(out: Path | None, rank: int) -> str:
@@ -150,28 +184,36 @@ def _keep_traceback(out: Path | None, rank: int) -> str:
     return ""
 
 
-def _leave(status: int) -> None:
-    """Take the process group down; after a failure the others may be gone, so do not wait for them."""
-    if dist.is_initialized():
-        if status == 0:
-            dist.barrier()
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+def status_of(run: Callable[[], None], *, prints: bool) -> int:
+    """Call `run` and return the exit status. With `prints`, print an error; one of the user's on rank 0 only."""
+    try:
+        run()
+    except (TrainError, RankError) as error:
+        user = isinstance(error, TrainError)
+        if prints and (not user or os.environ.get("RANK", "0") == "0"):
+            say(f"fsdp-train: {one_line(error) if user else error}")
+        return USER_ERROR if user else CRASH
+    return 0
 
 
-def run_and_leave(folder: str) -> None:
-    """Run the launch described in a control folder, and end the process."""
+def main(folder: str) -> None:
+    """Run the launch described in a control folder, and end the process. SIGTERM arrives if the launcher dies."""
     control = Path(folder)
     settings = json.loads((control / "config.json").read_text())
-    stop = StopFlag(control / "stop")
-    stop.watch(settings["launcher"])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != settings["launcher"]:  # it has died already
+        end_process(128 + signal.SIGTERM)
     config = RunConfig.from_json(settings["config"])
-    end_process(run_rank(config, quiet=settings["quiet"], control=control, stop=stop))
+    end_process(status_of(lambda: run_rank(config, quiet=settings["quiet"], control=control), prints=False))
 
 
 def end_process(status: int) -> None:
-    """End this process at once: threads of gloo, or of a store that is slow, may abort one that takes its time."""
+    """End this process without finalizing it: a thread of gloo or of a slow store may abort meanwhile."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
