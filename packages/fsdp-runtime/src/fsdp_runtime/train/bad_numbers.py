@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from .errors import TrainError
 
-ON_NAN = ("stop", "skip")
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
 
 

@@ -4,87 +4,116 @@ import argparse
 import dataclasses
 import math
 import os
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from ragged_shard import is_cpu
 
-from .bad_numbers import ON_NAN
 from .budget import parse_bytes
 from .errors import TrainError
-from .hardware import DEVICES, check_present, pick_device
+from .hardware import check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
 from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
-SYSTEMS = ("fsdp_runtime", "fsdp2", *FLOAT8, "ddp", "deepspeed", "one")
-PRECISIONS = ("fp32", "bf16")
-QUANTIZED = ("none", "fp8", "int8")
-REDUCED = ("none", "bf16", "int8")
-COMPUTE = ("dequantize", "scaled")
+System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
+SYSTEMS = get_args(System)
+
+
+def _option(default: Any, text: str, *, least: int | None = None, parse: Any = None) -> Any:
+    """A field with a flag: its help, the smallest value of a finite number, and how its text is parsed."""
+    return field(default=default, metadata={"help": text, "least": least, "parse": parse})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a rank needs to know."""
+    """Everything that a rank needs to know. Each field but `model` is a flag of the command line."""
 
     model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
-    hf_config: str | None = None
-    data: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    dtype: str = "uint16"
-    vocab_size: int | None = None
-    seq_len: int = 256
-    batch: int = 24
-    accumulate: int = 1
-    steps: int = 160
-    warmup: int = 20
-    optimizer: str = "adamw"
-    lr: float | None = None
-    min_lr: float = 0.1
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    on_nan: str = "stop"
-    precision: str = "fp32"
-    checkpointing: bool = False
-    seed: int = 0
-    system: str = "fsdp_runtime"
-    block: str = "auto"
-    quantize: str = "none"
-    reduce: str = "none"
-    compute: str = "dequantize"
-    reshard: bool = True
-    memory_budget: int | None = None
-    hsdp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pp_schedule: str = "1f1b"
-    eval_every: int = 40
-    eval_batches: int = 4
-    log_every: int = 1
-    save_every: int = 100
-    keep: int = 2
-    out: str | None = None
-    resume: bool = False
-    plot: bool = True
-    device: str = "auto"
-    measure: bool = False
-    timeout: float = 300.0
-    late: float = 60.0
+    data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
+    held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
+    hf_config: str | None = _option(None, "build a transformers model from this config file instead")
+    dtype: str = _option("uint16", "type of .bin token files")
+    vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text, else looked up)")
+    seq_len: int = _option(256, "tokens of a sequence", least=1)
+    batch: int = _option(24, "sequences of a global batch, for any number of ranks", least=1)
+    accumulate: int = _option(1, "microbatches of a batch", least=1)
+    steps: int = _option(160, "optimizer steps", least=1)
+    warmup: int = _option(20, "steps of linear warm-up; a cosine follows", least=0)
+    optimizer: str = _option("adamw", "adamw, adamw8bit, muon, shampoo, soap or torch-adamw")
+    lr: float | None = _option(None, "peak learning rate (default: depends on the optimizer)")
+    min_lr: float = _option(0.1, "last learning rate, as a share of the peak", least=0)
+    weight_decay: float = _option(0.1, "weight decay of matrices", least=0)
+    clip: float = _option(1.0, "largest gradient norm; 0 does not clip", least=0)
+    on_nan: Literal["stop", "skip"] = _option(
+        "stop",
+        "if a loss or gradient is not finite: stop, or skip the update (waits for the device at each step)",
+    )
+    precision: Literal["fp32", "bf16"] = _option("fp32", "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)")
+    checkpointing: bool = _option(False, "recompute each block's activations in backward (default: no)")
+    seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
+    system: System = _option(  # noqa: RUF009  (a string)
+        "fsdp_runtime",
+        "fsdp_runtime, fsdp2, the same with torchao's float8 (_float8), ddp, deepspeed or one (no sharding)",
+    )
+    block: str = _option(
+        "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
+    )
+    quantize: Literal["none", "fp8", "int8"] = _option(
+        "none", "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)"
+    )
+    reduce: Literal["none", "bf16", "int8"] = _option(
+        "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"
+    )
+    compute: Literal["dequantize", "scaled"] = _option(
+        "dequantize",
+        "products of quantized matrices: dequantize, or scaled (of fp8 codes: Hopper GPUs; for numerics on CPU)",
+    )
+    reshard: bool = _option(True, "free gathered blocks between forward and backward (default: yes)")
+    memory_budget: int | None = _option(
+        None,
+        "keep as many gathered between forward and backward as these bytes of a rank allow, such as 8GiB",
+        parse=parse_bytes,
+    )
+    hsdp: int = _option(1, "copies of the sharded model, a set of ranks each")
+    tp: int = _option(1, "ranks that share each matrix (tensor and sequence parallel)")
+    pp: int = _option(1, "ranks that share the layers (pipeline); microbatches are those of --accumulate")
+    cp: int = _option(1, "ranks that share each sequence (context parallel)")
+    ep: int = _option(1, "ranks that share each layer's experts")
+    pp_schedule: str = _option("1f1b", f"schedule of the pipeline: {', '.join(SCHEDULES)}")
+    eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
+    eval_batches: int = _option(4, "held-out batches", least=1)
+    log_every: int = _option(1, "steps between lines of metrics", least=1)
+    save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
+    keep: int = _option(2, "checkpoints kept", least=1)
+    out: str | None = _option(
+        None, "folder of the run (default: the next free runs/NNN; with --resume the newest)"
+    )
+    resume: bool = _option(
+        False,
+        "resume from the newest intact checkpoint of the run; its options are the defaults (default: no)",
+    )
+    plot: bool = _option(True, "draw curves at the end (default: yes)")
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto, cpu or cuda")
+    timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
+    late: float = _option(
+        60.0,
+        "seconds without progress after which the late collective and missing ranks are named; 0 for never",
+    )
+    measure: bool = _option(False, "count the peak of live bytes, to compare with the plan's (default: no)")
 
     def check(self, world_size: int) -> None:
         """Raise `TrainError` for anything that can be told without data and without other ranks."""
-        for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "keep", "eval_batches"):
-            if getattr(self, name) < 1:
-                raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
-        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "seed", "min_lr"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
+        for option in _OPTIONS:
+            value, least = getattr(self, option.name), option.metadata["least"]
+            if least is not None and not least <= value < math.inf:
+                expected = "at least 1" if least else "0 or more"
+                raise TrainError(f"{_flag(option.name)} {value}: expected {expected}")
+            choices = get_args(option.type) if get_origin(option.type) is Literal else (value,)
+            if value not in choices:
+                raise TrainError(f"{_flag(option.name)} {value!r}: expected one of {', '.join(choices)}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise TrainError(f"--lr {self.lr}: expected a positive number")
         if not 0 < self.timeout < 1e6:
@@ -93,18 +122,6 @@ class RunConfig:
             raise TrainError(
                 f"--late {self.late:g}: expected seconds below --timeout {self.timeout:g}, or 0 for no reports"
             )
-        for name, known in (
-            ("system", SYSTEMS),
-            ("precision", PRECISIONS),
-            ("quantize", QUANTIZED),
-            ("reduce", REDUCED),
-            ("compute", COMPUTE),
-            ("device", ("auto", *DEVICES)),
-            ("on_nan", ON_NAN),
-        ):
-            if getattr(self, name) not in known:
-                flag = f"--{name.replace('_', '-')}"
-                raise TrainError(f"{flag} {getattr(self, name)!r}: expected one of {', '.join(known)}")
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
         if self.system == "one" and world_size > 1:
@@ -218,10 +235,10 @@ def _typed(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: a value is not of its field's type, or there is no such field.
     """
-    hints = {field_.name: field_.type for field_ in dataclasses.fields(kind)}
+    types = {option.name: option.type for option in dataclasses.fields(kind)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     for name, value in values.items():
-        if name not in hints or not _is_of(hints[name], value):
+        if name not in types or not _is_of(types[name], value):
             raise TypeError(f"{name}={str(value)[:100]!r} is not an option of this version")
     return values
 
@@ -231,148 +248,68 @@ def _is_of(hint: Any, value: Any) -> bool:
         return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     if hint is ModelConfig:
         return isinstance(value, dict)
-    kinds = typing.get_args(hint) or (hint,)
-    return type(value) in kinds or (float in kinds and type(value) is int)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str)  # `check` names the choices
+    types = get_args(hint) or (hint,)
+    return type(value) in types or (float in types and type(value) is int)
 
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-# flag, field, type, help. Fields of the model come after; None as type is a switch.
-_RUN_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
-    ("--hf-config", "hf_config", str, "build a transformers model from this config file instead"),
-    ("--dtype", "dtype", str, "type of .bin token files"),
-    ("--vocab-size", "vocab_size", int, "tokens are below this (default: 256 for text, else looked up)"),
-    ("--seq-len", "seq_len", int, "tokens of a sequence"),
-    ("--batch", "batch", int, "sequences of a global batch, whatever the number of ranks"),
-    ("--accumulate", "accumulate", int, "microbatches of a batch"),
-    ("--steps", "steps", int, "optimizer steps"),
-    ("--warmup", "warmup", int, "steps of linear warm-up; a cosine follows"),
-    ("--optimizer", "optimizer", str, "adamw, adamw8bit, muon, shampoo, soap or torch-adamw"),
-    ("--lr", "lr", float, "peak learning rate (default: the optimizer's own)"),
-    ("--min-lr", "min_lr", float, "last learning rate, as a share of the peak"),
-    ("--weight-decay", "weight_decay", float, "of matrices"),
-    ("--clip", "clip", float, "largest gradient norm; 0 does not clip"),
-    (
-        "--on-nan",
-        "on_nan",
-        str,
-        "where a loss or gradient is not finite: stop, or skip the update (waits for the device at each step)",
-    ),
-    ("--precision", "precision", str, "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)"),
-    (
-        "--checkpointing",
-        "checkpointing",
-        None,
-        "recompute each block's activations in backward (default: no)",
-    ),
-    ("--reshard", "reshard", None, "free gathered blocks between forward and backward (default: yes)"),
-    (
-        "--memory-budget",
-        "memory_budget",
-        parse_bytes,
-        "keep as many gathered between forward and backward as this allows on a rank, such as 8GiB",
-    ),
-    ("--seed", "seed", int, "of initial values and of the shuffle"),
-    (
-        "--system",
-        "system",
-        str,
-        "fsdp_runtime, fsdp2, the same with torchao's float8 (_float8), ddp, deepspeed or one (no sharding)",
-    ),
-    (
-        "--block",
-        "block",
-        str,
-        "what may not be cut: auto (what the optimizer asks for), none, rows:N, tile:RxC, whole",
-    ),
-    (
-        "--quantize",
-        "quantize",
-        str,
-        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
-    ),
-    (
-        "--reduce",
-        "reduce",
-        str,
-        "gradients travel as: none (their own dtype), bf16, or int8 codes (of matrices)",
-    ),
-    (
-        "--compute",
-        "compute",
-        str,
-        "of quantized matrices: dequantize, or scaled (products of fp8 codes: Hopper GPUs; for numerics on CPU)",
-    ),
-    ("--hsdp", "hsdp", int, "copies of the sharded model, a set of ranks each"),
-    ("--tp", "tp", int, "ranks that share each matrix (tensor and sequence parallel)"),
-    ("--pp", "pp", int, "ranks that share the layers (pipeline); microbatches are those of --accumulate"),
-    ("--cp", "cp", int, "ranks that share each sequence (context parallel)"),
-    ("--ep", "ep", int, "ranks that share each layer's experts"),
-    ("--pp-schedule", "pp_schedule", str, f"of the pipeline: {', '.join(SCHEDULES)}"),
-    ("--eval-every", "eval_every", int, "steps between held-out losses; 0 for none"),
-    ("--eval-batches", "eval_batches", int, "held-out batches"),
-    ("--log-every", "log_every", int, "steps between lines of metrics"),
-    ("--save-every", "save_every", int, "steps between checkpoints; 0 for none"),
-    ("--keep", "keep", int, "checkpoints kept"),
-    ("--out", "out", str, "folder of the run (default: the next free runs/NNN; with --resume the newest)"),
-    (
-        "--resume",
-        "resume",
-        None,
-        "go on from the newest intact checkpoint of the run, with its options but for those given here (default: no)",
-    ),
-    ("--plot", "plot", None, "draw curves at the end (default: yes)"),
-    ("--device", "device", str, f"auto, {' or '.join(DEVICES)}"),
-    ("--timeout", "timeout", float, "seconds that a collective may take before the run ends"),
-    (
-        "--late",
-        "late",
-        float,
-        "seconds without progress after which the collective and the ranks that are missing are named; 0 for never",
-    ),
-    ("--measure", "measure", None, "count the peak of live bytes, to compare with the plan's (default: no)"),
-)
-_MODEL_FLAGS: tuple[tuple[str, str, Any], ...] = (
-    ("--dim", "dim", int),
-    ("--layers", "num_layers", int),
-    ("--heads", "num_heads", int),
-    ("--kv-heads", "num_kv_heads", int),
-    ("--ff-dim", "ff_dim", int),
-    ("--experts", "num_experts", int),
-    ("--top-k", "top_k", int),
-    ("--aux-weight", "aux_weight", float),
-)
+_OPTIONS = tuple(option for option in dataclasses.fields(RunConfig) if option.name != "model")
+_SIZES = {  # flags of the model, by field
+    "dim": "--dim",
+    "num_layers": "--layers",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "ff_dim": "--ff-dim",
+    "num_experts": "--experts",
+    "top_k": "--top-k",
+    "aux_weight": "--aux-weight",
+    "tied": "--tied",
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options that make a `RunConfig`, and `--ranks`."""
+    """Add the options that make a `RunConfig`, and `--ranks`. Those that are not used are None."""
     run = parser.add_argument_group("run")
     run.add_argument("--ranks", type=int, help="local ranks (default: all GPUs, else all CPU cores)")
-    run.add_argument("--data", nargs="+", metavar="PATH", help="files, folders or globs")
-    run.add_argument("--held-out", nargs="+", metavar="PATH", help="held-out files (default: a share)")
-    defaults = RunConfig()
-    for flag, name, kind, text in _RUN_FLAGS:
-        if kind is None:
-            run.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            default = getattr(defaults, name)
-            shown = "" if default is None or "default" in text else f" (default: {default})"
-            run.add_argument(flag, dest=name, type=kind, default=None, help=text + shown)
+    for option in _OPTIONS:
+        text, default = option.metadata["help"], option.default
+        if default not in (None, ()) and "default" not in text:
+            text += f" (default: {default})"
+        _add(run, _flag(option.name), option.name, option.type, text, option.metadata["parse"])
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: small)")
-    for flag, name, kind in _MODEL_FLAGS:
-        model.add_argument(flag, dest=name, type=kind, help=f"instead of the preset's {name}")
-    model.add_argument("--tied", action=argparse.BooleanOptionalAction, default=None, help="head = embedding")
+    types = {size.name: size.type for size in dataclasses.fields(ModelConfig)}
+    for name, flag in _SIZES.items():
+        text = "use the embedding as head" if name == "tied" else f"instead of the preset's {name}"
+        _add(model, flag, name, types[name], text)
+
+
+def _add(group: Any, flag: str, name: str, hint: Any, text: str, parse: Any = None) -> None:
+    kind: dict[str, Any] = {
+        "type": parse or next((t for t in (int, float) if t in (hint, *get_args(hint))), str)
+    }
+    if hint is bool:
+        kind = {"action": argparse.BooleanOptionalAction}
+    elif get_origin(hint) is tuple:
+        kind = {"nargs": "+", "metavar": "PATH"}
+    group.add_argument(flag, dest=name, default=None, help=text, **kind)
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
     """The run that parsed options describe."""
-    values = _given(options)
+    values = _values(options)
     check_present(values.get("device", "auto"))
     values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
-    sizes = _given_sizes(options)
+    sizes = _sizes(options)
     if sizes and options.hf_config:
         raise TrainError(f"{next(iter(sizes))}: sizes are those of --hf-config {options.hf_config}")
     return RunConfig(model=_model(options, PRESETS["small"]), **values)
@@ -395,7 +332,7 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
     Raises:
         TrainError: one is given that the run cannot change.
     """
-    values = _given(options)
+    values = _values(options)
     if "hf_config" in values:
         values["hf_config"] = _absolute(values["hf_config"])
     for name, reason in _FIXED.items():
@@ -403,7 +340,7 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
             raise TrainError(
                 f"--{name.replace('_', '-')} {values[name]}: the run in {run} has {getattr(saved, name)}, and {reason}"
             )
-    sizes = _given_sizes(options)
+    sizes = _sizes(options)
     model = _model(options, saved.model) if sizes else saved.model
     for field_ in dataclasses.fields(ModelConfig):
         mine, theirs = getattr(model, field_.name), getattr(saved.model, field_.name)
@@ -414,24 +351,24 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
     return dataclasses.replace(saved, **changes)
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `RunConfig` that the command line names, but for the model's."""
-    values = {name: getattr(options, name) for _, name, _, _ in _RUN_FLAGS}
-    values |= {name: tuple(getattr(options, name)) for name in ("data", "held_out") if getattr(options, name)}
-    return {name: value for name, value in values.items() if value is not None}
+def _values(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `RunConfig` that are on the command line, except the model's."""
+    values = {option.name: getattr(options, option.name) for option in _OPTIONS}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
-def _given_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of the model that the command line names, by flag."""
-    flags = {"--preset": options.preset, "--tied": options.tied}
-    flags |= {flag: getattr(options, name) for flag, name, _ in _MODEL_FLAGS}
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of the model that are on the command line, by flag."""
+    flags = {"--preset": options.preset} | {flag: getattr(options, name) for name, flag in _SIZES.items()}
     return {flag: value for flag, value in flags.items() if value is not None}
 
 
 def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:
-    chosen = {n: getattr(options, n) for _, n, _ in _MODEL_FLAGS if getattr(options, n) is not None}
-    if options.tied is not None:
-        chosen["tied"] = options.tied
+    chosen = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
     try:
         return dataclasses.replace(PRESETS[options.preset] if options.preset else default, **chosen)
     except ValueError as error:

@@ -116,7 +116,7 @@ def _describe(rank: int, failure: ProcessFailure, control: Path) -> str:
     """The failure of a rank as one line, with the command that resumes from the newest checkpoint."""
     message: Any = failure.message
     if isinstance(message, dict):  # an error file: "ExceptionType: text"
-        kind, _, text = message["message"].partition(": ")
+        kind, _, text = str(message["message"]).partition(": ")
         if kind == TrainError.__name__:
             return text
     elif failure.exitcode < 0:
