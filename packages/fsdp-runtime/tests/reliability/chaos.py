@@ -22,7 +22,7 @@ from launches import Attack, Ended, adopt_orphans, launch
 from train.train_helpers import text_folder
 
 from fsdp_runtime.train.checkpoint import checkpoints_of, latest
-from fsdp_runtime.train.checksums import find_damage
+from fsdp_runtime.train.checkpoint_files import find_damage
 from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.report import METRICS, read_metrics
 
@@ -38,7 +38,7 @@ PLACES: dict[str, tuple[frozenset[str], int]] = {
     "step": (frozenset({"_train_step", "_optimizer_step", "backward", "_reduce", "_read"}), 60),
     "gather": (frozenset({"all_gather", "all_gather_into_tensor", "gather", "unshard"}), 60),
     "save": (
-        frozenset({"start", "write_data", "fsync", "write_synced", "_sum_of", "async_save", "finish"}),
+        frozenset({"start", "write_data", "fsync", "write_synced", "_digest", "async_save", "finish"}),
         60,
     ),
     "rename": (frozenset({"_publish", "rename", "replace", "_sync_folder", "rmtree"}), 40),

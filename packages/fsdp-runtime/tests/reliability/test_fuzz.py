@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import hashlib
 import io
 import json
 import os
@@ -9,13 +10,12 @@ import pickle
 import shutil
 import signal
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fuzz import Target, fuzz, limited_memory
+from fuzz import Target, fuzz
 from fuzz_targets import all_targets
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -26,11 +26,10 @@ from fsdp_runtime import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
-from fsdp_runtime.train.checksums import find_damage
+from fsdp_runtime.train.checkpoint_files import Reader, _Unpickler, find_damage
 from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.config import RunConfig
 from fsdp_runtime.train.corpus import read_data
-from fsdp_runtime.train.dcp_files import Reader, _unpickle
 from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.report import read_metrics
 from fsdp_runtime.train.runs import saved_config
@@ -82,12 +81,16 @@ def run(original, tmp_path):
     return shutil.copytree(original, tmp_path / "run")
 
 
+def sum_of(files):
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
 def replace(checkpoint, name, data):
     """A file of a checkpoint, with sums that fit it."""
     (checkpoint / name).write_bytes(data)
     sums = json.loads((checkpoint / "sums.json").read_text())
-    sums["files"][name] = [len(data), zlib.crc32(data)]
-    sums["sum"] = zlib.crc32(json.dumps(sums["files"], sort_keys=True).encode())
+    sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    sums["sum"] = sum_of(sums["files"])
     (checkpoint / "sums.json").write_text(json.dumps(sums))
 
 
@@ -127,9 +130,11 @@ class GotFrom:
 
 def test_an_enum_as_python_before_3_11_4_pickles_it_is_read_and_no_other_attribute():
     kind = _MEM_FORMAT_ENCODING
-    assert _unpickle(pickle.dumps(GotFrom(kind, "TORCH_CONTIGUOUS_FORMAT"))) is kind.TORCH_CONTIGUOUS_FORMAT
+    member = pickle.dumps(GotFrom(kind, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Unpickler(io.BytesIO(member)).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    other = pickle.dumps(GotFrom(collections.OrderedDict, "fromkeys"))
     with pytest.raises(ValueError, match=r"asks for 'fromkeys' of .*OrderedDict.*, which is not part"):
-        _unpickle(pickle.dumps(GotFrom(collections.OrderedDict, "fromkeys")))
+        _Unpickler(io.BytesIO(other)).load()
 
 
 def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, tmp_path):
@@ -143,22 +148,12 @@ def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, t
     with path.open("ab") as file:
         object.__setattr__(info, "offset", file.tell())
         object.__setattr__(info, "length", file.write(box.getvalue()))
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    for sums in checkpoint.glob("sums*"):
-        sums.unlink()
+    replace(checkpoint, path.name, path.read_bytes())
+    replace(checkpoint, ".metadata", pickle.dumps(metadata))
     config = saved_config(original)
     (said,) = run_ranks(1, train, with_changes(config, resume=True, steps=6), run)
     assert said.startswith(f"cannot load {checkpoint}: UnpicklingError: Weights only load failed")
     assert not made.exists()
-
-
-@needs_proc
-@pytest.mark.parametrize("index", [1 << 28, (1 << 32) - 1])
-def test_a_small_pickle_does_not_ask_for_gigabytes(run, index):
-    data = b"\x80\x04Nr" + struct.pack("<I", index) + b"."
-    replace(newest(run), ".metadata", data)
-    with limited_memory(), pytest.raises(TrainError, match=r"a memo of \d+ entries in 9 bytes"):
-        read_model(newest(run))
 
 
 def test_a_tensor_larger_than_what_is_stored_is_refused_before_memory_is_taken(run):
@@ -167,7 +162,7 @@ def test_a_tensor_larger_than_what_is_stored_is_refused_before_memory_is_taken(r
     metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([1 << 40, 32])
     replace(checkpoint, ".metadata", pickle.dumps(metadata))
     with pytest.raises(
-        TrainError, match=r"model\.embed\.weight of .* does not fit the \d+ bytes stored of it"
+        TrainError, match=r"model\.embed\.weight of .* does not fit the \d+ bytes of the files"
     ):
         read_model(checkpoint)
 
@@ -182,16 +177,9 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
         read_model(checkpoint)
 
 
-@pytest.mark.parametrize("text", ['{"x": 1}', "[", "{}", '{"__0_0.distcp": 7}', "[" * 100_000, "\xff"])
-def test_sums_of_a_rank_that_are_something_else_are_damaged(run, text):
-    replace(newest(run), "sums-0.json", text.encode("latin-1"))
-    assert find_damage(newest(run)) in (["sums-0.json: damaged"], [])
-
-
 @pytest.mark.parametrize("files", [{"run.json": [1e400, 0]}, {}, {"run.json": [1, 2]}, []])
 def test_sums_that_are_something_else_are_damaged(run, files):
-    total = zlib.crc32(json.dumps(files, sort_keys=True).encode())
-    (newest(run) / "sums.json").write_text(json.dumps({"files": files, "sum": total}))
+    (newest(run) / "sums.json").write_text(json.dumps({"files": files, "sum": sum_of(files)}))
     assert find_damage(newest(run)) == ["sums.json: damaged"]
 
 

@@ -27,8 +27,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .checksums import MALFORMED, METADATA, RUN_FILE, SummingWriter, find_damage, has_sums, write_synced
-from .dcp_files import Planner, Reader
+from .checkpoint_files import (
+    MALFORMED,
+    METADATA,
+    RUN_FILE,
+    Planner,
+    Reader,
+    SummingWriter,
+    find_damage,
+    write_synced,
+)
 from .errors import TrainError, agreed, causes, from_all, named, one_line
 
 _PART = ".part"
@@ -39,7 +47,7 @@ _COPY = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
 # Settings of the optimizer by parameter, not by group: ranks of a pipeline have other parameters.
-_BY_NAME, _BY_GROUP = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions()
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
@@ -80,7 +88,7 @@ class Checkpoints:
         """
         assert self._pending is None, "finish the last save first"
         part = self.folder / (name_of(step) + _PART)
-        weights, state = get_state_dict(model, optimizer, options=_BY_NAME)
+        weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
         future: Any = Future()
         try:
             with agreed("making the folder"):  # before any rank writes there
@@ -187,23 +195,16 @@ def newest_intact(run: Path) -> tuple[Path, list[str]]:
     """
     damaged: list[str] = []
     for candidate in from_all(checkpoints_of(run))[0]:
-        lines = [line for found in from_all(_damage_here(candidate)) for line in found]
-        if not lines:
+        damage = sorted({line for lines in from_all(_damage_of_share(candidate)) for line in lines})
+        if not damage:
             return candidate, damaged
-        damaged.append(f"{candidate} is damaged: {shortened(lines)}")
+        damaged.append(f"{candidate} is damaged: {shortened(damage)}")
     raise TrainError("; ".join(damaged) or f"--resume: {run} has no complete checkpoint")
 
 
-def _damage_here(checkpoint: Path) -> list[str]:
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if has_sums(checkpoint):
-        return find_damage(checkpoint, *ranks)
-    try:  # of version 0.1.0, without sums
-        Reader(checkpoint).read_metadata()
-        read_about(checkpoint)
-    except (TrainError, OSError, ValueError) as error:
-        return [f"{METADATA} or {RUN_FILE}: {one_line(error)}"] if ranks[0] == 0 else []
-    return []
+def _damage_of_share(checkpoint: Path) -> list[str]:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return find_damage(checkpoint, rank, world_size)
 
 
 def shortened(lines: list[str], most: int = 200) -> str:
@@ -244,16 +245,13 @@ def load(
     Raises:
         TrainError: files are missing or damaged.
     """
-    reader = Reader(checkpoint)
     try:
-        by_group = "optimizer.param_groups.0.params" in reader.read_metadata().state_dict_metadata  # of 0.1.0
-        options = _BY_GROUP if by_group else _BY_NAME
-        weights, state = get_state_dict(model, optimizer, options=options)
-        wanted = {"model": weights, "optimizer": state}
-        dcp_load(wanted, storage_reader=reader, planner=Planner(), process_group=group)
+        weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
+        states = {"model": weights, "optimizer": state}
+        dcp_load(states, storage_reader=Reader(checkpoint), planner=Planner(), process_group=group)
     except _FAILURES as error:
         raise TrainError(f"cannot load {checkpoint}: {root_cause(error)}") from error
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=_OPTIONS)
 
 
 def describe(model: nn.Module) -> dict[str, list[Any]]:

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from .checkpoint import checkpoints_of, read_about, shortened
-from .checksums import find_damage, has_sums
-from .dcp_files import Planner, Reader
+from .checkpoint_files import Planner, Reader, find_damage
 from .errors import TrainError, one_line
 
 
@@ -32,7 +31,7 @@ def export(run: str, output: str | None, dtype: str) -> int:
     found = next(iter(checkpoints_of(folder)), None)
     if found is None:
         raise TrainError(f"{run} has no complete checkpoint")
-    if has_sums(found) and (lines := find_damage(found)):
+    if lines := find_damage(found):
         raise TrainError(f"{found} is damaged: {shortened(lines)}")
     about = read_about(found)
     tensors = read_model(found)

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from .checkpoint import CHECKPOINTS, checkpoints_of, latest, read_about
-from .checksums import RUN_FILE, is_as_written
+from .checkpoint_files import RUN_FILE, is_as_written
 from .config import RunConfig
 from .errors import TrainError, from_all, one_line, say
 from .report import METRICS
