@@ -397,7 +397,7 @@ def refuse_alone(path, message, damage, kind):
         ("folder", r"on rank 1: .*own.m.safetensors: a folder; expected a file", OSError),
         ("index", r"on rank 1: .*own.m.safetensors.index.json: a FIFO; expected a file", OSError),
         ("none", r"on rank 1: .*own has no \*.safetensors", OSError),
-        ("other", "ranks 0 and 1 see different files", ValueError),
+        ("other", "ranks do not agree on the checkpoint at", ValueError),
     ],
 )
 def test_a_problem_of_one_rank_is_raised_by_all(damage, message, kind, tmp_path):

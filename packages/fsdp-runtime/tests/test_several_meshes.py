@@ -249,11 +249,13 @@ def refused():
     attempt(lambda p: init_device_mesh("cpu", (2, 2)), ValueError, "without names")
     # A mesh without rank 3: it says so itself, and the others hear of it.
     attempt(
-        lambda p: some, ValueError, "rank 3 is not in" if rank == 3 else "failed on another rank: .*rank 3"
+        lambda p: some,
+        ValueError,
+        "rank 3 is not in" if rank == 3 else "shard_placement_fn on rank 3: .*rank 3",
     )
     # Ranks that do not agree: on the axes, and on whether there is another mesh at all.
-    attempt(lambda p: hybrid if rank else names, ValueError, "do not agree on the mesh of bias")
-    attempt(lambda p: hybrid if rank == 2 else None, ValueError, "do not agree on the mesh of bias")
+    attempt(lambda p: hybrid if rank else names, ValueError, "do not agree on the mesh of weight")
+    attempt(lambda p: hybrid if rank == 2 else None, ValueError, "do not agree on the mesh of weight")
     with pytest.raises(ValueError, match=r"reshard_after_forward=4: parameter bias is cut over 2 ranks"):
         fully_shard(
             model,

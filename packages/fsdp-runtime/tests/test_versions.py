@@ -32,19 +32,19 @@ def _shard(changes, shape):
 
 def test_every_rank_names_the_versions_that_differ_and_the_ranks_that_have_each():
     name = "the version of dbuffer"
-    found = run_ranks(3, _shard, {0: {name: "1.0"}, 1: {name: "1.1"}, 2: {name: "1.0"}}, (3,))
-    assert [said for said, _ in found] == [
-        "the ranks do not agree on the version of dbuffer: 1.0 on ranks 0, 2; 1.1 on rank 1; all must have the same"
+    results = run_ranks(3, _shard, {0: {name: "1.0"}, 1: {name: "1.1"}, 2: {name: "1.0"}}, (3,))
+    assert [message for message, _ in results] == [
+        "ranks do not agree on the version of dbuffer: 1.0 on ranks 0, 2; 1.1 on rank 1"
     ] * 3
 
 
 def test_replicas_with_another_python_are_named_by_their_ranks_in_the_job():
     name = "the version of Python"
     other = {name: "9.9"}
-    found = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
+    results = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
     mine = installed_versions()[name]
-    assert {said for said, _ in found} == {
-        f"the ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3; all must have the same"
+    assert {message for message, _ in results} == {
+        f"ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3"
     }
 
 

@@ -58,9 +58,9 @@ class DBuffer:
         recycler: source of the gathered memory. Defaults to the one that all buffers of this device share.
         alias: with one rank and one dtype, let shard and full be the same memory. False: keep them separate.
         name: name of the group in errors. Defaults to its first tensor's.
-        check_ranks: compare the layouts of all ranks: one all-gather of 32 bytes (HSDP: and one of 32 a rank of
-            the shard axis). False where it is known that they agree, and with torch's fake process group.
-        in_common: other values that all ranks must share, by name, such as versions. Compared in the same all-gather.
+        check_ranks: compare the layouts of all ranks: one all-reduce of 64 bytes on each axis of the mesh.
+            False where it is known that they agree, and with torch's fake process group.
+        in_common: other values that all ranks must share, by name, such as versions. Compared in the same all-reduce.
 
     Attributes:
         name: name of the group in errors.

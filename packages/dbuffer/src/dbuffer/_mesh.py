@@ -28,14 +28,9 @@ class MeshView:
     num_replicas: int
 
     @property
-    def coordinates(self) -> list[tuple[int, int]]:
-        """`(replica, rank)` of every rank, replica by replica."""
-        return [(replica, rank) for replica in range(self.num_replicas) for rank in range(self.size)]
-
-    @property
-    def ranks(self) -> list[int]:
-        """The number of every rank in the job, in the order of `coordinates`."""
-        return self.mesh.mesh.movedim(self.shard_axis, -1).flatten().tolist()
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of both axes."""
+        return [self.group] if self.replica_group is None else [self.group, self.replica_group]
 
 
 def view_mesh(mesh: DeviceMesh, shard_dim: int | str, replicate_dim: int | str | None) -> MeshView:

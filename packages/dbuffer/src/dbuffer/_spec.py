@@ -1,20 +1,25 @@
 """What a buffer is to be, and what must hold before any of it is built: on this rank, and between ranks."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from layout_planner import Layout
-from ragged_shard import DeviceLayer, is_cpu
+from ragged_shard import (
+    DeviceLayer,
+    equal_on_all_ranks,
+    gather_from_ranks,
+    is_cpu,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 
 from ._mesh import MeshView
 from .memory.geometry import alignment_problem, first_difference
-from .transport import TransportChoice, collectives_of
+from .transport import TransportChoice
 from .wire import BlocksAtRest, ReductionForm, WireForm
 
 
@@ -103,48 +108,27 @@ class BufferSpec:
     def _compare(self, problem: Exception | None) -> None:
         layout = self.layout if isinstance(self.layout, Layout) else None
         how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
-        said = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
+        settings = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
         fingerprint = "" if layout is None else layout.fingerprint()
-        if _all_equal(
-            self.view, f"{fingerprint} {said} {problem!r} {[*self.in_common.items()]}", self.layer.device
-        ):
+        groups = self.view.groups
+        text = f"{fingerprint} {settings} {problem!r} {[*self.in_common.items()]}"
+        if equal_on_all_ranks(text, groups):
             return
-        text = None if layout is None else layout.to_json()
-        trouble = None if problem is None else str(problem)
-        gathered = _gather_objects(self.view, (text, said, trouble, dict(self.in_common)))
-        _check_in_common(self.view.ranks, [theirs for *_, theirs in gathered])
-        if problem is not None:
-            raise problem
-        for (replica, rank), (text, theirs, trouble, _) in zip(self.view.coordinates, gathered, strict=True):
-            who = f"rank {rank} of replica {replica}"
-            if trouble is not None:
-                raise ValueError(f"{who} failed: {trouble}")
-            assert layout is not None
-            difference = first_difference(layout, Layout.from_json(text))
-            if difference is None and theirs != said:
-                difference = f"{said} here, {theirs} there"
+        same_on_all_ranks(self.in_common, groups)
+        raise_on_all_ranks(problem, "DBuffer", groups=groups)
+        assert layout is not None
+        for rank, other_layout, other_settings in gather_from_ranks(
+            (dist.get_rank(), layout.to_json(), settings), groups
+        ):
+            difference = first_difference(layout, Layout.from_json(other_layout))
+            if difference is None and other_settings != settings:
+                difference = f"{settings} here, {other_settings} there"
             if difference is not None:
                 raise ValueError(
-                    f"the ranks do not agree: {difference} ({who}); plan from the same tensors everywhere"
+                    f"the ranks do not agree: {difference} (rank {rank}); plan from the same tensors everywhere"
                 )
         # All equal to this rank's: so the others differ from each other, which cannot be.
         raise AssertionError("digests differ, yet everything that they were made of is equal")
-
-
-def _check_in_common(ranks: Sequence[int], said: Sequence[Mapping[str, str]]) -> None:
-    """Raise ValueError for the first name whose values differ, with the ranks that have each."""
-    for name in dict.fromkeys(name for theirs in said for name in theirs):
-        having: dict[str, list[int]] = {}
-        for rank, theirs in zip(ranks, said, strict=True):
-            having.setdefault(theirs.get(name, "absent"), []).append(rank)
-        if len(having) > 1:
-            shown = "; ".join(f"{value} on {_shown(which)}" for value, which in having.items())
-            raise ValueError(f"the ranks do not agree on {name}: {shown}; all must have the same")
-
-
-def _shown(ranks: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def _name(choice: object) -> str:
@@ -152,27 +136,3 @@ def _name(choice: object) -> str:
     if isinstance(choice, str) or is_dataclass(choice):
         return str(choice)
     return getattr(choice, "__qualname__", type(choice).__qualname__)
-
-
-def _all_equal(view: MeshView, text: str, device: torch.device) -> bool:
-    """Whether all ranks gave the same text. One all-gather of 32 bytes, on a second axis one of 32 a rank."""
-    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=device)
-    # Both steps run on every rank, whatever the first shows, so that nobody waits for a rank that has raised.
-    for group, size in ((view.group, view.size), (view.replica_group, view.num_replicas)):
-        if size > 1 and group is not None:
-            gathered = digest.new_empty(size * digest.numel())
-            collectives_of(group).all_gather([(gathered, digest)], "comparing ranks").wait()
-            digest = gathered
-    rows = digest.view(-1, 32).cpu()
-    return bool((rows == rows[0]).all())
-
-
-def _gather_objects(view: MeshView, item: Any) -> list[Any]:
-    """Every rank's picklable object, replica by replica in rank order. One object all-gather an axis."""
-    items = [item]
-    for group, size in ((view.group, view.size), (view.replica_group, view.num_replicas)):
-        if size > 1 and group is not None:
-            found: list[Any] = [None] * size
-            dist.all_gather_object(found, items, group=group)
-            items = [one for listed in found for one in listed]
-    return items

@@ -22,6 +22,7 @@ from types import TracebackType
 from torch.distributed.distributed_c10d import Store
 
 from dbuffer import times_started, waiting
+from ragged_shard import list_ranks
 
 _PATIENCE = 5.0  # seconds that leaving waits for a store that does not answer
 _log = logging.getLogger("fsdp_runtime.watchdog")
@@ -261,23 +262,20 @@ def _described(
         inside = [p for p in places if (p.waits_for, p.number) == (question.collective, question.number)]
         behind = [p for p in places if p.started < question.number]
         others = [p for p in places if p not in inside and p not in behind]
-        texts.append(f"{_ranks([p.rank for p in inside])} wait{'s' if len(inside) == 1 else ''} in it")
+        texts.append(f"{list_ranks([p.rank for p in inside])} wait{'s' if len(inside) == 1 else ''} in it")
         texts += [f"missing: {p}, and has started {p.started}" for p in behind]
         texts += [f"past it: {p}" for p in others]
     else:
         texts += [f"{p}{f', in {p.beat}' if p.beat else ''}" for p in places]
     if silent:
         hosts = {host: [rank for rank, theirs in silent if theirs == host] for _, host in silent}
-        shown = ", ".join(_ranks(ranks) + (f" ({host})" if host else "") for host, ranks in hosts.items())
+        shown = ", ".join(
+            list_ranks(ranks, 16) + (f" ({host})" if host else "") for host, ranks in hosts.items()
+        )
         texts.append(
             f"no answer in {seconds:.1f} s from {shown}: stopped, ended, cut off from the others, or too busy to answer"
         )
     return "; ".join(texts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
 def _nth(number: int) -> str:

@@ -6,6 +6,13 @@ After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute
 import torch as _torch
 
 from ragged_shard import _tensor
+from ragged_shard._agreement import (
+    equal_on_all_ranks,
+    gather_from_ranks,
+    list_ranks,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._device import (
     CPU,
@@ -43,15 +50,20 @@ __all__ = [
     "device_layer",
     "distribute_like",
     "distribute_tensor",
+    "equal_on_all_ranks",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "gather_from_ranks",
     "has_triton",
     "held_boxes",
     "is_cpu",
+    "list_ranks",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "multiplies_blocks",
+    "raise_on_all_ranks",
     "redistribute",
+    "same_on_all_ranks",
     "use_device_layer",
 ]
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import _comm
+from ragged_shard._agreement import raise_on_all_ranks
 from ragged_shard._device import CPU
 from ragged_shard._distribute import scatter
 from ragged_shard._geometry import axis_extents, shard_box
@@ -62,18 +63,15 @@ def check_given(name: str, target: torch.Tensor, value: Any) -> None:
 
 
 def agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: bool) -> Any:
-    """Rank 0's answer, or raise on every rank if any rank has a problem.
+    """Returns rank 0's ``answer``; raises on every rank if any rank passes a ``problem``.
 
-    Communicates only if ``from_rank0``: a broadcast and an all-gather of pickled objects over all ranks.
+    Communicates only if ``from_rank0``: an all-gather and a broadcast of pickled objects over all ranks.
     """
     if from_rank0:
+        raise_on_all_ranks(problem, caller)
         shared: list[Any] = [answer]
         dist.broadcast_object_list(shared, src=0)
-        answer = shared[0]
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, None if problem is None else (type(problem), str(problem)))
-        first = next((p for p in problems if p is not None), None)
-        problem = None if first is None else first[0](first[1])
+        return shared[0]
     if problem is not None:
         raise type(problem)(f"{caller}: {problem}")
     return answer

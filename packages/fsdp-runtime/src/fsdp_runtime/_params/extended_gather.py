@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dbuffer import DeviceLayer, Geometry, Recycler, Scratch, hold_forever
+from ragged_shard import raise_on_all_ranks
 
 from .._plan.extension import POST, PRE
 from .._plan.mesh import DataMesh
 from .._plan.param import MakeHook, ManagedParam, local_of
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-Described = list[list[tuple[tuple[int, ...], str]]] | str  # each tensor's shape and dtype; or what went wrong
+Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each tensor of each parameter
 
 
 @dataclass(frozen=True)
@@ -138,37 +139,30 @@ class ExtendedGather:
         return self._sent
 
     def _first(self) -> Pairs:
-        """The same where nobody knows yet what the ranks will send."""
-        described: Described
+        """First gather: ranks exchange shapes and dtypes to plan receive buffers."""
+        described: Described = []
+        error: Exception | None = None
         try:
             tensors = [self._call_pre(member) for member in self._members]
             described = [[(_rows_first(t), str(t.dtype)) for t in returned] for returned in tensors]
-        except Exception as error:
-            described = f"{type(error).__name__}: {error}"
-            failed: Exception | None = error
-        else:
-            failed = None
-        everyone = self._exchange(described)
-        if failed is not None:
-            raise failed
-        for rank, theirs in enumerate(everyone):
-            if isinstance(theirs, str):
-                raise RuntimeError(f"{self._name}: {PRE} failed on rank {rank} of the shards: {theirs}")
+        except Exception as raised:  # the other ranks must not wait for this one
+            error = raised
+        by_rank = self._exchange(described, error)
         for index, (member, returned) in enumerate(zip(self._members, tensors, strict=True)):
-            self._plan(member, returned, [theirs[index] for theirs in everyone])
+            self._plan(member, returned, [specs[index] for specs in by_rank])
         self._agreed = True
         pairs: Pairs = []
         for member, returned in zip(self._members, tensors, strict=True):
             pairs += self._pairs(member, returned)
         return pairs
 
-    def _exchange(self, described: Described) -> list[Any]:
+    def _exchange(self, described: Described, error: Exception | None) -> list[Described]:
         data = self._data
         if data.shard_size == 1 or data.simulated:
+            if error is not None:
+                raise error
             return [described] * data.shard_size
-        found: list[Any] = [None] * data.shard_size
-        dist.all_gather_object(found, described, group=self._mesh.get_group())
-        return found
+        return raise_on_all_ranks(error, f"{self._name}: {PRE}", described, self._mesh.get_group())
 
     def _call_pre(self, member: _Member) -> tuple[torch.Tensor, ...]:
         param, extension = member.param, member.extension

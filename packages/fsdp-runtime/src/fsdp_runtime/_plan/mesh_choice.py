@@ -1,20 +1,19 @@
 """Which mesh each parameter of a unit is cut over: what `shard_placement_fn` says, agreed on by all ranks."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+from ragged_shard import same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .mesh import DataMesh, data_mesh, data_mesh_of
 
 PlacementFn = Callable[[nn.Parameter], Any]
-_WORDS = 4  # of 62 bits, of a digest
 
 
 def choose_meshes(
@@ -34,14 +33,14 @@ def choose_meshes(
     for param, name in names.items():
         answer = placement_fn(cast(nn.Parameter, param))
         try:
-            found = _mesh_of(name, param, answer, default)
+            data = _mesh_of(name, param, answer, default)
         except (TypeError, ValueError) as error:
             problem = problem or error
             continue
-        chosen[param] = known.setdefault(found.groups, found)
-    said = {names[param]: _described(data) for param, data in chosen.items()}
+        chosen[param] = known.setdefault(data.groups, data)
     if not default.simulated:
-        _agree(said, problem, default)
+        meshes = {f"the mesh of {names[param]}": _described(data) for param, data in chosen.items()}
+        same_on_all_ranks(meshes, default.groups, error=problem, caller="shard_placement_fn")
     if problem is not None:
         raise problem
     return chosen
@@ -80,32 +79,3 @@ def _mesh_of(name: str, param: torch.Tensor, answer: Any, default: DataMesh) -> 
 def _described(data: DataMesh) -> str:
     """A mesh in words that are the same on all ranks: each is in another slice of it."""
     return f"{data.mesh.mesh_dim_names or 'unnamed'} of {tuple(data.mesh.shape)}"
-
-
-def _agree(said: Mapping[str, str], problem: Exception | None, unit: DataMesh) -> None:
-    """Raise ValueError where another rank of the unit's mesh said something else, or had a problem."""
-    digest = hashlib.sha256(f"{sorted(said.items())} {problem!r}".encode()).digest()
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") >> 2 for i in range(_WORDS)]
-    both = torch.tensor(words + [-word for word in words], device=unit.device)
-    for group in unit.groups:
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, smallest = both.view(2, _WORDS).tolist()
-    if largest == [-word for word in smallest]:
-        return
-    everyone: list[Any] = [(dict(said), None if problem is None else str(problem))]
-    for group in unit.groups:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, everyone, group=group)
-        everyone = [one for listed in found for one in listed]
-    if problem is not None:
-        return
-    for theirs, trouble in everyone:
-        if trouble is not None:
-            raise ValueError(f"shard_placement_fn failed on another rank: {trouble}")
-        for name in sorted(said.keys() | theirs.keys()):
-            here, there = said.get(name, "no such parameter"), theirs.get(name, "no such parameter")
-            if here != there:
-                raise ValueError(
-                    f"the ranks do not agree on the mesh of {name}: {here} here, {there} on another rank; "
-                    "shard_placement_fn must choose alike everywhere"
-                )

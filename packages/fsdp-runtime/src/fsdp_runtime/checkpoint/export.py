@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ragged_shard import gather_from_ranks, same_on_all_ranks
+
 from .. import _torch_compat as compat
-from .._agreement import agree
 from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
 from .entries import Entry, entries_of_model
 from .runs import Run, axis_of, gather, receivers_of, runs_of_entries, tensors_in
@@ -113,10 +114,8 @@ class Exporter:
             self.entries = entries_of_model(model, buffers=buffers)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        said = (dtype, bucket_bytes, self._ranks)
-        answers = agree(caller, problem, said)
-        if any(answer != said for answer in answers):
-            raise ValueError(f"{caller}: ranks differ in (dtype, bucket_bytes, ranks): {answers}")
+        options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "ranks": self._ranks}
+        same_on_all_ranks(options, error=problem, caller=caller)
         grouped = [entry for entry in self.entries if entry.param is not None]
         self._single = [entry for entry in self.entries if entry.param is None]
         dtypes = [self.dtype_of(entry) for entry in grouped]
@@ -171,13 +170,13 @@ class Exporter:
 
     def changes(self, exported: ExportedParams) -> Iterator[ChangedBlocks]:
         """What differs from the last export."""
-        valid = all(agree(self._caller, None, exported.complete))
+        valid = all(gather_from_ranks(exported.complete))
         exported.begin(valid=valid)
         whole = [run for run in self._runs if _cut_by_others(run)]
         single = [*self._single, *(entry for run in whole for entry in run.members)]
         with torch.no_grad():
             mine = {e.name for e in single if has_changed(e, self.dtype_of(e), exported)}
-        changed = set[str]().union(*agree(self._caller, None, mine)) if single else set()
+        changed = set[str]().union(*gather_from_ranks(mine)) if single else set()
         for run in self._runs:
             if run in whole:
                 parts = runs_of_entries(

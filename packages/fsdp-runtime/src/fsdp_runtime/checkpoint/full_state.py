@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 import ragged_shard
 
-from .._agreement import agree
 from .targets import give_memory, targets_of
 
 _SET = "set_full_state_dict"
@@ -67,7 +66,7 @@ def set_full_state_dict(
             _check(model, state_dict, strict)
     except (TypeError, ValueError) as error:
         problem = error
-    agree(_SET, problem)
+    ragged_shard.raise_on_all_ranks(problem, _SET)
     give_memory(model)
     ragged_shard.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
 
@@ -137,4 +136,4 @@ def set_full_optimizer_state_dict(
             raise
         problem = error
     if not rank0_only:
-        agree("set_full_optimizer_state_dict", problem)
+        ragged_shard.raise_on_all_ranks(problem, "set_full_optimizer_state_dict")

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import Box
+from ragged_shard import Box, raise_on_all_ranks, same_on_all_ranks
 
-from .._agreement import agree
 from .boxes import Ints, pieces_of
 from .conversions import rules_of
 from .files import Checkpoint, Stored
@@ -84,14 +83,10 @@ def load_safetensors(
         bar = _bar(progress, group)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    seen = agree(_CALLER, problem, checkpoint and checkpoint.fingerprint, group)
+    files = {f"the checkpoint at {path}": checkpoint and checkpoint.fingerprint}
+    same_on_all_ranks(files, group, error=problem, caller=_CALLER)
     assert checkpoint is not None
     assert plan is not None
-    if len(set(seen)) > 1:
-        other = next(rank for rank, print_ in enumerate(seen) if print_ != seen[0])
-        raise ValueError(
-            f"{_CALLER}: ranks 0 and {other} see different files at {path}; give all ranks the same checkpoint"
-        )
     give_memory(model)
     with bar(plan.nbytes) as advance:
         bytes_read = _read(model, plan, checkpoint, advance, group)
@@ -208,7 +203,7 @@ def _read(
                     )
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    agree(_CALLER, problem, group=group)
+    raise_on_all_ranks(problem, _CALLER, groups=group)
     return reader.bytes_read
 
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import BlockFP8
-from ragged_shard import CPU
+from ragged_shard import CPU, gather_from_ranks
 
-from .._agreement import agree
 from .conversions import FileForm
 from .entries import Entry
 from .export import Exporter
@@ -202,6 +201,6 @@ def _attempt(act: Callable[[], object]) -> str | None:
 
 def _raise(folder: Path, problem: str | None) -> None:
     """Raise rank 0's problem on every rank."""
-    problem = agree(_CALLER, None, problem)[0]
+    problem = gather_from_ranks(problem)[0]
     if problem is not None:
         raise OSError(f"{_CALLER}: rank 0 could not write to {folder}: {problem}")

@@ -31,8 +31,7 @@ from fsdp_runtime import (
     set_full_optimizer_state_dict,
     set_full_state_dict,
 )
-from fsdp_runtime._agreement import agree
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
 
 
 def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -201,7 +200,7 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
         step = _check_files(accelerator, folder, options.get("load_kwargs") or {})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    answers = agree("load_state", problem, (folder.name if input_dir is None else "", step))
+    answers = raise_on_all_ranks(problem, "load_state", (folder.name if input_dir is None else "", step))
     for rank, (name, other) in enumerate(answers):
         if name != answers[0][0]:
             raise ValueError(
@@ -225,7 +224,7 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
         problem = error
     finally:
         hook.remove()
-    agree(f"load_state of {folder}", problem)
+    raise_on_all_ranks(problem, f"load_state of {folder}")
     if step is None and steps:
         accelerator.step = steps.pop()
 

@@ -25,8 +25,7 @@ from fsdp_runtime import (
     set_full_optimizer_state_dict,
     set_full_state_dict,
 )
-from fsdp_runtime._agreement import agree
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -170,7 +169,7 @@ def _read(
         absent = [name for name in wanted if name not in file]
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    answers = agree(f"load_checkpoint: {path}", problem, (kind, absent))
+    answers = raise_on_all_ranks(problem, f"load_checkpoint: {path}", (kind, absent))
     for rank, (other, _) in enumerate(answers):
         if other != answers[0][0]:
             raise ValueError(

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from fsdp_runtime import FSDPModule, fully_shard
-from fsdp_runtime._agreement import agree
 from fsdp_runtime.integrations import accelerate
-from ragged_shard import RaggedDTensor, held_boxes
+from ragged_shard import RaggedDTensor, held_boxes, raise_on_all_ranks, same_on_all_ranks
 
 
 class RaggedTrainer:
@@ -107,7 +106,7 @@ class RaggedTrainer:
                 _check_readable(folder, ["{model}.bin"] if self._rank == 0 else [])
             except Exception as error:  # whatever it is, the other ranks must not wait for this one
                 problem = error
-            agree("load_best_model_at_end", problem)
+            raise_on_all_ranks(problem, "load_best_model_at_end")
         with accelerate.full_state_dicts():
             return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -115,7 +114,7 @@ class RaggedTrainer:
         """The checkpoint that all ranks resume from; see `train`."""
         from transformers.trainer_utils import get_last_checkpoint
 
-        folder, found, problem = None, [], None
+        folder, files, problem = None, [], None
         try:
             if checkpoint is True:
                 folder = get_last_checkpoint(self._trainer.args.output_dir)
@@ -124,16 +123,11 @@ class RaggedTrainer:
             elif checkpoint:
                 folder = str(checkpoint)
             if folder is not None:
-                found = self._check_files(Path(folder))
+                files = self._check_files(Path(folder))
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             problem = error
-        answers = agree("resume_from_checkpoint", problem, (Path(folder).name if folder else None, found))
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise ValueError(
-                    f"resume_from_checkpoint: {answers[0][0]} with {answers[0][1]} on rank 0, and {answer[0]} with "
-                    f"{answer[1]} on rank {rank}; give every rank the same checkpoint"
-                )
+        checkpoints = {"the checkpoint": f"{Path(folder).name if folder else None} with {files}"}
+        same_on_all_ranks(checkpoints, error=problem, caller="resume_from_checkpoint")
         return folder
 
     def _check_files(self, folder: Path) -> list[str]:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import is_cpu
+from ragged_shard import is_cpu, same_on_all_ranks
 
-from .._agreement import agree
 from .._params.unit import Unit
 from .._schedule.budget import WHATS, Choice, Cost, Mark, What, best, predictions
 from .._schedule.model import member_of
@@ -157,13 +156,8 @@ def _agreed(model: nn.Module, budget: int, group: dist.ProcessGroup | None) -> P
         units = len(passes.units)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    answers = agree("tune", problem, (units, budget), group)
-    for rank, (others, allowed) in enumerate(answers):
-        if (others, allowed) != answers[0]:
-            raise ValueError(
-                f"tune: rank {rank} has {others} units and memory_budget={allowed:,}, rank 0 has {answers[0][0]} units "
-                f"and memory_budget={answers[0][1]:,}; all ranks must have the same"
-            )
+    values = {"the number of units": units, "memory_budget": budget}
+    same_on_all_ranks(values, group, error=problem, caller="tune")
     return passes
 
 
