@@ -21,7 +21,7 @@ from ._schedule import hooks
 from ._schedule.model import Member, member_of
 from ._schedule.passes import Pass
 from ._schedule.torch_state import StateForTorch
-from .optim import flat_clip
+from .optim.clip import clip_grad_norm_
 
 _SHARDED, _UNSHARDED = operator.attrgetter("sharded"), operator.attrgetter("unsharded")
 _initialise_new = True
@@ -176,44 +176,15 @@ class FSDPModule(fsdp.FSDPModule):
         copies: bool = False,
         pp_mesh: DeviceMesh | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all parameters in this module, and return their norm before: the same on every rank.
-
-        As `fsdp_runtime.clip_grad_norm_(module.parameters(), ...)`, in a few kernels for each unit: gradients that lie
-        next to each other are read and scaled as one, padding is not. Half precision is summed in fp32, and all in
-        another order, so that norms may differ by 1e-5 of themselves. Of parameters without a gradient on this rank
-        nothing counts; other ranks may have some. A gradient that you replaced is clipped where it is.
-
-        Communicates: for each mesh axis that cuts parameters one all-reduce of 8 bytes.
-
-        Args:
-            max_norm: the largest norm to leave.
-            norm_type: of the p-norm, positive; `inf` for the largest value.
-            error_if_nonfinite: raise where the norm is not finite, on all ranks, and clip nothing.
-            copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them.
-            pp_mesh: a 1-D mesh of pipeline stages, each of which calls this on its own module; one more all-reduce.
-
-        Returns:
-            a plain 0-d tensor, fp32 or the widest dtype of a gradient.
-
-        Raises:
-            RuntimeError: the norm is not finite, if asked; or `optimizer_in_backward` has updated parameters.
-            NotImplementedError: parameters on different ranks, without `copies`.
-            ValueError: `norm_type` is not positive, or `pp_mesh` has several axes.
-        """
+        """`fsdp_runtime.clip_grad_norm_` of all parameters in this module, also if they are gathered just now."""
         module: Any = self
-        units = _units(module, True)
-        params = [param for unit in units for param in unit.params]
-        managed = {*map(id, map(_SHARDED, params)), *map(id, map(_UNSHARDED, params))}
-        held = [one for sub in module.modules() for one in sub._parameters.values()]
-        others = {
-            number: one
-            for number, one in zip(map(id, held), held, strict=True)
-            if number not in managed and one is not None
-        }
-        return flat_clip.clip(
-            units, others.values(), max_norm, float(norm_type),
-            error_if_nonfinite=error_if_nonfinite, copies=copies, pp_mesh=pp_mesh,
-        )  # fmt: skip
+        params = [param for unit in _units(module, True) for param in unit.params]
+        sharded = list(map(_SHARDED, params))
+        managed = {*map(id, sharded), *map(id, map(_UNSHARDED, params))}
+        others = [param for param in module.parameters() if id(param) not in managed]
+        return clip_grad_norm_(
+            sharded + others, max_norm, norm_type, error_if_nonfinite, copies=copies, pp_mesh=pp_mesh
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, also of those that are gathered just now."""

@@ -1,15 +1,29 @@
-"""Clipping by the norm of all gradients, on whatever meshes they lie."""
+"""Clipping by the norm of all gradients, over the memory that they share instead of one by one.
+
+gradients of a unit    | grad | grad |pad| grad |     views of one shard
+runs                   [-------------]   [------]     one kernel each to read and to scale; no padding is in them
+"""
 
 import math
-from collections.abc import Iterable
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from .in_backward import is_updated_in_backward
+import ragged_shard
+from ragged_shard import CPU, RaggedDTensor
+
+from .. import _torch_compat as compat
+from .in_backward import updated_in_backward
+
+_ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
+_PIECE = 1 << 16  # elements in one sum: over longer ones torch's CPU kernels lose digits
 
 
 @torch.no_grad()
@@ -18,93 +32,248 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
     *,
     copies: bool = False,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Clip gradients to a norm, and return their norm before: a plain 0-d tensor, the same on every rank.
 
-    `torch.nn.utils.clip_grad_norm_`, which works on the same parameters, with two differences: that returns a
-    distributed tensor, and knows nothing of pipeline stages.
+    `torch.nn.utils.clip_grad_norm_` in a few kernels for each unit: gradients that are adjacent in memory are read and
+    scaled as one, padding is not. Half precision is summed in fp32, and all in another order, so that norms may differ
+    by 1e-5 of themselves. Parameters may be on several meshes (dense ones on `fsdp`, experts on `efsdp` and `ep`,
+    others on `dp` and `tp`); plain tensors count as the same on all ranks. A parameter without a gradient on this rank
+    adds nothing; other ranks may have one. A gradient that you replaced is clipped where it is.
 
-    Parameters may lie on several meshes (dense ones on `fsdp`, experts on `efsdp` and `ep`, others on `dp` and `tp`);
-    plain tensors count as the same on all ranks. Issues one all-reduce, of 8 bytes a tensor, for all gradients that are
-    cut over the same ranks; where several axes cut them and no process group has just these ranks, one for each axis.
-    With `foreach=False` the same for each tensor by itself. Nothing is gathered.
-
-    Some may lie on fewer ranks than others: norms on `dp`, next to matrices on `dp` and `tp`. Whether the other ranks
-    hold copies or parameters of their own (experts that are plain tensors) torch's function cannot know, and refuses;
-    `copies=True` says it here.
+    Communicates one all-reduce of 8 bytes for all gradients that are cut over the same ranks; if several axes cut them
+    and no process group has just these ranks, one for each axis. Nothing is gathered.
 
     Args:
-        parameters: those whose gradients are clipped; others have none.
+        parameters: the same ones on every rank.
         max_norm: the largest norm to leave.
-        norm_type: of the p-norm; `inf` for the largest value.
-        error_if_nonfinite: raise where the norm is not finite.
-        foreach: as in torch's function.
-        copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them.
-        pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are joined
-            by one more all-reduce, of 8 bytes.
+        norm_type: of the p-norm, positive; `inf` for the largest value.
+        error_if_nonfinite: raise if the norm is not finite, on all ranks, and clip nothing.
+        copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them. If
+            they may be different parameters (experts that are plain tensors), the norm is not known.
+        pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are
+            joined by one more all-reduce, of 8 bytes.
+
+    Returns:
+        A plain 0-d tensor, fp32 or the widest dtype of a gradient.
 
     Raises:
         RuntimeError: the norm is not finite, if asked; or `optimizer_in_backward` has updated the parameters.
-        NotImplementedError: gradients on different ranks, without `copies`.
-        ValueError: `pp_mesh` has several axes.
+        NotImplementedError: parameters on different ranks, without `copies`.
+        ValueError: `norm_type` is not positive, or `pp_mesh` has several axes.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(
+            f"clip_grad_norm_: norm_type is {order}; expected a positive number, or inf for the largest value"
+        )
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
         )
-    if any(is_updated_in_backward(param) for param in params):
+    if updated_in_backward(params):
         raise RuntimeError(
             "clip_grad_norm_: optimizer_in_backward updates some of these parameters before the norm of all gradients "
             "is known; clip with an optimizer after backward"
         )
-    grads = [param.grad for param in params if param.grad is not None]
-    if copies:
-        by_ranks: dict[frozenset[int], list[torch.Tensor]] = {}
-        for grad in grads:
-            by_ranks.setdefault(_ranks_of(grad), []).append(grad)
-        grads = [
-            _plain(nn.utils.get_total_norm(some, norm_type, False, foreach)) for some in by_ranks.values()
-        ]
-    norm = _plain(nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite and pp_mesh is None, foreach))
+    gradients = _Gradients(params)
+    if not copies:
+        gradients.check_ranks()
+    norm = gradients.norm(order)
     if pp_mesh is not None:
-        norm = joined_over_stages(norm, float(norm_type), pp_mesh)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the norm of order {norm_type} over all pipeline stages is {norm.item()}: not clipped"
-            )
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        device = torch.device(pp_mesh.device_type) if norm.device.type != pp_mesh.device_type else norm.device
+        norm = _reduced(norm.to(device, torch.float64), order, [pp_mesh.get_group()]).to(norm.dtype)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        stages = " over all pipeline stages" if pp_mesh is not None else ""
+        raise RuntimeError(
+            f"the norm of order {order} of all gradients{stages} is {norm.item()}: not clipped"
+        )
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for tensors in _by_kind(gradients.scaled).values():
+        compat.scale(tensors, coefficient.to(tensors[0].device))
     return norm
 
 
-def _plain(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+@dataclass(eq=False)
+class _Cut:
+    """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank.
+
+    Attributes:
+        ranks: over which they are cut.
+        groups: to reduce over, one after another, so that all of these ranks contribute: one if one group has them.
+        slices: plain tensors as backward left them, which may be adjacent in memory.
+        separate: gradients that backward did not leave in a shard.
+    """
+
+    ranks: frozenset[int]
+    groups: list[dist.ProcessGroup]
+    slices: list[torch.Tensor] = field(default_factory=list)
+    separate: list[torch.Tensor] = field(default_factory=list)
 
 
-def _ranks_of(grad: torch.Tensor) -> frozenset[int]:
-    """The ranks that a gradient lies on; none for a plain tensor."""
-    if not isinstance(grad, DTensor):
-        return frozenset()
-    ranks: list[int] = grad.device_mesh.mesh.flatten().tolist()
-    return frozenset(ranks)
+class _Gradients:
+    """This rank's part of the gradients of `params`.
+
+    Attributes:
+        cuts: by their ranks; in the same order on every rank, regardless of which gradients a rank has.
+        meshes: those of the parameters.
+        scaled: the tensors to multiply.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.cuts: dict[frozenset[int], _Cut] = {}
+        self.meshes: dict[int, DeviceMesh] = {}
+        self.scaled: list[torch.Tensor] = []
+        self._device = params[0].device if params else CPU
+        by_axes: dict[Any, _Cut] = {}
+        for param in params:
+            grad: Any = param.grad
+            if not isinstance(param, DTensor | RaggedDTensor):
+                cut = self._cut(None, [])
+                if grad is not None:
+                    cut.separate.append(grad)
+                    self.scaled.append(grad)
+                continue
+            mesh, placements = param.device_mesh, param.placements
+            axes = (id(mesh), *map(type, placements))
+            if axes not in by_axes:
+                self.meshes[id(mesh)] = mesh
+                if self._device.type != mesh.device_type:  # offloaded
+                    self._device = torch.device(mesh.device_type)
+                cutting = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+                by_axes[axes] = self._cut(mesh, cutting)
+            cut = by_axes[axes]
+            if grad is None:
+                continue
+            if type(grad) is RaggedDTensor and (
+                grad.placements is placements or grad.placements == placements
+            ):
+                cut.slices.append(grad.local)
+            else:
+                cut.separate.append(_laid_out_like(param, grad))
+                self.scaled.append(grad)
+        for cut in self.cuts.values():
+            cut.slices = runs_of(cut.slices)
+            self.scaled += cut.slices
+
+    def _cut(self, mesh: DeviceMesh | None, axes: list[int]) -> _Cut:
+        groups = [] if mesh is None else [mesh.get_group(axis) for axis in axes]
+        ranks = frozenset[int]() if mesh is None or not axes else ranks_along(mesh, axes)
+        cut = self.cuts.setdefault(ranks, _Cut(ranks, groups))
+        if len(groups) < len(cut.groups):
+            cut.groups = groups
+        world = dist.group.WORLD
+        if world is not None and len(cut.groups) > 1 and len(ranks) == world.size():
+            joint = f"{self._device.type}:" in dist.get_backend_config(world)
+            cut.groups = [world] if joint else cut.groups
+        return cut
+
+    def check_ranks(self) -> None:
+        """Raises if parameters are on different ranks: what the others hold is not known."""
+        ranks = {frozenset(mesh.mesh.flatten().tolist()): mesh for mesh in self.meshes.values()}
+        if len(ranks) > 1:
+            raise NotImplementedError(
+                f"clip_grad_norm_: parameters are on different ranks, {' and '.join(map(str, ranks.values()))}; "
+                "whether the ranks outside hold copies or other parameters is not known. Pass copies=True if they are "
+                "copies, as after tensor parallelism; else make the parameters DTensors on the missing axes before "
+                "fully_shard"
+            )
+
+    def norm(self, order: float) -> torch.Tensor:
+        """Norm of all of them, on all ranks: 0-d, at least fp32."""
+        totals, dtype = [], torch.float32
+        for cut in self.cuts.values():
+            norms = []
+            for (_, kind, _), tensors in _by_kind([*cut.slices, *cut.separate]).items():
+                wide = torch.float32 if kind.itemsize < 4 else kind
+                dtype = torch.promote_types(dtype, wide)
+                pieces: list[torch.Tensor] = []
+                for tensor in tensors:
+                    pieces += tensor.reshape(-1).split(_PIECE) if tensor.numel() > _PIECE else (tensor,)
+                pieces = [piece for piece in pieces if piece.numel()]
+                if pieces:
+                    norms.append(compat.norms(pieces, order, wide).to(self._device, torch.float64))
+            local = torch.zeros((), dtype=torch.float64, device=self._device)
+            if norms:
+                local = torch.linalg.vector_norm(torch.cat(norms), order)
+            totals.append(_reduced(local, order, cut.groups))
+        if not totals:
+            return torch.zeros((), dtype=dtype, device=self._device)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order).to(dtype)
+        return norm
 
 
-def joined_over_stages(norm: torch.Tensor, order: float, mesh: DeviceMesh) -> torch.Tensor:
-    """The norm over all pipeline stages, given this one's: one all-reduce of 8 bytes over a 1-D mesh."""
-    if mesh.ndim != 1:
-        raise ValueError(f"pp_mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; pass one, such as mesh['pp']")
-    device = torch.device(mesh.device_type) if norm.device.type != mesh.device_type else norm.device
-    return norm_over(norm.to(device, torch.float64), order, [mesh.get_group()]).to(norm.dtype)
+def _laid_out_like(param: Any, grad: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a gradient, cut as its parameter is. May communicate, as redistribute does."""
+    if not isinstance(grad, DTensor | RaggedDTensor):
+        grad = ragged_shard.distribute_like(grad.detach(), param, src_data_rank=None)
+    elif grad.placements != param.placements:
+        grad = ragged_shard.redistribute(grad, placements=param.placements)
+    local: torch.Tensor = cast(DTensor, grad).to_local()
+    return local
 
 
-def norm_over(norm: torch.Tensor, order: float, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The norm of what all ranks of some groups hold, given this rank's: one all-reduce of 8 bytes for each group.
+def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
+    """The ranks that some axes of a mesh spread this rank's coordinate over."""
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
+    return frozenset(mesh.mesh[index].flatten().tolist())
 
-    Of the order infinity 16 bytes: not every backend's MAX keeps a NaN.
+
+def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of `tensors` in fewer tensors: 1-D views of those that are adjacent in a storage.
+
+    A run is at the place of the first of its tensors in `tensors`, so that sums do not depend on addresses.
+    """
+    places = sorted(
+        zip(map(_ADDRESS, tensors), map(_NBYTES, tensors), range(len(tensors)), tensors, strict=True)
+    )
+    runs: list[tuple[int, torch.Tensor]] = []
+    first, end, limit, earliest = None, -1, -1, -1  # of the run that is open
+    for address, nbytes, position, tensor in places:
+        if not nbytes:
+            continue
+        if not tensor.is_contiguous():
+            runs.append((position, tensor))
+            continue
+        if first is not None and address == end and end + nbytes <= limit and tensor.dtype is first.dtype:
+            end += nbytes
+            earliest = min(earliest, position)
+            continue
+        if first is not None:
+            runs.append((earliest, _run(first, end)))
+        storage = tensor.untyped_storage()
+        first, end, limit = tensor, address + nbytes, storage.data_ptr() + storage.nbytes()
+        earliest = position
+    if first is not None:
+        runs.append((earliest, _run(first, end)))
+    return [run for _, run in sorted(runs, key=operator.itemgetter(0))]
+
+
+def _run(first: torch.Tensor, end: int) -> torch.Tensor:
+    """The elements from those of `first` up to the address `end`."""
+    length = (end - first.data_ptr()) // first.itemsize
+    if length == first.numel():
+        return first
+    return first.as_strided((length,), (1,), first.storage_offset())
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    """Tensors that one foreach op takes."""
+    by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_kind[type(tensor), tensor.dtype, tensor.device].append(tensor)
+    return by_kind
+
+
+def _reduced(norm: torch.Tensor, order: float, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """The norm over all ranks of `groups` from this rank's: one all-reduce of 8 bytes for each group.
+
+    16 bytes for the order infinity: not every backend's MAX keeps a NaN.
     """
     infinite = math.isinf(order)
     nan = norm.isnan()

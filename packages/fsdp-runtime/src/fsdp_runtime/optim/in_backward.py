@@ -5,7 +5,7 @@ reduces                 block 3 | block 2 | ...
 updates                           block 3 | block 2 ...    so at most two units' gradients are alive
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ Make = Callable[[NamedParams], torch.optim.Optimizer]
 _updated = WeakTensorKeyDictionary()
 
 
-def is_updated_in_backward(param: torch.Tensor) -> bool:
-    """Whether an optimizer updates a parameter inside backward."""
-    return param in _updated
+def updated_in_backward(params: Iterable[torch.Tensor]) -> bool:
+    """Whether an optimizer updates one of these parameters inside backward."""
+    return bool(_updated) and any(param in _updated for param in params)
 
 
 def optimizer_in_backward(model: nn.Module, make: Make) -> "OptimizerInBackward":
@@ -54,7 +54,7 @@ def optimizer_in_backward(model: nn.Module, make: Make) -> "OptimizerInBackward"
     if not units:
         raise ValueError("optimizer_in_backward: no module of the model is sharded; call fully_shard first")
     rest = {id(param): (name, param) for name, param in model.named_parameters()}
-    taken = [name for name, param in rest.values() if is_updated_in_backward(param)]
+    taken = [name for name, param in rest.values() if updated_in_backward([param])]
     if taken:
         raise ValueError(f"optimizer_in_backward: {taken[0]} is updated in backward already; call it once")
     optimizers = []
