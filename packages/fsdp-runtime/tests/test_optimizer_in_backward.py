@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
-from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
+from fsdp_runtime import (
+    clip_grad_norm_,
+    fully_shard,
+    get_full_optimizer_state_dict,
+    optimizer_in_backward,
+    set_full_optimizer_state_dict,
+    step_rest,
+)
 from ragged_shard.testing import RankError, record_memory, run_ranks
 
 MAKES = {
@@ -59,14 +66,16 @@ def compare(kind, replicas, microbatches):
     ours, plain = sharded(replicas), sharded(replicas)
     inside, after = optimizer_in_backward(ours, MAKES[kind]), After(plain, MAKES[kind])
     for step in range(3):
-        for model, optimizer in ((ours, inside), (plain, after)):
+        for model in (ours, plain):
             for number in range(microbatches):
                 model.set_requires_gradient_sync(number == microbatches - 1)
                 loss_of(model, tokens(10 * step + number)).backward()
             if model is ours:
                 assert all(param.grad is None for param in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+                step_rest(inside)
+            else:
+                after.step()
+                after.zero_grad()
     for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
         assert one.to_local().equal(two.to_local())
 
@@ -85,13 +94,12 @@ def peak(in_backward):
     model.head.requires_grad_(False)
     fully_shard(model)
     make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-    optimizer = optimizer_in_backward(model, make) if in_backward else make(model.parameters())
+    optimizers = optimizer_in_backward(model, make) if in_backward else [make(model.parameters())]
     for step in range(2):
         loss = loss_of(model, tokens(step))
         with record_memory() as live:
             loss.backward()
-            optimizer.step()
-        optimizer.zero_grad()
+            step_rest(optimizers)
     return live.peak
 
 
@@ -102,32 +110,39 @@ def test_at_most_two_units_gradients_are_alive():
 
 
 def saved_and_loaded():
+    """Through the optimizers' own state dicts, torch's functions, and this package's full states."""
     model, make = sharded(), MAKES["adamw"]
-    optimizer = optimizer_in_backward(model, make)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizers = optimizer_in_backward(model, make)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
     for step in range(2):
         loss_of(model, tokens(step)).backward()
-        optimizer.step()
-        scheduler.step()
-    assert {group["lr"] for one in optimizer.optimizers for group in one.param_groups} == {0.0025}
-    other = sharded()
-    other.load_state_dict(model.state_dict())
-    again = optimizer_in_backward(other, make)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    third = sharded()
-    third.load_state_dict(model.state_dict())
-    through_dcp = optimizer_in_backward(third, make)
-    state = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
-    dcp.set_optimizer_state_dict(third, through_dcp, state)
-    for one, optim in ((model, optimizer), (other, again), (third, through_dcp)):
-        loss_of(one, tokens(7)).backward()
-        assert len(optim.state) == len(list(one.parameters()))
-    for params in zip(model.parameters(), other.parameters(), third.parameters(), strict=True):
-        first, *others = [param.to_local() for param in params]
-        assert all(first.equal(one) for one in others)
+        step_rest(optimizers)
+        for scheduler in schedulers:
+            scheduler.step()
+    others = []
+    for _ in range(3):
+        other = sharded()
+        other.load_state_dict(model.state_dict())
+        others.append((other, optimizer_in_backward(other, make)))
+    (_, own), (second, by_torch), (third, by_full) = others
+    for optimizer, source in zip(own, optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+    states = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizers))
+    assert set(states["state"]) == set(dict(model.named_parameters()))
+    dcp.set_optimizer_state_dict(second, by_torch, states)
+    set_full_optimizer_state_dict(third, by_full, get_full_optimizer_state_dict(model, optimizers))
+    for trained, optims in ((model, optimizers), *others):
+        assert {group["lr"] for optim in optims for group in optim.param_groups} == {0.0025}
+        loss_of(trained, tokens(7)).backward()
+        assert sum(len(optim.state) for optim in optims) == len(list(trained.parameters()))
+    for params in zip(
+        *(trained.parameters() for trained in (model, *(other for other, _ in others))), strict=True
+    ):
+        first, *rest = [param.to_local() for param in params]
+        assert all(first.equal(local) for local in rest)
 
 
-def test_schedulers_and_state_dicts_see_one_optimizer():
+def test_schedulers_and_state_dicts_of_a_list_of_optimizers():
     run_ranks(2, saved_and_loaded)
 
 
@@ -138,12 +153,12 @@ def test_parameters_outside_of_units_are_updated_in_step():
 def outside():
     model = seeded()
     fully_shard(model.blocks[0])
-    optimizer = optimizer_in_backward(model, MAKES["foreach"])
+    optimizers = optimizer_in_backward(model, MAKES["foreach"])
     before = [param.detach().clone() for param in model.head.parameters()]
     loss_of(model, tokens(0)).backward()
     assert model.blocks[0].weight.grad is None
     assert all(param.equal(old) for param, old in zip(model.head.parameters(), before, strict=True))
-    optimizer.step()
+    step_rest(optimizers)
     assert not any(param.equal(old) for param, old in zip(model.head.parameters(), before, strict=True))
 
 
@@ -193,13 +208,13 @@ def test_backward_through_a_unit_that_was_updated_is_refused():
 
 def clipping():
     model = sharded()
-    optimizer = optimizer_in_backward(model, MAKES["adamw"])
+    optimizers = optimizer_in_backward(model, MAKES["adamw"])
     loss_of(model, tokens()).backward()
     for clip in (lambda: clip_grad_norm_(list(model.parameters()), 1.0), lambda: model.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match="optimizer_in_backward updates"):
             clip()
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0  # as the guide says
-    optimizer.step()
+    step_rest(optimizers)
 
 
 def test_clipping_raises_and_torchs_function_finds_no_gradient():
@@ -214,15 +229,11 @@ def refusals():
     with pytest.raises(TypeError, match="make returned a list"):
         optimizer_in_backward(sharded(), wrong)
     model = sharded()
-    optimizer = optimizer_in_backward(model, make)
+    optimizer_in_backward(model, make)
     with pytest.raises(ValueError, match="updated in backward already"):
         optimizer_in_backward(model, make)
     with pytest.raises(RuntimeError, match="before the norm of all gradients is known"):
         clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="its units are fixed"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ValueError, match="the state dict has 1 parameter groups, expected 4"):
-        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": []}]})
 
 
 def test_what_it_cannot_do_is_refused():

@@ -42,7 +42,7 @@ from .memory.meter import LiveBytes, StepMeter
 from .memory.tune import BudgetError, Tuning, tune
 from .memory.units import UnitMemory, gathered_memory, unit_memory
 from .optim.clip import clip_grad_norm_
-from .optim.in_backward import OptimizerInBackward, optimizer_in_backward
+from .optim.in_backward import optimizer_in_backward, step_rest
 from .quantization import QuantizationPolicy, matrices_only
 from .watchdog import Watchdog
 
@@ -65,7 +65,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OffloadedOptimizer",
-    "OptimizerInBackward",
     "QuantizationPolicy",
     "Rename",
     "Snapshot",
@@ -99,6 +98,7 @@ __all__ = [
     "set_full_state_dict",
     "share_comm_ctx",
     "snapshot",
+    "step_rest",
     "tune",
     "unit_memory",
 ]
