@@ -6,7 +6,7 @@ backward   first output's gradient: enter_backward(unit) ... leave_backward(unit
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from .._params.unit import Unit, UnitState
 from .._torch.labels import label
 from .._torch.streams import Streams
 from .backward import Backward
-from .budget import What
 from .order import Schedule
 
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
@@ -31,26 +30,16 @@ _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
 
 
-class Observer(Protocol):
-    """What `tune` watches a pass with. Each event of a unit: forward begins and ends, backward begins and ends."""
-
-    def before(self) -> None:
-        """The model's own computation pauses: a unit is gathered or freed."""
-
-    def after(self, what: What, unit: Unit) -> None:
-        """It goes on."""
-
-
 class Pass:
     """The order of the units of one model. Shared by a root and all units inside it.
 
     Attributes:
         units: all of them.
         backward: their gradients.
-        observer: what is told of each unit that runs; see `Observer`.
         streams: where they communicate, and what their gathered memory comes from.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
+        last_backward: the units in the order of the last backward.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -58,7 +47,6 @@ class Pass:
         self.backward = Backward(streams)
         self.prefetch_depth = 1
         self.in_backward = False
-        self.observer: Observer | None = None
         self.streams = streams
         self._post_optim_event: Any = None
         self._root: Unit | None = None  # of the forward under way
@@ -71,7 +59,7 @@ class Pass:
         self._in_backward_of: set[Unit] = set()  # entered, and not left
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
-        self._last_backward: list[Unit] = []
+        self.last_backward: list[Unit] = []
         self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
 
     def gather_after(self, event: Any) -> None:
@@ -153,9 +141,6 @@ class Pass:
         """
         unit.enter_module(module)
         self._ahead.discard(unit)
-        observer = self.observer if self._root is not None else None
-        if observer is not None:
-            observer.before()
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
         else:
@@ -167,8 +152,6 @@ class Pass:
             self._trimmed = False
             if expected:
                 self._prefetch("forward", unit, expected, explicit is None)
-            if observer is not None:
-                observer.after("enter", unit)
         return self._recomputes(unit)
 
     def _recomputes(self, unit: Unit) -> bool:
@@ -194,16 +177,11 @@ class Pass:
         is_root = self._root is unit
         if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
             return recomputed
-        observer = self.observer
-        if observer is not None:
-            observer.before()
         if unit.reshard_after_forward:
             unit.reshard_for_backward()
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
                 self._trimmed = True
-        if observer is not None:
-            observer.after("leave", unit)
         if self._root is not None and torch.is_grad_enabled():
             self._left.append(unit)
             del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
@@ -262,9 +240,6 @@ class Pass:
             self._backward.enter(unit)
         elif unit.state in _USABLE:
             return
-        observer = self.observer
-        if observer is not None:
-            observer.before()
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
                 unit.unshard(_AT_ONCE)
@@ -273,8 +248,6 @@ class Pass:
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
                 self._prefetch("backward", unit, expected, explicit is None)
-        if observer is not None:
-            observer.after("backward", unit)
 
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
@@ -282,16 +255,13 @@ class Pass:
         self.backward.begin()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
-        if sorted(map(id, expected)) == sorted(map(id, self._last_backward)):
-            expected = self._last_backward  # the order that really came last time
+        if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
+            expected = self.last_backward  # the order that really came last time
         self._backward.begin(expected)
         self._gathers_follow()
 
     def leave_backward(self, unit: Unit) -> None:
         """A unit's backward has ended: free the parameters, start reducing the gradients."""
-        observer = self.observer
-        if observer is not None:
-            observer.before()
         self._in_backward_of.discard(unit)
         self._left_backward.add(unit)
         if unit.options.reshard_after_backward and not unit.at_rest:
@@ -301,13 +271,11 @@ class Pass:
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
         if unit.options.requires_gradient_sync:
             self.backward.reduce(unit, unit.groups_to_reduce())
-        if observer is not None:
-            observer.after("done", unit)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
             self.finish_backward()
-            self._last_backward = self._backward.seen
+            self.last_backward = self._backward.seen
             self._backward.end()
             self.in_backward = False
         if self.backward.is_last and not self.backward.by_hand:

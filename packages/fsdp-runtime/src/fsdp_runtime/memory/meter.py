@@ -78,20 +78,22 @@ def _storage(value: torch.Tensor) -> torch.UntypedStorage:
 class StepMeter:
     """The peak of live bytes during one step of a run: of the accelerator's allocator, or of tensors on CPU.
 
-    On CPU: the storages of all tensors when the step begins, those that operations make until they are freed, and
-    `pool`. What gloo allocates for itself inside a collective is not seen.
+    On CPU: `resident` when the step begins, the storages that operations make until they are freed, and `pool`.
+    Memory that gloo allocates inside a collective is not seen.
 
     Args:
         device: whose memory.
         pool: bytes of buffers that come and go without an operation (a runtime's gathered buffers).
+        resident: on CPU, bytes that are live before a step. Defaults to those of all tensors in the process.
     """
 
-    def __init__(self, device: torch.device, pool: Callable[[], int]) -> None:
+    def __init__(
+        self, device: torch.device, pool: Callable[[], int], resident: Callable[[], int] | None = None
+    ) -> None:
         self.device, self.pool = device, pool
+        self._resident = bytes_of_all_tensors if resident is None else resident
         self.peak: int | None = None
         self.rest: int | None = None  # live bytes when the step began
-        self._already = 0
-        self._live = LiveBytes()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -103,24 +105,13 @@ class StepMeter:
             self.rest = torch.accelerator.memory_allocated(self.device)
             yield
             torch.accelerator.synchronize(self.device)
-            self.lap()
+            self.peak = torch.accelerator.max_memory_allocated(self.device)
             return
-        self._already = bytes_of_all_tensors()
-        self.rest = self._already + self.pool()
-        with LiveBytes(self.pool) as self._live:
+        resident = self._resident()
+        self.rest = resident + self.pool()
+        with LiveBytes(self.pool) as live:
             yield
-        self.lap()
-
-    def lap(self) -> int:
-        """The most live bytes since the step or the last lap began. Begins another lap. Inside `step`."""
-        if is_cpu(self.device):
-            found = self._already + self._live.peak
-            self._live.peak = self._live.now + self.pool()
-        else:
-            found = torch.accelerator.max_memory_allocated(self.device)
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        self.peak = max(self.peak or 0, found)
-        return found
+        self.peak = resident + max(live.peak, self.pool())
 
 
 def bytes_of_all_tensors() -> int:

@@ -1,6 +1,11 @@
-"""`tune`: which units stay gathered between forward and backward, and how many are gathered ahead, by measurement."""
+"""`tune`: how many units stay gathered between forward and backward, by measuring steps.
 
-import time
+The last units in forward are kept: they are needed first in backward, so each holds its memory for the shortest time.
+
+    lean step    every unit is freed after forward, none is gathered ahead     -> least
+    bisection    the last n units are kept: does the measured peak fit?        -> the largest n that does
+"""
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +18,10 @@ from torch import nn
 from ragged_shard import is_cpu, same_on_all_ranks
 
 from .._params.unit import Unit
-from .._schedule.budget import WHATS, Choice, Cost, Mark, What, best, predictions
 from .._schedule.model import member_of
 from .._schedule.passes import Pass
 from .meter import StepMeter
 from .units import unit_memory
-
-_TRIES = 4  # choices that are measured
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,16 @@ class Tuning:
         prefetch_depth: how many units are gathered ahead.
         peak: the most live bytes of a measured step with it, on the rank that had most.
         least: the same with every unit freed after forward and none gathered ahead.
-        seconds: of forward and backward, predicted from recorded times.
-        least_memory_seconds: the same for the step of `least`.
-        curve: (peak bytes, seconds) of the fastest choices, each faster than those of fewer bytes; predicted.
     """
 
     kept: tuple[str, ...]
     prefetch_depth: int
     peak: int
     least: int
-    seconds: float
-    least_memory_seconds: float
-    curve: tuple[tuple[int, float], ...]
 
 
 class BudgetError(ValueError):
-    """A memory budget that nothing fits.
+    """A memory budget below what a step takes.
 
     Attributes:
         least: bytes that a step takes at least, on the rank that needs most.
@@ -62,32 +58,36 @@ class BudgetError(ValueError):
 
 
 def tune(
-    model: nn.Module, step: Callable[[], Any], *, memory_budget: int, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    step: Callable[[], Any],
+    *,
+    memory_budget: int,
+    meter: StepMeter | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tuning:
-    """Keep as many units gathered between forward and backward as a memory budget allows, and set the prefetch depth.
+    """Keep as many units gathered between forward and backward as a memory budget allows.
 
         tune(model, lambda: loss_of(model, batch).backward(), memory_budget=8 << 30)
 
-    Instead of choosing `reshard_after_forward` for each unit by hand. Measures a lean step (every unit is freed after
-    forward, none is gathered ahead), looks for the fastest choice that fits by what that showed, and measures it. The
-    result is applied by `set_reshard_after_forward` and `set_prefetch_depth`, and changes no value: losses are bit for
-    bit the same. Values of buffers and of torch's random generators are as before afterwards.
+    Instead of choosing `reshard_after_forward` for each unit by hand. Keeps the last n units in forward, with the
+    largest n whose measured step fits. The prefetch depth stays; it is 0 if not even n = 0 fits with it. The result is
+    applied by `set_reshard_after_forward` and `set_prefetch_depth`, and changes no value: losses are bit for bit the
+    same. Values of buffers and of torch's random generators are as before afterwards.
 
-    The budget limits live bytes as the allocator sees them, with reductions as slow as they can be. On CPU every tensor
-    of the process counts, those of other models too, and gathered buffers. Call this after the first optimizer step, or
-    subtract what that step allocates. Batches that need more activations than this one need more than the budget.
+    The budget limits live bytes: on an accelerator all that its allocator has given out, so call this after the first
+    optimizer step; on CPU the model's parameters and buffers, gathered buffers, and all tensors that the step makes.
+    Reductions are assumed to be slow (worst case). Batches that need more activations than this one need more than the
+    budget.
 
-    Before the first step ranks tell each other what they found: one all-gather of pickled objects (8 bytes a rank for
-    the sizes, then under 100 bytes a rank, or as many as the longest error message takes). What one rank alone finds,
-    such as a leftover gradient, is the same error on all. Then `step` is called 4 to 7 times. In addition to what that
-    communicates, each unit is gathered twice, and 64 bytes a unit once and 8 bytes for each measured choice are
-    all-reduced.
+    Communicates one all-reduce of 64 bytes before the first step and one after it, and 8 bytes after each measured
+    step. `step` is called 2 to 4 times, and once more for each doubling of the number of units.
 
     Args:
         model: the root, sharded with `fully_shard`, each unit with a bool or None as `reshard_after_forward`.
         step: runs forward and backward as training will, on all ranks; gradients are dropped afterwards. No optimizer.
         memory_budget: bytes that may be live on each rank, the same number on all.
-        group: the ranks that call this together. None: all ranks.
+        meter: measures the steps. Defaults to one of the bytes above.
+        group: the ranks that call this together. Defaults to all ranks.
 
     Raises:
         BudgetError: the budget is below what a lean step takes. Nothing is changed.
@@ -96,69 +96,51 @@ def tune(
             optimizer in backward. The same on every rank, with the rank's name. Nothing is changed.
         RuntimeError: the order of units differs, and the first step's own comparison finds it.
     """
-    passes = _agreed(model, memory_budget, group)
-    trial = _Trial(model, passes, step, group)
-    before = [(unit, unit.options.reshard_after_forward) for unit in passes.units], passes.prefetch_depth
+    problem, passes = None, None
+    try:
+        passes = _checked(model, memory_budget)
+    except Exception as error:  # the other ranks must not wait for this one
+        problem = error
+    values = {"the number of units": len(passes.units) if passes else 0, "memory_budget": memory_budget}
+    same_on_all_ranks(values, group, error=problem, caller="tune")
+    assert passes is not None
+    options = [(unit, unit.options.reshard_after_forward) for unit in passes.units]
+    depth = passes.prefetch_depth
+    trial = _Trial(model, passes, step, group, meter)
     try:
         with trial.undone():
-            return _chosen(trial, memory_budget)
+            return _bisect(trial, memory_budget, depth)
     except BaseException:
-        for unit, keep in before[0]:
-            unit.configure(reshard_after_forward=keep)
-        passes.prefetch_depth = before[1]
+        for unit, reshard in options:
+            unit.configure(reshard_after_forward=reshard)
+        passes.prefetch_depth = depth
         raise
 
 
-def _chosen(trial: "_Trial", budget: int) -> Tuning:
+def _bisect(trial: "_Trial", budget: int, depth: int) -> Tuning:
     trial.apply((), 0)
-    trial.run()  # what is made once is there
-    costs = trial.costs()
-    marks, least = trial.marks()
+    trial.run()  # allocates what lives from the first step on
+    order = trial.order()
+    least = trial.peak()
     if least > budget:
         raise BudgetError(budget, least)
-    found = predictions(marks, costs)
-    lean = found[0]
-    measured: dict[Choice, int] = {lean: least}
-    error = least - lean.peak
-    for _ in range(_TRIES):
-        choice = best(found, budget - error)
-        if choice is None or choice in measured:
-            break
-        trial.apply(choice.kept, choice.depth)
-        measured[choice] = trial.peak()
-        error = measured[choice] - choice.peak
-    fitting = [choice for choice, peak in measured.items() if peak <= budget]
-    chosen = best([lean, *fitting], max(choice.peak for choice in fitting)) or lean
-    trial.apply(chosen.kept, chosen.depth)
-    return Tuning(
-        kept=tuple(trial.passes.units[number].name for number in chosen.kept),
-        prefetch_depth=chosen.depth,
-        peak=measured[chosen],
-        least=least,
-        seconds=chosen.seconds,
-        least_memory_seconds=lean.seconds,
-        curve=_curve(found),
-    )
-
-
-def _curve(choices: Sequence[Choice]) -> tuple[tuple[int, float], ...]:
-    found: list[tuple[int, float]] = []
-    for peak, seconds in sorted((choice.peak, choice.seconds) for choice in choices):
-        if not found or seconds < found[-1][1]:
-            found.append((peak, seconds))
-    return tuple(found)
-
-
-def _agreed(model: nn.Module, budget: int, group: dist.ProcessGroup | None) -> Pass:
-    problem, units = None, 0
-    try:
-        passes = _checked(model, budget)
-        units = len(passes.units)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem = error
-    values = {"the number of units": units, "memory_budget": budget}
-    same_on_all_ranks(values, group, error=problem, caller="tune")
-    return passes
+    peak = least
+    if depth:
+        trial.apply((), depth)
+        ahead = trial.peak()
+        depth, peak = (depth, ahead) if ahead <= budget else (0, least)
+    fits, too_many = 0, len(order) + 1
+    tried = len(order)  # most budgets allow everything or little: bisect after the first answer
+    while too_many - fits > 1:
+        trial.apply(order[:tried], depth)
+        measured = trial.peak()
+        if measured <= budget:
+            fits, peak = tried, measured
+        else:
+            too_many = tried
+        tried = (fits + too_many) // 2
+    trial.apply(order[:fits], depth)
+    return Tuning(tuple(unit.name for unit in order[:fits]), depth, peak, least)
 
 
 def _checked(model: nn.Module, budget: int) -> Pass:
@@ -187,17 +169,39 @@ class _Trial:
     """Steps of one model that leave nothing behind."""
 
     def __init__(
-        self, model: nn.Module, passes: Pass, step: Callable[[], Any], group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        passes: Pass,
+        step: Callable[[], Any],
+        group: dist.ProcessGroup | None,
+        meter: StepMeter | None,
     ) -> None:
-        self.model, self.passes, self._step, self._group = model, passes, step, group
-        recycler = passes.streams.recycler
-        self._device = recycler.device
-        self._meter = StepMeter(self._device, lambda: recycler.stats.lent_bytes + recycler.stats.parked_bytes)
+        self._model, self._passes, self._step, self._group = model, passes, step, group
+        self._recycler = passes.streams.recycler
+        self._device = self._recycler.device
+        self._others = 0  # bytes of other models' gathered buffers
+        self._meter = meter or StepMeter(self._device, lambda: self._pooled() - self._others, self._resident)
+
+    def _pooled(self) -> int:
+        stats = self._recycler.stats
+        return stats.lent_bytes + stats.parked_bytes
+
+    def _resident(self) -> int:
+        """Bytes of the model's parameters and buffers on this rank."""
+        memories = [unit_memory(unit.modules[0]) for unit in self._passes.units]
+        sharded = {id(param.sharded) for unit in self._passes.units for param in unit.params}
+        params = [param for param in self._model.parameters() if id(param) not in sharded]
+        storages = {
+            id(local): local.untyped_storage().nbytes()
+            for tensor in [*params, *self._model.buffers()]
+            if (local := tensor.to_local() if hasattr(tensor, "to_local") else tensor) is not None
+        }
+        return sum(memory.weights + memory.codes for memory in memories) + sum(storages.values())
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Afterwards random generators and buffers are as before."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         devices = [] if is_cpu(self._device) else [self._device]
         try:
             with torch.random.fork_rng(devices, device_type=self._device.type):
@@ -207,121 +211,38 @@ class _Trial:
                 for buffer, value in buffers:
                     buffer.copy_(value)
 
-    def apply(self, kept: Sequence[int], depth: int) -> None:
+    def apply(self, kept: Sequence[Unit], depth: int) -> None:
         """Keep these units gathered between forward and backward."""
-        for number, unit in enumerate(self.passes.units):
-            unit.configure(reshard_after_forward=number not in kept)
-        self.passes.prefetch_depth = depth
+        for unit in self._passes.units:
+            unit.configure(reshard_after_forward=unit not in kept)
+        self._passes.prefetch_depth = depth
 
     def run(self) -> None:
-        """Forward and backward, and drop what they leave."""
+        """Forward and backward; drops the gradients."""
         self._step()
-        for param in self.model.parameters():
+        for param in self._model.parameters():
             param.grad = None
+
+    def order(self) -> list[Unit]:
+        """The units as the last backward needed them, each once: the same on all ranks, or ValueError on all."""
+        order = list(dict.fromkeys(self._passes.last_backward))
+        numbers = {unit: number for number, unit in enumerate(self._passes.units)}
+        names = ", ".join(f"{numbers[unit]} {unit.name}" for unit in order)
+        same_on_all_ranks({"the order of units": names}, self._group, caller="tune")
+        return order
 
     def peak(self) -> int:
         """The most live bytes of a step, of all ranks."""
-        self._measure()
-        return int(self._largest([float(self._meter.peak or 0)])[0])
-
-    def _measure(self) -> None:
-        for unit in self.passes.units:
+        for unit in self._passes.units:
             unit.reshard()
-        self.passes.streams.recycler.trim()
-        self.passes.backward.slow_wire = True
+        self._recycler.trim()
+        self._others = self._pooled()
+        self._passes.backward.slow_wire = True
         try:
             with self._meter.step():
                 self.run()
         finally:
-            self.passes.backward.slow_wire = False
-
-    def costs(self) -> list[Cost]:
-        """What gathering each unit takes: the faster of two times, on the slowest rank."""
-        taken: list[float] = []
-        for unit in self.passes.units:
-            times = []
-            for _ in range(2):
-                begun = self._now()
-                unit.unshard()
-                times.append(self._now() - begun)
-                unit.reshard()
-            taken.append(min(times))
-        sizes = [sum(unit_memory(unit.modules[0]).gathered) for unit in self.passes.units]
-        return [Cost(n, seconds) for n, seconds in zip(sizes, self._largest(taken), strict=True)]
-
-    def marks(self) -> tuple[list[Mark], int]:
-        """A lean step mark by mark, of all ranks together, and its peak."""
-        watch = _Watch(self.passes.units, self._now, lambda: 0)
-        self._watched(watch, self.run)
-        seconds = watch.taken
-        watch = _Watch(self.passes.units, lambda: 0.0, self._meter.lap)
-        self._watched(watch, self._measure)
-        for slot in seconds:
-            watch.taken[slot] = seconds[slot]
-        order, slots = list(watch.live), _slots(len(self.passes.units))
-        place = {slot: float(order.index(slot)) if slot in watch.live else -1.0 for slot in slots}
-        sent = [place[slot] for slot in slots] + [-place[slot] for slot in slots]
-        sent += [float(watch.live.get(slot, 0)) for slot in slots]
-        sent += [watch.taken.get(slot, 0.0) for slot in slots]
-        got = self._largest([*sent, float(self._meter.peak or 0)])
-        n = len(slots)
-        if got[:n] != [-value for value in got[n : 2 * n]]:
-            raise ValueError("tune: ranks ran the units in different orders; give all of them the same step")
-        live, times = (dict(zip(slots, got[i * n : (i + 1) * n], strict=True)) for i in (2, 3))
-        return [Mark(*slot, int(live[slot]), times[slot]) for slot in order], int(got[-1])
-
-    def _watched(self, watch: "_Watch", run: Callable[[], None]) -> None:
-        self.passes.observer = watch
-        try:
-            run()
-        finally:
-            self.passes.observer = None
-        watch.close()
-
-    def _now(self) -> float:
-        if not is_cpu(self._device):
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
-
-    def _largest(self, values: list[float]) -> list[float]:
-        """Of each value the largest on any rank."""
-        found = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        listed: list[float] = found.tolist()
-        return listed
-
-
-def _slots(units: int) -> list[tuple[What, int]]:
-    return [(what, unit) for unit in range(units) for what in WHATS]
-
-
-class _Watch:
-    """The marks of a step: what is live and how long the model computes behind each. Repeated marks are one."""
-
-    def __init__(self, units: Sequence[Unit], now: Callable[[], float], lap: Callable[[], int]) -> None:
-        self._numbers = {unit: number for number, unit in enumerate(units)}
-        self._now, self._lap = now, lap
-        self._slot: tuple[What, int] | None = None
-        self._begun = 0.0
-        self.live: dict[tuple[What, int], int] = {}
-        self.taken: dict[tuple[What, int], float] = {}
-
-    def before(self) -> None:
-        self.close()
-
-    def after(self, what: What, unit: Unit) -> None:
-        found, slot = self._lap(), (what, self._numbers[unit])
-        frees = what in ("leave", "done") and self._slot is not None
-        self._note(self._slot if frees else slot, found)
-        self.live.setdefault(slot, 0)
-        self._slot, self._begun = slot, self._now()
-
-    def close(self) -> None:
-        """The lap behind the last mark has ended."""
-        self._note(self._slot, self._lap())
-        if self._slot is not None:
-            self.taken[self._slot] = self.taken.get(self._slot, 0.0) + self._now() - self._begun
-
-    def _note(self, slot: tuple[What, int] | None, nbytes: int) -> None:
-        if slot is not None:
-            self.live[slot] = max(self.live.get(slot, 0), nbytes)
+            self._passes.backward.slow_wire = False
+        peak = torch.tensor(float(self._meter.peak or 0), dtype=torch.float64, device=self._device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self._group)
+        return int(peak)

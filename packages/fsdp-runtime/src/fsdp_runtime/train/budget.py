@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_runtime import BudgetError, FSDPModule, Tuning, tune
+from fsdp_runtime import BudgetError, FSDPModule, StepMeter, Tuning, tune
 
 from .errors import TrainError
 
@@ -36,25 +36,27 @@ def use_least_memory(model: nn.Module) -> None:
             module.set_prefetch_depth(0)
 
 
-def choose(model: nn.Module, step: Callable[[], Any], budget: int, peak: int, device: torch.device) -> Tuning:
+def choose(
+    model: nn.Module, step: Callable[[], Any], budget: int, meter: StepMeter, device: torch.device
+) -> Tuning:
     """Keep as many units gathered between forward and backward as the budget allows. Collective.
 
     Args:
         model: a root that fsdp_runtime has sharded, whose optimizer has its states.
         step: forward and backward.
         budget: bytes that a rank may hold.
-        peak: the most live bytes of a whole step with the least memory, the optimizer's included, on this rank.
+        meter: has measured a whole step with the least memory, the optimizer's included, on this rank.
         device: of the model.
 
     Raises:
         TrainError: on every rank, where the budget is too small; says what is possible.
     """
-    taken = torch.tensor(float(peak), dtype=torch.float64, device=device)
+    taken = torch.tensor(float(meter.peak or 0), dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(taken, dist.ReduceOp.MAX)
     least = int(taken)  # so much the optimizer's step may need
     try:
-        tuning = tune(model, step, memory_budget=budget)
+        tuning = tune(model, step, memory_budget=budget, meter=meter)
     except BudgetError as error:
         least = max(least, error.least)
     except ValueError as error:

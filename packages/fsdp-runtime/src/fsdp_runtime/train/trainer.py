@@ -283,7 +283,7 @@ class Trainer:
         def step() -> None:
             self.system.accumulate(self.model, batches, self.config.model.aux_weight)
 
-        self._tuning = choose(self.model, step, budget, self._meter.peak or 0, self.device)
+        self._tuning = choose(self.model, step, budget, self._meter, self.device)
         if report:
             report.say(describe(self._tuning, self.model, budget))
 
