@@ -1,16 +1,16 @@
 """In which encoding gathers and reductions travel: as they are, cast, or as codes of blocks with scales."""
 
-from .at_rest import BlocksAtRest, CodedShard, empty_codes
-from .block_fp8 import BlockFP8
 from .blocks import BlockFormat
+from .codes.at_rest import BlocksAtRest, CodedShard, empty_codes
+from .codes.gathered import num_gathered_scales
+from .codes.on_wire import BlockEncoder, BlocksOnWire
+from .codes.planes import CodePlanes
+from .codes.tensor import BlockQuantizedTensor
 from .form import CastOnWire, Encoder, WireForm
-from .gathered_codes import num_gathered_scales
-from .int8 import BlockInt8
-from .nf4 import BlockNF4
+from .formats.fp8 import BlockFP8
+from .formats.int8 import BlockInt8
+from .formats.nf4 import BlockNF4
 from .noise import Noise
-from .planes import CodePlanes
-from .quantized import BlockEncoder, BlocksOnWire
-from .quantized_tensor import BlockQuantizedTensor
 from .reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .tiles import RowRun, RunList, TileGrid
 

@@ -20,8 +20,8 @@ from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from .blocks import VALUES, BlockFormat
+from .codes.planes import CodePlanes
 from .noise import Noise
-from .planes import CodePlanes
 from .tiles import RowRun, RunList
 
 _SUMMED = (torch.float32, torch.bfloat16)

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from .codec import Scratch
-from .formats import CodedBlocks
-from .noise import Noise, random_bits
+from ..kernels.codec import Scratch
+from ..noise import Noise, random_bits
+from .coded import CodedBlocks
 
 TOP = 127.0
 

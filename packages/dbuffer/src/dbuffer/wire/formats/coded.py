@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from . import blocks, codec
-from .blocks import BlockFormat, Runs
-from .codec import Coder
-from .noise import Noise
-from .tiles import TileGrid
+from .. import blocks
+from ..blocks import BlockFormat, Runs
+from ..kernels import codec
+from ..kernels.codec import Coder
+from ..noise import Noise
+from ..tiles import TileGrid
 
 
 class CodedBlocks(BlockFormat):

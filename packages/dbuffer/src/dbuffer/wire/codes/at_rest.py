@@ -11,17 +11,17 @@ from types import MappingProxyType
 
 import torch
 
-from ..memory.gathered import Flats, GatheredMemory
-from ..memory.geometry import Geometry
-from ..memory.huge_pages import SMALLEST, prefer_huge_pages
-from ..memory.recycler import Recycler
-from ..memory.shard import ShardMemory
-from .blocks import BlockFormat
-from .form import Encoder, Pairs
+from ...memory.gathered import Flats, GatheredMemory
+from ...memory.geometry import Geometry
+from ...memory.huge_pages import SMALLEST, prefer_huge_pages
+from ...memory.recycler import Recycler
+from ...memory.shard import ShardMemory
+from ..blocks import BlockFormat
+from ..form import Encoder, Pairs
+from ..tiles import RowRun
+from .on_wire import BlockDecoder, InBlocks
 from .planes import CodePlanes
-from .quantized import BlockDecoder, InBlocks
-from .quantized_tensor import BlockQuantizedTensor
-from .tiles import RowRun
+from .tensor import BlockQuantizedTensor
 
 
 @dataclass(frozen=True)

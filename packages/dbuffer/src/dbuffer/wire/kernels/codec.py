@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
+from ..blocks import Runs
+from ..noise import Noise
+from ..tiles import Bands, RowRun, chunks_of
 from . import launch
-from .blocks import Runs
-from .noise import Noise
-from .tiles import Bands, RowRun, chunks_of
 
 CHUNK = 1 << 17  # elements
 

@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from .. import _torch_compat as compat
-from ..memory.gathered import Flats, GatheredMemory, slices_among
-from ..memory.geometry import Geometry
-from ..memory.recycler import Recycler, hold_forever
-from ..memory.scratch import Scratch
-from .blocks import VALUES, BlockFormat
-from .form import Encoder, Pairs
-from .gathered_codes import GatheredCodes
+from ... import _torch_compat as compat
+from ...memory.gathered import Flats, GatheredMemory, slices_among
+from ...memory.geometry import Geometry
+from ...memory.recycler import Recycler, hold_forever
+from ...memory.scratch import Scratch
+from ..blocks import VALUES, BlockFormat
+from ..form import Encoder, Pairs
+from .gathered import GatheredCodes
 from .planes import CodePlanes
 
 

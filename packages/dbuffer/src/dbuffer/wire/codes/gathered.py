@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 import torch
 
-from ..memory.recycler import Recycler
-from ..memory.scratch import Scratch
+from ...memory.recycler import Recycler
+from ...memory.scratch import Scratch
+from ..tiles import RowRun
 from .planes import CodePlanes
-from .quantized_tensor import BlockQuantizedTensor
-from .tiles import RowRun
+from .tensor import BlockQuantizedTensor
 
 
 class GatheredCodes:

@@ -7,8 +7,8 @@ import torch
 
 from ragged_shard import has_triton
 
-from .noise import Noise, signed
-from .tiles import RowRun, RunList, bands_of
+from ..noise import Noise, signed
+from ..tiles import RowRun, RunList, bands_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,13 +120,13 @@ def _table(pieces: list[list[int]], constants: dict[str, Any], device: torch.dev
 
 
 def _launch(name: str, table: Table, *arguments: Any, **constants: Any) -> None:
-    from . import kernels_triton
+    from . import triton as kernels
 
     buffers = [a for a in arguments if isinstance(a, torch.Tensor)]
     fixed = dict(table.constants)
     if fixed.get("VECTOR"):
         fixed["VECTOR"] = not any(buffer.data_ptr() % 16 for buffer in buffers)
-    kernel = getattr(kernels_triton, name)
+    kernel = getattr(kernels, name)
     kernel[(table.programs,)](*arguments, **fixed, **constants, enable_fp_fusion=False)
 
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from . import codec, launch
-from .blocks import Runs
-from .codec import Scratch
-from .formats import CodedBlocks
-from .noise import Noise
-from .tiles import Bands, RowRun
+from ..blocks import Runs
+from ..kernels import codec, launch
+from ..kernels.codec import Scratch
+from ..noise import Noise
+from ..tiles import Bands, RowRun
+from .coded import CodedBlocks
 
 GROUP = 256  # blocks that share an fp32 scale
 LEVELS = (

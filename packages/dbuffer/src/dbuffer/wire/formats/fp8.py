@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from .codec import Scratch
-from .formats import CodedBlocks
-from .noise import Noise
+from ..kernels.codec import Scratch
+from ..noise import Noise
+from .coded import CodedBlocks
 
 TOP = 448.0  # e4m3's largest number
 

@@ -1,0 +1,1 @@
+"""Codes instead of values: in gathers, at rest, and the tensors that show them."""

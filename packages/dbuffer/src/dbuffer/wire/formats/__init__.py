@@ -1,0 +1,1 @@
+"""Formats of quantized blocks: FP8, int8 and NF4."""
