@@ -4,7 +4,7 @@ import pytest
 import torch
 from dbuffer_helpers import full_tensors, load, make
 
-from dbuffer import CastOnWire, Gather, Geometry
+from dbuffer import CastOnWire, Encoder, Gather, Geometry
 from ragged_shard.testing import RankError, record_collectives, run_ranks
 
 
@@ -21,7 +21,7 @@ class Quantized:
         return QuantizedEncoder(gathered)
 
 
-class QuantizedEncoder:
+class QuantizedEncoder(Encoder):
     decodes = True
 
     def __init__(self, gathered):
@@ -39,9 +39,6 @@ class QuantizedEncoder:
                 (torch.empty(ranks * 4), scale),
             ]
         return self.pairs
-
-    def kept(self):
-        return None
 
     def decode(self):
         for index, gathered in enumerate(self.gathered.raw):

@@ -1,9 +1,8 @@
-"""Whether all ranks of a process group start the same collectives in the same order.
+"""Checks that all ranks of a process group start the same collectives in the same order.
 
-Torch's collectives carry no name. Where ranks start two of equal size in another order, each takes the other's bytes
-for its own and nothing fails. So each rank keeps the titles of what it starts, and where a program says `compare`,
-tells the others through the process group's store. A model's order is told once; a pass that repeats it takes one
-request of the store.
+Torch's collectives carry no name. If ranks start two of equal size in different orders, each receives the wrong bytes
+and nothing fails. So each rank records the titles of its collectives, and `compare` publishes them in the process
+group's store. An order is published once; a pass that repeats it takes one request of the store.
 
 titles --compare--> told --every rank told it--> agreed
                       |--every rank told one since, and not all this one--> RuntimeError
@@ -12,7 +11,7 @@ titles --compare--> told --every rank told it--> agreed
 That collective has completed on this rank, so every rank has started it, and has told its order before.
 
 Each rank expects the order that followed the last one before, also if orders alternate. A rank that departs from
-it, for a new order or another known one, announces its collective before it starts it. When that has completed,
+it, to a new order or another known one, announces its collective before it starts it. When that has completed,
 every rank has started its counterpart, and has announced it if it departed too. So at the end of the same pass a
 rank that departed sees whether all ranks departed to the same collective, and the others see that one did: all
 raise. A pass as expected announces nothing.
@@ -51,14 +50,14 @@ _MOST = 256  # orders of a model that are told; the store keeps them all
 
 @dataclass
 class _Told:
-    """An order that not every rank is known to have.
+    """An order that some ranks may not have published yet.
 
     Attributes:
-        titles: of the collectives.
-        scope: the name it was told under.
-        key: where the store counts the ranks that have told it.
-        number: how many collectives had been started by then.
-        witness: the event of one that was started later and that this rank waited for, in a list of one; or empty.
+        titles: titles of the collectives.
+        scope: name under which it was published.
+        key: counter in the store of the ranks that have published it.
+        number: number of collectives started by then.
+        witness: the event of a later collective that this rank waited for, in a list of one; or empty.
     """
 
     titles: tuple[str, ...]
@@ -70,13 +69,13 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Departure:
-    """A collective that this rank has started and had not expected.
+    """An unexpected collective that this rank has started.
 
     Attributes:
-        key: where the store has the last rank that departed, and with which collective.
-        counter: where the store counts the ranks that departed to this collective; twice those that saw all of them.
-        number: how many collectives had been started by then, with this one.
-        title: of the collective.
+        key: entry of the store with the last rank that departed, and its collective.
+        counter: counter in the store of the ranks that departed to this collective, plus those that saw all of them.
+        number: number of collectives started by then, with this one.
+        title: title of the collective.
     """
 
     key: str
@@ -87,13 +86,13 @@ class _Departure:
 
 @dataclass
 class _Scope:
-    """What this rank has told under one name, each with its number; and what all ranks have."""
+    """Orders that this rank has published under one name, with their numbers; and those that all ranks have."""
 
     told: dict[tuple[str, ...], int] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
-    # the order that came after each the last time, and how often in a row
+    # after each order: the order that followed the last time, and how often in a row
     following: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = field(default_factory=dict)
-    # by both: which came then; after three backwards without a reduction, one with it
+    # by both: the order that followed; for example after three backwards without a reduction, one with it
     turns: dict[tuple[tuple[str, ...], tuple[str, ...], int], tuple[str, ...]] = field(default_factory=dict)
     departures: int = 0  # of this rank, since the last pass that failed
 
@@ -102,15 +101,15 @@ class CollectiveOrder:
     """The order of the collectives that the `DBuffer`s of this process start on one process group.
 
     Args:
-        ranks: those of the group, as ranks of the whole job.
-        rank: this process's place among them.
-        store: one that they share.
+        ranks: ranks of the group, as ranks of the whole job.
+        rank: index of this process in them.
+        store: a store shared by them.
 
     Attributes:
-        titles: what was started since the last `compare`. Appended to by each launch.
-        number: how many have been started.
-        completed: the number of the last that this rank waited for, and the device's event at the end of the wait.
-        expected: an order that was told and that `titles` begin like, as far as known; else `depart` is called.
+        titles: titles of the collectives started since the last `compare`. Appended to by each launch.
+        number: number of collectives started.
+        completed: number of the last one that this rank waited for, and the device's event at the end of the wait.
+        expected: a published order that begins with `titles`, as far as known; if it does not, `depart` is called.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store) -> None:
@@ -123,22 +122,22 @@ class CollectiveOrder:
         self._scope = ""
         self._waiting: list[_Told] = []
         self.expected: tuple[str, ...] = ()
-        self._before: tuple[str, ...] = ()  # the order that was compared last
-        self._unknown = False  # whether no order that was told begins like `titles`
-        self._departures: list[_Departure] = []  # not all ranks are known to have departed likewise
-        self._discards = 0  # of this rank
-        self._failure = ""  # the last failed pass after which the ranks expect the same again
+        self._before: tuple[str, ...] = ()  # the order compared last
+        self._unknown = False  # whether no published order begins with `titles`
+        self._departures: list[_Departure] = []  # departures that other ranks may not share
+        self._discards = 0
+        self._failure = ""  # the last failed pass after which the ranks agree again
         self._failed_at: int | None = (
             None  # a pass failed after so many collectives; the ranks' orders may differ
         )
 
     def begin(self, scope: str) -> None:
-        """Forget what was started since the last `compare`, and tell what follows under a name that all ranks give it.
+        """Drop the titles since the last `compare`, and publish later orders under `scope`, a name equal on all ranks.
 
-        An order that the ranks have agreed on under one name is told again under another. What another name still waits
-        for is looked at when it recurs: the model it belongs to may have failed.
+        An order known under one name is published again under another. Pending orders of other names are checked when
+        they recur: their model may have failed.
         """
-        self._waiting = [one for one in self._waiting if one.scope == scope]
+        self._waiting = [told for told in self._waiting if told.scope == scope]
         self._departures = []
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
@@ -191,7 +190,7 @@ class CollectiveOrder:
             raise RuntimeError(difference)
 
     def discard(self) -> None:
-        """Forget what was started since the last `compare`: a pass ended early here, and perhaps not on other ranks."""
+        """Drop the titles since the last `compare`: this rank's pass ended early, perhaps others' did not."""
         self._begin_sequence(())
         self._waiting, self._departures = [], []
         self._failed_at = self.number
@@ -213,10 +212,10 @@ class CollectiveOrder:
         return f"{self._scope}/{self._failure}/departure {self._scopes[self._scope].departures}"
 
     def depart(self, layer: DeviceLayer) -> None:
-        """Announce the collective that was noted last and is not the expected one; it has not started.
+        """Announce the last collective in `titles`, which is not the expected one and has not started.
 
-        Two requests of the store. What is expected then is a known order that begins so; without one nothing is, until
-        the next `compare`.
+        Two requests of the store. A known order that begins with `titles` is expected from then on; without one nothing
+        is, until the next `compare`.
         """
         scope, begun = self._scopes[self._scope], tuple(self.titles)
         if self._unknown or layer.capturing:
@@ -230,7 +229,7 @@ class CollectiveOrder:
         self._announce(layer, begun[-1], len(begun), self.number)
 
     def _announce(self, layer: DeviceLayer, title: str, at: int, number: int) -> None:
-        """Announce the collective with this number, at this place in its sequence."""
+        """Announce the collective with this number, at index `at` (from 1) of its sequence."""
         if self._store is None or self._failed_at is not None or layer.capturing:
             return
         key = self._departure_key()
@@ -262,7 +261,10 @@ class CollectiveOrder:
         return ""
 
     def _departed_alone(self, store: PatientStore, layer: DeviceLayer, started: tuple[str, ...]) -> str:
-        here, first = self._ranks[self._rank], self.number - len(started)  # the number before the sequence
+        own_rank, first = (
+            self._ranks[self._rank],
+            self.number - len(started),
+        )  # the number before the sequence
         number, event = self.completed
         for departure in self._departures.copy():
             if store.add(departure.counter, 0) >= len(self._ranks):
@@ -273,7 +275,7 @@ class CollectiveOrder:
             elif number >= departure.number and layer.has_completed(event):
                 return (
                     f"the ranks do not agree on the order of collectives: as number {departure.number - first} of a "
-                    f"pass rank {here} starts {departure.title}, and not all of ranks {self._ranks} do so; {_END}"
+                    f"pass rank {own_rank} starts {departure.title}, and not all of ranks {self._ranks} do so; {_END}"
                 )
         key = self._departure_key()
         if not store.check([key]):
@@ -284,12 +286,12 @@ class CollectiveOrder:
             return ""  # that rank is ahead
         ours = started[at - 1] if at > 0 else "another one"
         return (
-            f"the ranks do not agree on the order of collectives: as number {max(at, 1)} of a pass rank {here} "
+            f"the ranks do not agree on the order of collectives: as number {max(at, 1)} of a pass rank {own_rank} "
             f"starts {ours}, rank {self._ranks[int(place)]} {title}; {_END}"
         )
 
     def _has_failed(self, store: PatientStore) -> bool:
-        """Whether a rank's pass has failed since the last look, so that ranks differ although they run the same."""
+        """Whether a rank's pass has failed since the last check, so that ranks with equal programs differ."""
         if self._failed_at is None and store.check(["failure"]):
             failure = store.get("failure").decode()
             if failure != self._failure:
@@ -298,7 +300,9 @@ class CollectiveOrder:
 
     def _give_up(self, error: RuntimeError) -> None:
         self._store = None
-        _log.warning("ranks' orders of collectives are compared no more: the store failed: %s", error)
+        _log.warning(
+            "the order of collectives is no longer compared between ranks: the store failed: %s", error
+        )
 
     def _tell(self, store: PatientStore, started: tuple[str, ...]) -> _Told:
         scope = self._scopes[self._scope]
@@ -311,16 +315,16 @@ class CollectiveOrder:
             store.add(f"{self._scope}/number {number}", 1)
             if number + 1 == _MOST:
                 _log.warning(
-                    "ranks' orders of collectives change all the time: new ones are compared no more"
+                    "the order of collectives changes in each pass: new orders are no longer compared between ranks"
                 )
-        told = next((one for one in self._waiting if one.key == key), None)
+        told = next((waiting for waiting in self._waiting if waiting.key == key), None)
         if told is None:
             told = _Told(started, self._scope, key, self.number, [])
             self._waiting.append(told)
         return told
 
     def _others_told(self, store: PatientStore, told: _Told, seconds: float) -> bool:
-        """Whether every rank has told as many orders as this one, after waiting so long for them at most."""
+        """Whether every rank has published as many orders as this one, after waiting at most `seconds`."""
         number = self._scopes[told.scope].told[told.titles]
         end, pause = time.monotonic() + seconds, 0.001
         while store.add(f"{told.scope}/number {number}", 0) < len(self._ranks):
@@ -331,7 +335,7 @@ class CollectiveOrder:
         return True
 
     def _check(self, store: PatientStore, layer: DeviceLayer, latest: _Told | None) -> str:
-        """Look which orders all ranks have told; returns what differs. Instead of `latest` others may have told one."""
+        """Check which orders all ranks have published; returns the difference of one that is due, or ""."""
         number, event = self.completed
         for told in self._waiting.copy():
             if store.add(told.key, 0) >= len(self._ranks):
@@ -347,23 +351,23 @@ class CollectiveOrder:
         return ""
 
     def _difference(self, store: PatientStore, told: _Told) -> str:
-        here, mine = self._ranks[self._rank], told.titles
-        number = self._scopes[told.scope].told[mine]
+        own_rank, titles = self._ranks[self._rank], told.titles
+        number = self._scopes[told.scope].told[titles]
         for place, rank in enumerate(self._ranks[:_NAMED]):
             key = f"{told.scope}/rank {place}/{number}"
             if place == self._rank or not store.check([key]):
                 continue
             text = zlib.decompress(bytes.fromhex(store.get(key).decode()))
-            theirs = text.decode().split("\n")
-            for at, (ours, other) in enumerate(zip_longest(mine, theirs, fillvalue=_NOTHING)):
+            others = text.decode().split("\n")
+            for at, (ours, other) in enumerate(zip_longest(titles, others, fillvalue=_NOTHING)):
                 if ours != other:
                     return (
                         "the ranks do not agree on the order of collectives: as number "
-                        f"{at + 1} of a pass rank {here} starts {ours}, rank {rank} {other}; {_END}"
+                        f"{at + 1} of a pass rank {own_rank} starts {ours}, rank {rank} {other}; {_END}"
                     )
         return (
-            f"the ranks do not agree on the order of collectives: rank {here} starts {', '.join(mine[:4])}"
-            f"{' ...' if mine[4:] else ''}, and not all of ranks {self._ranks} do so; {_END}"
+            f"the ranks do not agree on the order of collectives: rank {own_rank} starts {', '.join(titles[:4])}"
+            f"{' ...' if titles[4:] else ''}, and not all of ranks {self._ranks} do so; {_END}"
         )
 
 
@@ -372,11 +376,10 @@ watched: "weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder]" = weakr
 
 
 def watch_order(group: dist.ProcessGroup) -> CollectiveOrder | None:
-    """Keep the order of the collectives that this process starts on a group from now on. Does not communicate.
+    """Record the order of the collectives that this process starts on a group. Does not communicate.
 
     Returns:
-        the same at each call; None where there is nothing to compare with: one rank, torch's fake group, or a process
-        group without a store.
+        the same object at each call; None for one rank, torch's fake group, or a process group without a store.
     """
     known = watched.get(group)
     if known is None and group.size() > 1 and not compat.is_fake(group):
@@ -387,6 +390,6 @@ def watch_order(group: dist.ProcessGroup) -> CollectiveOrder | None:
 
 
 def count_compared(group: dist.ProcessGroup) -> int:
-    """Count one more buffer that all ranks of a group have made together; returns how many there are."""
-    _compared[group] = found = _compared.get(group, 0) + 1
-    return found
+    """Count a buffer that all ranks of a group have built; returns the count."""
+    _compared[group] = count = _compared.get(group, 0) + 1
+    return count

@@ -1,4 +1,4 @@
-"""How far this process is with its collectives, for whoever looks on from another thread."""
+"""Progress of this process's collectives, readable from other threads."""
 
 import time
 from collections import Counter
@@ -9,17 +9,16 @@ import torch.distributed as dist
 
 
 class Waited(Protocol):
-    """What a thread waits for: a `Handle`."""
+    """A collective that a thread waits for: a `Handle`."""
 
     title: str
     group: dist.ProcessGroup | None
 
 
-# Written by the threads that start collectives and wait for them, with one operation each time; read by any other.
+# Written by the threads that start and wait for collectives, one operation at a time; read by any thread.
 started: Counter[str] = Counter()  # by title
-waits: dict[
-    int, tuple[Waited, float]
-] = {}  # by the identity of the thread; with the `time.monotonic` of its begin
+# By thread id: the collective, and `time.monotonic` at the begin of the wait.
+waits: dict[int, tuple[Waited, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Waiting:
     """A thread of this process waits for a collective.
 
     Attributes:
-        collective: as errors name it: "all_gather of layers.3". The same on all of its ranks.
-        number: how many collectives of this name this process has started, this one included.
-        ranks: who takes part, as ranks of the whole job.
-        seconds: how long the wait has lasted.
+        collective: title of the collective: "all_gather of layers.3". The same on all of its ranks.
+        number: how many collectives of this title this process has started, this one included.
+        ranks: its ranks, as ranks of the whole job.
+        seconds: duration of the wait so far.
     """
 
     collective: str
@@ -42,11 +41,11 @@ class Waiting:
 def waiting() -> list[Waiting]:
     """The collectives that threads of this process wait for now, the longest wait first. Does not communicate.
 
-    On an accelerator a wait does not block the host, so nothing is seen there; torch has a watchdog of its own for
-    NCCL. It costs a wait two writes into a dictionary, whether anybody calls this or not.
+    On an accelerator a wait does not block the host, so there are none; torch has a watchdog for NCCL. Recording costs
+    two dictionary writes per wait.
     """
     now = time.monotonic()
-    found = [
+    waits_now = [
         Waiting(
             handle.title,
             started[handle.title],
@@ -55,9 +54,9 @@ def waiting() -> list[Waiting]:
         )
         for handle, since in waits.copy().values()
     ]
-    return sorted(found, key=lambda one: -one.seconds)
+    return sorted(waits_now, key=lambda wait: -wait.seconds)
 
 
 def times_started(collective: str) -> int:
-    """How many collectives of a name (see `Waiting.collective`) this process has started."""
+    """How many collectives with a title (see `Waiting.collective`) this process has started."""
     return started[collective]

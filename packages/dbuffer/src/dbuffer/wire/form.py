@@ -1,11 +1,11 @@
-"""What travels in a gather: a buffer's wire form.
+"""The wire form of a buffer: the encoding of its gathers.
 
     CastOnWire
       same dtype     shard ----------------------> gathered        the collective reads the shard itself
       other dtype    shard --cast--> own slice --> gathered        one kernel, then in place
 
-`BlocksOnWire` sends codes of blocks instead, and their scales in a small second plane. A form is a description that
-any number of buffers share; `encoder` makes the object that serves one.
+`BlocksOnWire` sends codes of blocks, and their scales in a small second plane. A form is a description that any number
+of buffers share; `encoder` makes the object for one buffer.
 """
 
 from dataclasses import dataclass
@@ -22,93 +22,85 @@ from ..memory.recycler import Recycler
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (receive, send), as for a transport
 
 
-class Encoder(Protocol):
-    """A wire form at work on one buffer.
+class Encoder:
+    """A wire form applied to one buffer. The base class is for forms that gather straight into the gathered memory.
 
     Attributes:
         decodes: whether `decode` does anything.
     """
 
-    decodes: bool
+    decodes = False
 
     def encode(self, shards: Flats) -> Pairs:
-        """Before the collective, on the stream that launches it; the gathered memory is present.
+        """Prepare the collective, on the stream that launches it; the gathered memory is allocated.
 
         Args:
             shards: this rank's slices, 1-D, one a segment.
 
         Returns:
-            what to gather: where all ranks' slices go in their order, 1-D, and this rank's, which may lie there.
+            (receive, send) pairs: 1-D memory for all ranks' slices in rank order, and this rank's, which may be a view
+            of it.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self) -> bool:
-        """After the collective, on the stream that waits: write the gathered memory.
+        """Write the gathered memory, on the stream that waits.
 
         Returns:
             whether it read memory other than the gathered memory, which the launching stream must not reuse earlier.
         """
-        ...
+        return False
 
     def condemn(self) -> None:
-        """Never use memory of its own again: a gather that failed may still read it, or write there."""
-        ...
+        """Never use this form's memory again: a failed gather may still access it."""
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Let `decode` keep, of what it reads, what `kept` hands out for this smaller group; None: nothing."""
-        ...
+        """Make `decode` also save this rank's slice for a smaller `group`, for `kept`. None: save nothing."""
 
     def kept(self) -> Flats | None:
-        """This rank's slices, for that group, of what the last gather brought; None: of the gathered memory itself.
-
-        Once: nothing is kept afterwards.
-        """
-        ...
+        """The saved slices, once. None if a slice of the gathered memory itself is to be kept."""
+        return None
 
     def release(self) -> None:
-        """The buffer is released: drop what is kept, and free memory of its own in place of the gathered memory."""
-        ...
+        """Drop saved slices, and free memory used instead of the gathered memory."""
 
     def receive(self) -> Flats:
-        """Where such slices of all ranks of the group go, to be followed by `decode`; materialized."""
-        ...
+        """Memory for the kept slices of all ranks of the group, allocated; `decode` follows."""
+        raise NotImplementedError
 
     def forget(self) -> None:
-        """Take nothing from what an earlier `encode` kept: the shards may have changed."""
-        ...
+        """Invalidate cached codes; the shard may have changed."""
 
 
 class WireForm(Protocol):
     """How a shard becomes a gathered buffer."""
 
     def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Dtypes that travel, for the 16-byte check. Raises ValueError where this form cannot serve the pair."""
+        """Dtypes of the payload, for the 16-byte check. Raises ValueError if the form does not support the pair."""
         ...
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """The object that serves one buffer; what memory it needs comes from the recycler."""
+        """The encoder of one buffer; its memory comes from the recycler."""
         ...
 
 
 @dataclass(frozen=True)
 class CastOnWire:
-    """The gathered dtype travels: nothing is copied where dtypes agree, else each element is cast once."""
+    """Gather in the gathered dtype: no copy if dtypes are equal, else one cast of each element."""
 
     def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The gathered buffer's."""
+        """The gathered dtype."""
         return (gathered,)
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """One that needs no memory."""
+        """An encoder without memory."""
         return _Cast(gathered, recycler.device)
 
 
-class _Cast:
-    decodes = False
-
+class _Cast(Encoder):
     def __init__(self, gathered: GatheredMemory, device: torch.device) -> None:
         self._own, self._raw, self._device = gathered.own, gathered.raw, device
-        self._sent: Flats = ()  # by the last gather
+        self._sent: Flats = ()  # in the last gather
         self._pairs: Pairs = []
 
     def encode(self, shards: Flats) -> Pairs:
@@ -121,29 +113,9 @@ class _Cast:
             sent = own
         if sent is not self._sent:
             self._pairs = list(zip(self._raw, sent, strict=True))
-            self._sent = sent  # last: an interrupt before makes the next gather list them again
+            self._sent = sent  # last: after an interrupt the next gather lists the pairs again
         return self._pairs
-
-    def decode(self) -> bool:
-        """Nothing: what arrives is what is computed with."""
-        return False
-
-    def condemn(self) -> None:
-        """Nothing: it has no memory."""
-
-    def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing: gathered memory has all."""
-
-    def kept(self) -> Flats | None:
-        """Gathered memory has all."""
-        return None
-
-    def release(self) -> None:
-        """Nothing: it has no memory."""
 
     def receive(self) -> Flats:
         """The gathered memory."""
         return self._raw
-
-    def forget(self) -> None:
-        """Nothing: nothing is kept."""

@@ -1,14 +1,14 @@
-"""What travels in a reduction: a row for each rank, in an encoding of its own, summed where it arrives.
+"""Encoded reductions: one row for each rank, sent by an all-to-all and summed by the receiver.
 
     gathered   |  for rank 0  |  for rank 1  |  for rank 2  |      on each rank
                    encode: a cast, or codes and their scales
     sent       |    row 0     |    row 1     |    row 2     |      one all-to-all
-    received   | from rank 0  | from rank 1  | from rank 2  |      what all gave to this rank
+    received   | from rank 0  | from rank 1  | from rank 2  |
                    sum in fp32, in the order of the ranks
     shard      |      S       |
 
-Each contribution is encoded once, this rank's own too; sums never travel, and codes are never added. So the result is
-the same whichever rank holds an element, and the same in every run.
+Each contribution is encoded once, this rank's too; sums are not sent, and codes are never added. So the result does not
+depend on which rank holds an element, and is the same in every run.
 """
 
 from dataclasses import dataclass, replace
@@ -28,28 +28,28 @@ _SUMMED = (torch.float32, torch.bfloat16)
 
 
 class Reducer(Protocol):
-    """A reduction form at work on one buffer.
+    """A reduction form applied to one buffer.
 
     Attributes:
-        row_bytes: what each rank gives to each; a multiple of 16.
-        encodes: whether rows are written, rather than gathered memory sent as it is.
+        row_bytes: bytes that each rank sends to each; a multiple of 16.
+        encodes: whether rows are written; otherwise gathered memory is sent.
     """
 
     row_bytes: int
     encodes: bool
 
     def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
-        """Write what travels.
+        """Write the rows.
 
         Args:
             rows: uint8, of shape (ranks, bytes), contiguous, each on a 16-byte boundary; row r goes to rank r.
-            begin: where in each row this buffer's bytes begin; a multiple of 16.
-            noise: for forms that round stochastically; another one in each reduction and on each rank.
+            begin: offset of this buffer's bytes in each row; a multiple of 16.
+            noise: for stochastic rounding; different in each reduction and on each rank.
         """
         ...
 
     def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
-        """Add up what arrived, in the order of the ranks; padding may become anything.
+        """Sum the received rows in rank order; the padding is undefined.
 
         Args:
             rows, begin: as for `encode`, row r from rank r.
@@ -59,34 +59,34 @@ class Reducer(Protocol):
 
 
 class ReductionForm(Protocol):
-    """How gathered gradients become a shard of their sum."""
+    """Encoding of a reduction of gathered gradients."""
 
     def check(self, gathered: torch.dtype) -> None:
-        """Raise ValueError where gathered memory of this dtype cannot be reduced so."""
+        """Raises ValueError if gathered memory of this dtype is not supported."""
         ...
 
     def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
-        """What each rank gives to each other one, in bytes: a multiple of 16."""
+        """Bytes that each rank sends to each other rank: a multiple of 16."""
         ...
 
     def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
-        """Whether rows are written, rather than gathered memory sent as it is."""
+        """Whether rows are written; otherwise gathered memory is sent."""
         ...
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
-        """The object that serves one buffer."""
+        """The reducer of one buffer."""
         ...
 
 
 @dataclass(frozen=True)
 class CastReduction:
-    """Each contribution travels in `dtype`; sums are taken in fp32.
+    """Contributions are sent in `dtype` and summed in fp32.
 
     Against a reduce-scatter in bf16, which rounds every partial sum: the same bytes, and of a mean over 64 ranks .13 %
     of rounding error instead of .91 %.
 
     Args:
-        dtype: torch.bfloat16 or torch.float32. None: the gathered memory's.
+        dtype: torch.bfloat16 or torch.float32. None: the gathered dtype.
     """
 
     dtype: torch.dtype | None = torch.bfloat16
@@ -98,7 +98,7 @@ class CastReduction:
             )
 
     def check(self, gathered: torch.dtype) -> None:
-        """Gradients are fp32 or bf16: fp16 has three bits more than bf16, fp64 more than the sums."""
+        """Accepts fp32 and bf16: fp16 has three bits more than bf16, fp64 more than the sums."""
         if gathered not in _SUMMED:
             raise ValueError(
                 f"gradients in {gathered} cannot travel as {self.dtype or gathered} and be summed in fp32; reduce in "
@@ -106,17 +106,17 @@ class CastReduction:
             )
 
     def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
-        """A shard in the dtype that travels."""
+        """Bytes of a shard in the payload's dtype."""
         itemsize = (self.dtype or gathered).itemsize
         return sum(_padded(segment.shard_size * itemsize) for segment in geometry.layout.segments)
 
     def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
-        """Unless it is one segment of the dtype that travels."""
+        """False for one segment already in the payload's dtype."""
         segments = geometry.layout.segments
         return self.dtype not in (None, gathered) or len(segments) > 1
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
-        """One that casts, or sends the gathered memory itself."""
+        """A reducer that casts, or sends the gathered memory."""
         return _Cast(self, geometry, gathered)
 
 
@@ -141,7 +141,7 @@ class _Cast:
             compat.add(sums, [plane[rank] for plane in planes])
 
     def _planes(self, rows: torch.Tensor, begin: int) -> list[torch.Tensor]:
-        """A segment's elements for, or from, each rank, of shape (ranks, shard_size)."""
+        """Each segment's elements for, or from, each rank: (ranks, shard_size)."""
         planes = []
         for size in self._sizes:
             nbytes = size * self._dtype.itemsize
@@ -152,9 +152,9 @@ class _Cast:
 
 @dataclass(frozen=True)
 class BlockReduction:
-    """Each contribution travels as codes and scales of blocks of each tensor; values are summed in fp32.
+    """Contributions are sent as codes and scales of blocks of each tensor; values are summed in fp32.
 
-    Of a mean over ranks the error is at most the mean of the contributions' own, and with stochastic rounding its
+    The error of a mean over ranks is at most the mean of the contributions' errors; with stochastic rounding its
     expectation is zero. Random bits belong to the element, the reduction's number and the rank.
 
     Args:
@@ -164,7 +164,7 @@ class BlockReduction:
     format: BlockFormat
 
     def check(self, gathered: torch.dtype) -> None:
-        """Gradients in any dtype that the format reads."""
+        """Accepts any dtype that the format reads."""
         if gathered not in VALUES:
             raise ValueError(
                 f"gradients in {gathered} cannot be quantized by {self.format}; reduce in torch.float32"
@@ -179,7 +179,7 @@ class BlockReduction:
         return True
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
-        """One that quantizes. Raises ValueError where the layout cuts a row or a tile."""
+        """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
         planes = CodePlanes(geometry.layout, self.format)
         if planes.num_shared:
             raise ValueError(f"the layout cuts {planes.num_shared} tiles of {self.format.tile} of gradients")
@@ -198,9 +198,9 @@ class _Blocks:
     def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
         """One call a segment."""
         sent, _ = self._runs_at(begin, rows.shape[1])
-        flat, given = rows.view(-1), noise if self._format.needs_noise else None
+        flat, noise_used = rows.view(-1), noise if self._format.needs_noise else None
         for runs, raw in zip(sent, self._raw, strict=True):
-            self._format.quantize(runs, raw, flat, flat.view(torch.float32), noise=given)
+            self._format.quantize(runs, raw, flat, flat.view(torch.float32), noise=noise_used)
 
     def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
         """One call a segment."""
@@ -209,11 +209,11 @@ class _Blocks:
             self._format.sum(runs, rows, rows.view(torch.float32), total)
 
     def _runs_at(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
-        """All ranks' runs in the flat rows, and this rank's in one row, a list a segment; worked out once."""
-        found = self._runs.get((begin, width))
-        if found is None:
-            found = self._runs[begin, width] = self._place(begin, width)
-        return found
+        """All ranks' runs in the flat rows, and this rank's in one row, by segment; cached."""
+        runs = self._runs.get((begin, width))
+        if runs is None:
+            runs = self._runs[begin, width] = self._place(begin, width)
+        return runs
 
     def _place(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
         planes = self._planes
@@ -223,12 +223,12 @@ class _Blocks:
         for index, segment in enumerate(planes.layout.segments):
             all_ranks: list[RowRun] = []
             for rank in range(planes.layout.world_size):
-                mine = [
+                runs = [
                     replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
                     for run in planes.runs(rank)[index]
                 ]
                 if rank == self._rank:
-                    received.append(RunList(mine))
+                    received.append(RunList(runs))
                 all_ranks += [
                     replace(
                         run,
@@ -237,7 +237,7 @@ class _Blocks:
                         scales=run.scales + rank * width // 4,
                         element=run.element + elements,
                     )
-                    for run in mine
+                    for run in runs
                 ]
             sent.append(RunList(all_ranks))
             codes += planes.code_bytes[index]

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dbuffer import DeviceLayer, Geometry, Recycler, Scratch, hold_forever
+from dbuffer import DeviceLayer, Encoder, Geometry, Recycler, Scratch, hold_forever
 from ragged_shard import raise_on_all_ranks
 
 from .._plan.extension import POST, PRE
@@ -69,7 +68,7 @@ class _Member:
         self.made: list[tuple[torch.UntypedStorage, int]] = []
 
 
-class ExtendedGather:
+class ExtendedGather(Encoder):
     """The wire form of one group of such parameters, and its encoder. Takes the place of the gathered memory.
 
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
@@ -299,19 +298,6 @@ class ExtendedGather:
         for member in self._members:
             for plane in member.planes:
                 plane.memory.condemn()
-
-    def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing is kept: `fully_shard` refuses smaller groups of neighbors."""
-
-    def kept(self) -> None:
-        """Nothing."""
-
-    def receive(self) -> tuple[torch.Tensor, ...]:
-        """Nothing can be received among neighbors."""
-        return ()
-
-    def forget(self) -> None:
-        """Nothing is kept between gathers."""
 
 
 def _rows_first(tensor: torch.Tensor) -> tuple[int, ...]:

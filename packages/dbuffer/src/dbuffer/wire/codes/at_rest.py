@@ -28,19 +28,19 @@ from .tensor import BlockQuantizedTensor
 class BlocksAtRest(InBlocks):
     """The shard is codes and scales: `row_bytes` a rank, and as many travel. For weights that are not trained.
 
-    Codes and scales are those of whole tensors, whatever the number of ranks. A tensor's slice is a
+    Codes and scales are those of whole tensors, for any number of ranks. A tensor's slice is a
     `BlockQuantizedTensor`: copying values into it quantizes them, any other change of it raises.
 
     Args:
-        format: of the codes; one that rounds to nearest.
-        read_back: dequantize what arrives; see `DBuffer.views`.
+        format: format of the codes; it must round to nearest.
+        read_back: dequantize the received codes; see `DBuffer.views`.
 
     Raises:
         ValueError: the format rounds stochastically.
     """
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """One that sends the shard as it is.
+        """An encoder that sends the shard.
 
         Raises:
             ValueError: the layout cuts a row or a tile.
@@ -54,7 +54,7 @@ class BlocksAtRest(InBlocks):
 
 
 class _ShardSender(BlockDecoder):
-    """`BlocksAtRest` at work on one buffer."""
+    """Encoder of `BlocksAtRest` for one buffer."""
 
     def __init__(
         self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
@@ -67,12 +67,9 @@ class _ShardSender(BlockDecoder):
         """Send the shard."""
         self.materialize()
         if shards is not self._sent:
-            self._pairs = [(one.flat, shard) for one, shard in zip(self.scratch, shards, strict=True)]
+            self._pairs = [(scratch.flat, shard) for scratch, shard in zip(self.scratch, shards, strict=True)]
             self._sent = shards
         return self._pairs
-
-    def forget(self) -> None:
-        """Nothing: nothing was encoded."""
 
 
 def empty_codes(
@@ -82,9 +79,9 @@ def empty_codes(
 
     Args:
         geometry: of a layout that cuts no row and no tile.
-        name: the tensor's.
-        format: of the codes.
-        dtype: of the values.
+        name: name of the tensor.
+        format: format of the codes.
+        dtype: dtype of the values.
         device: may be meta.
     """
     local = geometry.slices[name]
@@ -124,7 +121,7 @@ class CodedShard(ShardMemory):
                 flat.zero_()
         scales = flats[-1].view(torch.float32)
         views: dict[str, torch.Tensor] = {}
-        runs = [iter(found) for found in planes.runs(self._geometry.rank)]
+        runs = [iter(by_segment) for by_segment in planes.runs(self._geometry.rank)]
         for index, segment in enumerate(planes.layout.segments):
             for name in segment.names:
                 like = empty_codes(self._geometry, name, planes.format, self._dtype, torch.device("meta"))

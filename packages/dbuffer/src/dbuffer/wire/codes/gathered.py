@@ -1,8 +1,8 @@
-"""Codes and scales of whole tensors where they arrived, in place of gathered values.
+"""Received codes and scales of whole tensors, instead of gathered values.
 
-codes            |   rank 0   |   rank 1   |   rank 2   |    as they arrived: a tensor's lie together
-received scales  | rank 0 |   | rank 1     | rank 2  |  |    padded; those of a cut tile are there twice
-scales           | tensor a | tensor b | tensor c |          copied from there: each tensor's, row-major over tiles
+codes            |   rank 0   |   rank 1   |   rank 2   |    as received: a tensor's are contiguous
+received scales  | rank 0 |   | rank 1     | rank 2  |  |    padded; those of a cut tile occur twice
+scales           | tensor a | tensor b | tensor c |          copied: each tensor's, row-major over tiles
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ class GatheredCodes:
     """Gathered tensors that stay codes.
 
     Attributes:
-        views: a `BlockQuantizedTensor` for each of the layout's tensors, in its own shape. Always the same objects.
+        views: a `BlockQuantizedTensor` for each of the layout's tensors, in its shape. Always the same objects.
 
     Args:
-        planes: where codes and scales of all ranks arrive.
-        dtype: of the values.
+        planes: positions of the received codes and scales.
+        dtype: dtype of the values.
         codes: memory of the planes of codes, one a segment.
-        recycler: where memory for the scales comes from.
+        recycler: source of the scales' memory.
 
     Raises:
         ValueError: a code is not a byte.
@@ -45,8 +45,8 @@ class GatheredCodes:
         self._codes = codes
         self._scales = Scratch(recycler, 4 * len(index))
         self._written = self._scales.flat.view(torch.float32)
-        # The views' memory has version counters of its own: a gather is no change in autograd's eyes.
-        flats = [_alias(one.flat) for one in codes]
+        # Separate version counters: to autograd a gather is no change of the views.
+        flats = [_alias(scratch.flat) for scratch in codes]
         scales = _alias(self._scales.flat).view(torch.float32)
         views = {}
         for at, segment in enumerate(planes.layout.segments):
@@ -65,7 +65,7 @@ class GatheredCodes:
         self.views: Mapping[str, torch.Tensor] = MappingProxyType({name: views[name] for name in names})
 
     def materialize(self) -> None:
-        """Have memory for scales, for use on the current stream."""
+        """Allocate the scales, for use on the current stream."""
         self._scales.materialize()
 
     def take(self, received: torch.Tensor) -> None:
@@ -74,21 +74,21 @@ class GatheredCodes:
 
     def release(self) -> None:
         """Free codes and scales. On CUDA call it on the stream of the last use."""
-        for one in (*self._codes, self._scales):
-            one.release()
+        for scratch in (*self._codes, self._scales):
+            scratch.release()
 
     def condemn(self) -> None:
-        """Never use the memory of the scales again; that of the codes is its owner's to condemn."""
+        """Never use the memory of the scales again; the owner of the codes does the same."""
         self._scales.condemn()
 
 
 def num_gathered_scales(planes: CodePlanes) -> int:
-    """How many scales all tensors of a layout have together, each tile's once."""
+    """Number of scales of all tensors of a layout, each tile's once."""
     return sum(planes.format.grid(spec.shape).num_scales for spec in planes.layout.tensors)
 
 
 def _scales_of_tensors(planes: CodePlanes) -> tuple[dict[tuple[int, int], int], list[int]]:
-    """Where each tensor's scales begin, by its segment and offset; and where each of them lies in what arrives."""
+    """First scale of each tensor, by its segment and offset; and the received position of each scale."""
     first, count = {}, 0
     for at, segment in enumerate(planes.layout.segments):
         for name, offset in zip(segment.names, segment.offsets, strict=True):
@@ -107,5 +107,5 @@ def _scales_of_tensors(planes: CodePlanes) -> tuple[dict[tuple[int, int], int], 
 
 
 def _alias(flat: torch.Tensor) -> torch.Tensor:
-    """Another tensor on the same memory, with a version counter of its own."""
+    """Another tensor on the same memory, with a separate version counter."""
     return flat.new_empty(0).set_(flat.untyped_storage(), 0, flat.shape, (1,))

@@ -1,9 +1,9 @@
-"""Gathers of quantized blocks: codes and scales travel, values are read back where they arrive.
+"""Gathers of quantized blocks: ranks send codes and scales, and each rank dequantizes them.
 
 shard  --quantize, once until it changes-->  this rank's codes and scales
 codes    |  S  |  S  |  S  |                 one coalesced all-gather
 scales   |  s  |  s  |  s  |
-gathered |  S  |  S  |  S  |                 dequantized, one call a segment; or nothing, where codes are computed with
+gathered |  S  |  S  |  S  |                 dequantized, one call a segment; absent if compute uses the codes
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from .planes import CodePlanes
 
 @dataclass(frozen=True)
 class InBlocks:
-    """What forms of codes have in common: values of one format of blocks, and as many bytes from each rank.
+    """Base of wire forms of one block format, with equally many bytes from each rank.
 
     Args:
-        format: of the codes; one that rounds to nearest.
-        read_back: dequantize what arrives. False: gathered tensors are `BlockQuantizedTensor`s on the codes that
-            arrived, and the buffer has no gathered values.
+        format: format of the codes; it must round to nearest.
+        read_back: dequantize the received codes. False: gathered tensors are `BlockQuantizedTensor`s of the received
+            codes, and the buffer has no gathered values.
 
     Raises:
         ValueError: the format rounds stochastically.
@@ -47,29 +47,29 @@ class InBlocks:
             )
 
     def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Bytes; of values in fp32, bf16 or fp16."""
+        """uint8, for values in fp32, bf16 or fp16."""
         for dtype in (shard, gathered):
             if dtype not in VALUES:
                 raise ValueError(f"{dtype} cannot be quantized by {self.format}; expected fp32, bf16 or fp16")
         return (torch.uint8,)
 
     def row_bytes(self, geometry: Geometry) -> int:
-        """What each rank gives to each other one, in bytes."""
+        """Bytes that each rank sends to each other rank."""
         return CodePlanes(geometry.layout, self.format).row_bytes
 
 
 @dataclass(frozen=True)
 class BlocksOnWire(InBlocks):
-    """Codes travel, one byte an element or less, and a scale for each tile. Every rank computes with the same values.
+    """Gather codes, at most one byte an element, and a scale for each tile. All ranks compute with the same values.
 
-    Codes and scales are those of whole tensors, whatever the number of ranks. They are kept until the shard changes
-    (its version counter, or `DBuffer.forget_encoding`) and sent again as they are: `row_bytes` at rest.
+    Codes and scales are those of whole tensors, for any number of ranks. They are cached until the shard changes
+    (its version counter, or `DBuffer.forget_encoding`), which takes `row_bytes`.
 
     Args:
-        format: of the codes; one that rounds to nearest.
+        format: format of the codes; it must round to nearest.
         cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
             `dbuffer.share_amax` finds the amax of the tiles that are cut.
-        read_back: dequantize what arrives; see `DBuffer.views`.
+        read_back: dequantize the received codes; see `DBuffer.views`.
     """
 
     cut: Literal["whole", "shared"] = "whole"
@@ -80,7 +80,7 @@ class BlocksOnWire(InBlocks):
             raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """One that keeps its codes.
+        """An encoder that caches its codes.
 
         Raises:
             ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
@@ -94,12 +94,12 @@ class BlocksOnWire(InBlocks):
         return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
 
 
-class BlockDecoder:
-    """Where codes and scales of all ranks arrive, and are read back from: half of an encoder.
+class BlockDecoder(Encoder):
+    """Receives the codes and scales of all ranks and dequantizes them: half of an encoder.
 
     Attributes:
-        scratch: what arrives, from the start of a gather until it is dequantized; codes that are not, until the buffer
-            is released.
+        scratch: receive buffers, from the start of a gather until they are dequantized; codes that are not, until the
+            buffer is released.
     """
 
     decodes = True
@@ -114,26 +114,26 @@ class BlockDecoder:
         received = [Scratch(recycler, ranks * size) for size in planes.code_bytes]
         scales = Scratch(recycler, 4 * ranks * planes.num_scales)
         self.scratch: Sequence[Scratch] = (*received, scales)
-        self._received = [one.flat for one in received]
+        self._received = [scratch.flat for scratch in received]
         self._received_scales = scales.flat.view(torch.float32)
-        self._neighbors: dist.ProcessGroup | None = None  # to keep slices for
+        self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
         self._kept: Flats | None = None
-        self._codes: GatheredCodes | None = None  # what is computed with, where it is not values
+        self._codes: GatheredCodes | None = None  # if compute uses codes
         if not read_back:
             self._codes = GatheredCodes(planes, gathered.dtype, received, recycler)
             gathered.forgo(self._codes.views)
 
     def materialize(self) -> None:
-        """Have memory for what arrives, for use on the current stream."""
-        for one in self.scratch:
-            one.materialize()
+        """Allocate the receive buffers, for use on the current stream."""
+        for scratch in self.scratch:
+            scratch.materialize()
         if self._codes is not None:
             self._codes.materialize()
 
     def decode(self) -> bool:
-        """Write the gathered values; what arrived goes back to the recycler, which waits for this use of it.
+        """Dequantize into the gathered memory and free the receive buffers.
 
-        Or nothing but the scales of each tensor, where codes are computed with: those stay.
+        If compute uses codes, only copies the scales of each tensor together; the codes stay.
         """
         done = self.scratch
         if self._codes is not None:
@@ -143,21 +143,21 @@ class BlockDecoder:
             for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
                 self._format.dequantize(runs, codes, self._received_scales, raw)
         if self._neighbors is not None:
-            self._kept = slices_among(tuple(one.flat for one in self.scratch), self._neighbors)
-        for one in done:
-            one.release()
+            self._kept = slices_among(tuple(scratch.flat for scratch in self.scratch), self._neighbors)
+        for scratch in done:
+            scratch.release()
         return False
 
     def release(self) -> None:
-        """Drop what was kept for neighbors, and free the codes that are computed with."""
+        """Drop kept slices, and free the codes that compute uses."""
         self._kept = None
         if self._codes is not None:
             self._codes.release()
 
     def condemn(self) -> None:
-        """Never use again what may still be written."""
-        for one in self.scratch:
-            one.condemn()
+        """Never use the receive buffers again."""
+        for scratch in self.scratch:
+            scratch.condemn()
         if self._codes is not None:
             self._codes.condemn()
 
@@ -173,16 +173,16 @@ class BlockDecoder:
     def receive(self) -> Flats:
         """The planes of codes, then of scales, as bytes."""
         self.materialize()
-        return tuple(one.flat for one in self.scratch)
+        return tuple(scratch.flat for scratch in self.scratch)
 
 
 class BlockEncoder(BlockDecoder):
-    """`BlocksOnWire` at work on one buffer.
+    """Encoder of `BlocksOnWire` for one buffer.
 
     Attributes:
-        codes: this rank's, uint8, one a segment; empty before the first gather.
-        scales: this rank's, fp32.
-        num_shared: how many tiles a cut between ranks goes through.
+        codes: this rank's codes, uint8, one tensor a segment; empty before the first gather.
+        scales: this rank's scales, fp32.
+        num_shared: number of tiles that a cut between ranks goes through.
     """
 
     def __init__(
@@ -196,12 +196,12 @@ class BlockEncoder(BlockDecoder):
         self.codes: Flats = ()
         self.scales = torch.empty(0, device=recycler.device)
         self._pairs: Pairs = []
-        self._shards: Flats = ()  # that the codes are of
+        self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
-        self._amax_versions: list[int] = []  # of the shards that the scales hold the amax of
+        self._amax_versions: list[int] = []  # of the shards whose amax is in the scales
 
     def is_stale(self, shards: Flats) -> bool:
-        """Whether these shards must be quantized before they are gathered."""
+        """Whether these shards must be quantized before a gather."""
         return shards is not self._shards or compat.versions(shards) != self._versions
 
     def needs_amax(self, shards: Flats) -> bool:
@@ -211,7 +211,7 @@ class BlockEncoder(BlockDecoder):
         )
 
     def encode(self, shards: Flats) -> Pairs:
-        """Quantize the shards unless that was done and they have not changed.
+        """Quantize the shards if they have changed.
 
         Raises:
             RuntimeError: tiles are cut, and `share_amax` was not called since the shards changed.
@@ -231,7 +231,7 @@ class BlockEncoder(BlockDecoder):
                 )
             amax, self._amax_versions = self.scales, []
         self._allocate()
-        self._shards = ()  # until all is written
+        self._shards = ()  # until all codes are written
         for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
             self._format.quantize(runs, shard, codes, self.scales, amax=amax)
         self._shards, self._versions = shards, versions
@@ -247,30 +247,30 @@ class BlockEncoder(BlockDecoder):
         self.codes = tuple(codes)
 
     def condemn(self) -> None:
-        """Quantize into other memory from now on; keep what peers may still read, and what may still be written."""
+        """Never use this memory again: peers may still read the codes, or write the receive buffers."""
         super().condemn()
         hold_forever((*self.codes, self.scales))
         self.codes, self._pairs = (), []
         self.forget()
 
     def forget(self) -> None:
-        """Quantize again at the next gather, whatever the version counters say."""
+        """Quantize again at the next gather, for any version counters."""
         self._shards, self._amax_versions = (), []
 
     # -- tiles that are cut -----------------------------------------------------------------------------------------
 
     def write_amax(self, shards: Flats, out: torch.Tensor) -> None:
-        """Write what this rank has of the shared tiles' amax, fp32, where it has some of them."""
+        """Write this rank's part of the shared tiles' amax, fp32."""
         self._allocate()
         self._shards, self._amax_versions = (), []
         for runs, shard in zip(self._own_runs, shards, strict=True):
             self._format.amax(runs, shard, self.scales)
         for scale, first, count in self._shared:
-            # A tile that a rank holds in one band is in one place; NaN has one bit pattern, and wins.
+            # A rank holds a tile in one band, so in one place. NaN has one bit pattern, and is the maximum.
             out[first : first + count].copy_(self.scales[scale : scale + count])
 
-    def read_amax(self, shards: Flats, found: torch.Tensor) -> None:
-        """Take the amax of whole shared tiles."""
+    def read_amax(self, shards: Flats, amax: torch.Tensor) -> None:
+        """Store the amax of whole shared tiles."""
         for scale, first, count in self._shared:
-            self.scales[scale : scale + count].copy_(found[first : first + count])
+            self.scales[scale : scale + count].copy_(amax[first : first + count])
         self._amax_versions = compat.versions(shards)

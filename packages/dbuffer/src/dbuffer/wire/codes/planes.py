@@ -1,10 +1,10 @@
-"""Where the codes and scales of every rank lie in what travels: arithmetic only, no memory.
+"""Positions of every rank's codes and scales in the payload of a collective: arithmetic only, no memory.
 
-    codes    |   rank 0   |   rank 1   |   rank 2   |     one plane a segment; a byte where the element is
-    scales   | rank 0 |   | rank 1     | rank 2  |  |     one plane; for each rank as much as the most that one has
+    codes    |   rank 0   |   rank 1   |   rank 2   |     one plane a segment; a byte at the element's position
+    scales   | rank 0 |   | rank 1     | rank 2  |  |     one plane; each rank has room for the largest number
 
-A rank quantizes the rows that it holds of each tensor. Where a cut between ranks goes through tiles, each of the ranks
-has their scales; the shared tiles of all tensors are numbered, and a rank knows which of its scales belong to which.
+A rank quantizes its rows of each tensor. If a cut between ranks goes through tiles, each of these ranks has their
+scales; the shared tiles of all tensors are numbered.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class CodePlanes:
     """The planes of one layout in one format.
 
     Args:
-        layout: of the values; cut between rows of every tensor.
-        format: of the codes.
+        layout: layout of the values, cut between rows of every tensor.
+        format: format of the codes.
 
     Raises:
         ValueError: a cut goes through a row, by the tensor's name.
@@ -33,22 +33,22 @@ class CodePlanes:
 
     @cached_property
     def code_bytes(self) -> tuple[int, ...]:
-        """Of one rank's codes, one a segment, multiples of 16: the shard size where a code is a byte."""
+        """Bytes of one rank's codes, by segment; multiples of 16: the shard size if a code is a byte."""
         return self._sizes[0]
 
     @cached_property
     def num_scales(self) -> int:
-        """Of one rank, a multiple of 4."""
+        """Number of one rank's scales, a multiple of 4."""
         return self._sizes[1]
 
     @property
     def row_bytes(self) -> int:
-        """What a rank gives to each other one: codes and scales."""
+        """Bytes that a rank sends to each other rank: codes and scales."""
         return sum(self.code_bytes) + 4 * self.num_scales
 
     def runs(self, rank: int) -> tuple[RunList, ...]:
-        """A rank's runs, one tuple a segment, counted from the start of its shard, its codes and its scales."""
-        return self._found[rank]
+        """A rank's runs by segment, counted from the start of its shard, its codes and its scales."""
+        return self._runs[rank]
 
     def gathered_runs(self, segment: int) -> RunList:
         """All ranks' runs of a segment, counted from the start of the gathered memory and planes."""
@@ -60,17 +60,17 @@ class CodePlanes:
                 codes=run.codes + rank * codes,
                 scales=run.scales + rank * self.num_scales,
             )
-            for rank, found in enumerate(self._found)
-            for run in found[segment]
+            for rank, runs in enumerate(self._runs)
+            for run in runs[segment]
         )
 
     @property
     def num_shared(self) -> int:
-        """Tiles of all tensors that a cut between ranks goes through."""
+        """Number of tiles, over all tensors, that ranks share because a cut goes through them."""
         return self._shared[0]
 
     def shared(self, rank: int) -> list[tuple[int, int, int]]:
-        """Which of a rank's scales are of shared tiles: `(first scale, first shared tile, how many)`."""
+        """A rank's scales of shared tiles: `(first scale, first shared tile, number)`."""
         return self._shared[1][rank]
 
     @cached_property
@@ -79,9 +79,9 @@ class CodePlanes:
             tuple[int, int, int], int
         ] = {}  # (segment, the tensor's offset there, band) -> first tile
         count, pieces = 0, []
-        for found in self._found:
-            mine = []
-            for segment, runs in enumerate(found):
+        for by_segment in self._runs:
+            shared = []
+            for segment, runs in enumerate(by_segment):
                 for run in runs:
                     grid, first = run.grid, run.grid.band_of(run.start)
                     for band in grid.cut_bands(run.start, run.stop):
@@ -89,17 +89,17 @@ class CodePlanes:
                         if key not in firsts:
                             firsts[key] = count
                             count += grid.across
-                        mine.append((run.scales + (band - first) * grid.across, firsts[key], grid.across))
-            pieces.append(mine)
+                        shared.append((run.scales + (band - first) * grid.across, firsts[key], grid.across))
+            pieces.append(shared)
         return count, pieces
 
     @cached_property
-    def _found(self) -> list[tuple[RunList, ...]]:
+    def _runs(self) -> list[tuple[RunList, ...]]:
         return [self._runs_of(rank) for rank in range(self.layout.world_size)]
 
     @cached_property
     def like_values(self) -> bool:
-        """Whether a code is a byte, so that codes lie as the elements do."""
+        """Whether a code is a byte, so that codes are laid out like the elements."""
         grids = [self.format.grid(spec.shape) for spec in self.layout.tensors]
         return all(self.format.code_bytes(grid.columns) == grid.columns for grid in grids)
 
@@ -107,8 +107,8 @@ class CodePlanes:
     def _sizes(self) -> tuple[tuple[int, ...], int]:
         codes = [0] * len(self.layout.segments)
         scales = 0
-        for found in self._found:
-            for segment, runs in enumerate(found):
+        for by_segment in self._runs:
+            for segment, runs in enumerate(by_segment):
                 for run in runs:
                     end = run.codes + (run.stop - run.start) * self.format.code_bytes(run.grid.columns)
                     codes[segment] = max(codes[segment], end)
@@ -118,7 +118,7 @@ class CodePlanes:
         return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
 
     def _runs_of(self, rank: int) -> tuple[RunList, ...]:
-        found, scales = [], 0
+        by_segment, scales = [], 0
         for segment in self.layout.segments:
             runs, codes = [], 0
             for name, offset in zip(segment.names, segment.offsets, strict=True):
@@ -139,5 +139,5 @@ class CodePlanes:
                 codes += (run.stop - run.start) * self.format.code_bytes(grid.columns)
                 scales += run.num_scales
                 runs.append(run)
-            found.append(RunList(runs))
-        return tuple(found)
+            by_segment.append(RunList(runs))
+        return tuple(by_segment)
