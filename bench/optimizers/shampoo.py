@@ -26,7 +26,6 @@ from .text import standard_library
 SYSTEMS: dict[str, dict[str, Any]] = {
     "shampoo": {"kind": "Shampoo"},
     "shampoo newton": {"kind": "Shampoo", "root_method": "newton"},
-    "shampoo qr": {"kind": "Shampoo", "root_method": "qr"},
     "kl": {"kind": "Shampoo", "kl": True},
     "soap": {"kind": "SOAP"},
 }
@@ -110,7 +109,7 @@ def formula(system, dim=BLOCK):
         packed = sum(m * (m + 1) // 2 + n * (n + 1) // 2 for m in rows for n in cols)
         square = sum(m * m + n * n for m in rows for n in cols)
         moments = {"kl": 1}.get(system, 2) * shape[0] * shape[1]
-        blocks = {"soap": packed + square, "shampoo qr": 2 * packed + square}.get(system, 2 * packed)
+        blocks = {"soap": packed + square}.get(system, 2 * packed)
         total += 4 * (moments + blocks)
     return (total + 4 * len(shapes())) / parameters()
 

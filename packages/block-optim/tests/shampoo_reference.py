@@ -17,9 +17,7 @@ def power(matrix, exponent, epsilon):
 
 
 def graft_direction(method, m, v, t, beta2, eps):
-    if method == "sgd":
-        return m
-    if method in ("adagrad", "rmsprop"):
+    if method == "rmsprop":
         return m / (v.sqrt() + eps)
     return m / ((v / (1 - beta2**t)).sqrt() + eps)
 
@@ -68,10 +66,7 @@ class ShampooBlock:
             self.rooted = True
         self.m = b1 * self.m + (1 - b1) * g
         beta_v = b2 if b2 < 1 else 0.999
-        if self.grafting == "adagrad":
-            self.v = self.v + g * g
-        else:
-            self.v = beta_v * self.v + (1 - beta_v) * g * g
+        self.v = beta_v * self.v + (1 - beta_v) * g * g
         m = self.m / (1 - b1**t)
         graft = graft_direction(self.grafting, m, self.v, t, beta_v, self.eps)
         if t < self.start:

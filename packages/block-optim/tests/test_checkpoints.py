@@ -49,7 +49,7 @@ CASES = {
     "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9), ("elements", "shard", "planned")),
     "Shampoo, qr": (
         Shampoo,
-        small(root_method="qr", overlap=True, diagonal_above=20, grafting="sgd"),
+        small(root_method="newton", overlap=True, diagonal_above=20, grafting="rmsprop"),
         ("elements", "shard", "planned"),
     ),
     "SOAP": (SOAP, small(diagonal_above=20), ("elements", "shard", "planned")),

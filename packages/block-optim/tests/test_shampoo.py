@@ -31,7 +31,7 @@ def close(found, wanted, tolerance=2e-4):
     assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
-@pytest.mark.parametrize("grafting", ["none", "sgd", "adagrad", "rmsprop", "adam"])
+@pytest.mark.parametrize("grafting", ["none", "rmsprop", "adam"])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 1.0)])
 def test_matches_the_dense_reference_for_every_grafting_and_accumulation(grafting, betas):
     grads, param = gradients((10, 7)), parameter((10, 7))
@@ -47,7 +47,7 @@ def test_matches_the_dense_reference_for_every_grafting_and_accumulation(graftin
     close(param.detach(), expected)
 
 
-@pytest.mark.parametrize("method", ["eigh", "newton", "qr"])
+@pytest.mark.parametrize("method", ["eigh", "newton"])
 def test_every_root_method_gives_the_same_run(method):
     grads, param = gradients((9, 6)), parameter((9, 6))
     expected = reference(
@@ -56,11 +56,10 @@ def test_every_root_method_gives_the_same_run(method):
     )  # fmt: skip
     optimizer = Shampoo(
         [param], lr=0.05, betas=(0.9, 0.9), precondition_frequency=2, stagger=False, root_method=method,
-        root_epsilon=1e-3, root_tolerance=1e-3 if method == "qr" else None,
-        root_iterations=60 if method != "eigh" else None,
+        root_epsilon=1e-3,
     )  # fmt: skip
     train([param], [grads], optimizer)
-    close(param.detach(), expected, 2e-3 if method == "qr" else 2e-4)
+    close(param.detach(), expected)
 
 
 @pytest.mark.parametrize("frequency", [1, 3])
@@ -153,14 +152,6 @@ def test_without_grafting_vectors_take_the_diagonal_preconditioners_step():
     torch.testing.assert_close(param.detach(), expected)
 
 
-def test_with_adagrad_grafting_vectors_take_torchs_adagrad_step():
-    param, twin = parameter((5,)), parameter((5,))
-    grads = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    train([param], [grads], Shampoo([param], lr=0.1, betas=(0.0, 0.99), eps=1e-10, grafting="adagrad"))
-    train([twin], [grads], torch.optim.Adagrad([twin], lr=0.1, eps=1e-10))
-    torch.testing.assert_close(param, twin)
-
-
 def test_a_huge_dimension_has_a_diagonal_factor():
     grads, param = gradients((12, 5)), parameter((12, 5))
     optimizer = Shampoo(
@@ -229,7 +220,7 @@ def test_groups_have_options_of_their_own():
     grads, params = gradients((6, 4)), [parameter((6, 4)), parameter((6, 4))]
     groups: list[dict[str, Any]] = [
         {"params": [params[0]], "kl": True},
-        {"params": [params[1]], "grafting": "sgd", "max_preconditioner_dim": 3},
+        {"params": [params[1]], "grafting": "rmsprop", "max_preconditioner_dim": 3},
     ]
     train(params, [grads, grads], Shampoo([dict(g) for g in groups], lr=0.01, precondition_frequency=2))
     singles = [parameter((6, 4)), parameter((6, 4))]

@@ -38,14 +38,11 @@ def test_the_bits_do_not_depend_on_how_many_blocks_a_process_has(kind):
     assert torch.equal(one.detach(), many[3].detach())
 
 
-@pytest.mark.parametrize("method", ["eigh", "newton", "qr"])
+@pytest.mark.parametrize("method", ["eigh", "newton"])
 def test_roots_are_close_to_fp64(method):
     grads = torch.randn(3, 128, 160, generator=torch.Generator().manual_seed(0)).cuda()
     factors = grads @ grads.mT
-    basis = torch.zeros_like(factors) if method == "qr" else None
-    found = inverse_roots(
-        factors, 0.25, RootOptions(method), last=torch.zeros_like(factors), last_basis=basis
-    )
+    found = inverse_roots(factors, RootOptions(0.25, method), last=torch.zeros_like(factors))
     for matrix, root in zip(factors.double(), found.roots, strict=True):
         values, vectors = torch.linalg.eigh(matrix)
         wanted = (vectors * (values + 1e-5 * matrix.norm()).pow(-0.25)) @ vectors.mT

@@ -18,13 +18,7 @@ KINDS = {"shampoo": Shampoo, "soap": SOAP}
 VARIANTS: dict[str, dict[str, Any]] = {
     "shampoo": {"betas": (0.9, 0.95), "momentum": 0.9, "weight_decay": 0.1},
     "shampoo kl": {"kl": True, "root_method": "newton", "start_preconditioning_step": 2},
-    "shampoo qr": {
-        "betas": (0.9, 1.0),
-        "root_method": "qr",
-        "grafting": "sgd",
-        "overlap": True,
-        "diagonal_above": 20,
-    },
+    "shampoo sums": {"betas": (0.9, 1.0), "grafting": "rmsprop", "overlap": True, "diagonal_above": 20},
     "soap": {"diagonal_above": 20},
     "soap beside": {"overlap": True, "first_step_update": True, "stagger": False},
 }

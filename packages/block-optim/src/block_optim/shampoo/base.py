@@ -1,10 +1,13 @@
-"""What Shampoo and SOAP share: planning, gradients to owners, updates back, and work next to the step.
+"""Common part of Shampoo and SOAP: planning, gradients to owners, updates back, and overlapped work.
 
-step:   results of the last refresh in (if it ran next to the step)
-        gradients -> owned runs       moving strips only: one all_reduce of flags, one all_to_all_single
-        _directions                   the rule itself, on owned runs and blocks; no communication
-        owned runs -> local updates   moving strips only: one all_to_all_single
-        _apply                        weight decay, momentum, learning rate, on local elements
+A subclass's `update` is written with three helpers:
+
+    _gather     results of the last refresh; gradients -> owned runs       one all_reduce, one all_to_all_single
+                (the rule, on owned runs and blocks)                       nothing
+    _scatter    owned runs -> local updates                                one all_to_all_single
+    _apply      weight decay, momentum, learning rate, on local elements   nothing
+
+Only strips that are not on their owner are communicated.
 """
 
 import logging
@@ -38,6 +41,8 @@ LARGEST = 1e15  # gradients beyond are cut to it: their squares, summed over a b
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 T = TypeVar("T")
+Move = Callable[[Group, Sequence["Work"], list[Tensor]], None]
+Written = Callable[[Sequence["Work"]], list[Tensor]]
 
 
 @dataclass
@@ -71,7 +76,7 @@ class StepBlocks:
 
 
 class Preconditioned(BlockOptimizer):
-    """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state`, `_directions` and `_move`."""
+    """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state` and `update`."""
 
     format_options: ClassVar[tuple[str, ...]] = (
         "max_preconditioner_dim",
@@ -176,51 +181,34 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- the step
 
-    @override
-    def update(self, active: Active) -> None:
-        if not self._bound:
-            self._bind_blocks()
-        self.synchronize()
-        works = self._gather(active)
-        self._directions(works, active.found_inf)
+    def _scatter(self, works: Sequence[Work]) -> None:
+        """Bring `work.update` from the owners to `work.local_update`."""
         by_number = {w.tensor.number: w for w in works}
         for exchange in self._exchanges():
-            taking = [by_number[n] for n in exchange.numbers if n in by_number]
+            members = [by_number[n] for n in exchange.numbers if n in by_number]
             exchange.scatter(
-                {w.tensor.number: w.update for w in taking}, {w.tensor.number: w.local_update for w in taking}
+                {w.tensor.number: w.update for w in members},
+                {w.tensor.number: w.local_update for w in members},
             )
-        self._apply(works, active.found_inf)
 
-    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
-        """Write `work.update`; advance the states, but not where `skip` (`Active.found_inf`) is set."""
-        raise NotImplementedError
+    def _apply(self, works: Iterable[Work], skip: Tensor | None, move: Move, written: Written) -> None:
+        """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
 
-    def _apply(self, works: Sequence[Work], skip: Tensor | None) -> None:
-        """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once."""
+        Args:
+            works: what to apply.
+            skip: as in `Active.found_inf`.
+            move: updates local weights, flat and in the compute dtype, of works of one group.
+            written: the states of works that ``move`` writes.
+        """
         for group, step, members in by_step(works):
             for portion in portions(skip, members, lambda w: w.local_update.nbytes):
                 weights = [w.tensor.param.local.view(-1) for w in portion]
-                with unless(skip, [*weights, *self._moved(portion)]):
-                    self._apply_to(group, step, portion, weights)
-
-    def _apply_to(self, group: Group, step: int, members: Sequence[Work], weights: list[Tensor]) -> None:
-        wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, members, strict=True)]
-        if not self._move(group, step, members, wide):
-            return
-        for work, weight, moved in zip(members, weights, wide, strict=True):
-            if is_narrow(weight.dtype):
-                self._write(work.tensor.param, moved, weight, 0, step)
-
-    def _moved(self, works: Sequence[Work]) -> list[Tensor]:
-        """The states that `_move` writes."""
-        return []
-
-    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
-        """Update the local weights of works of one group and step, flat and in the compute dtype.
-
-        False: nothing was to be done.
-        """
-        raise NotImplementedError
+                with unless(skip, [*weights, *written(portion)]):
+                    wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, portion, strict=True)]
+                    move(group, portion, wide)
+                    for work, weight, moved in zip(portion, weights, wide, strict=True):
+                        if is_narrow(weight.dtype):
+                            self._write(work.tensor.param, moved, weight, 0, step)
 
     def _exchanges(self) -> list[StripExchange]:
         if self._links is None:
@@ -240,7 +228,10 @@ class Preconditioned(BlockOptimizer):
         return self._links
 
     def _gather(self, active: Active) -> list[Work]:
-        """The owned runs of all gradients that are there; on every rank where a moving one is there on some."""
+        """The owned runs of all gradients; of a parameter that is exchanged, if any rank has a gradient."""
+        if not self._bound:
+            self._bind_blocks()
+        self.synchronize()
         tensors = {t.number: t for t in self._plan.tensors.values()}
         found: dict[int, Tensor] = {}
         for param, grad in active:

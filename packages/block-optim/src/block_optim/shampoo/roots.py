@@ -15,9 +15,8 @@ as well conditioned at 1e-30 as at 1e+30, and every method sees the same matrix.
 | --- | --- | --- |
 | `eigh` | LAPACK's or cuSOLVER's symmetric eigendecomposition | rms of (L + r)^-1/2 (Q'AQ + r) (L + r)^-1/2 - I |
 | `newton` | coupled Newton iteration, products only (arXiv 2002.09018, 2309.06497) | rms of X^p (A + r) - I |
-| `qr` | orthogonal iteration from the last eigenbasis: products and QR | off-diagonal of Q'AQ over its norm |
 
-Nothing here depends on which other matrices are in the batch: iterations stop for each matrix on its own.
+A result does not depend on the other matrices of the batch: iterations stop for each matrix separately.
 """
 
 import math
@@ -30,8 +29,8 @@ from torch import Tensor
 from block_optim.shampoo import linalg
 
 TINY = 1e-30  # norm below which a factor counts as zero: squares of gradients below 1e-15
-TOLERANCES = {"eigh": 0.05, "newton": 0.05, "qr": 0.01}
-ITERATIONS = {"eigh": 1, "newton": 100, "qr": 10}
+TOLERANCE = 0.05  # largest residual that is accepted
+NEWTON_STEPS = 100
 _NEWTON_DONE = 1e-5  # max |M - I| at which more Newton steps only add rounding
 
 
@@ -40,63 +39,36 @@ class RootOptions:
     """How roots are computed.
 
     Args:
-        method: "eigh", "newton" (the exponent must be one over an integer) or "qr" (keeps the eigenbasis as state).
+        exponent: e in A^-e.
+        method: "eigh", or "newton", whose exponent must be one over an integer.
         epsilon: the ridge, relative to the Frobenius norm of the factor.
-        tolerance: largest residual that is accepted; None: the method's own (0.05 for eigh and newton, 0.01 for qr).
-        max_iterations: of newton or qr; None: the method's own (100 and 10).
 
     Raises:
-        ValueError: a name that is not in the table, a number out of range, an option the method does not have.
+        ValueError: an unknown method, or a number that it cannot work with.
     """
 
+    exponent: float
     method: str = "eigh"
     epsilon: float = 1e-5
-    tolerance: float | None = None
-    max_iterations: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in TOLERANCES:
-            raise ValueError(f"root method {self.method!r} is not one of {', '.join(sorted(TOLERANCES))}")
+        if self.method not in _METHODS:
+            raise ValueError(f"root_method={self.method!r}: expected one of {', '.join(_METHODS)}")
         if not 0 < self.epsilon < 1:
             raise ValueError(
-                f"root epsilon {self.epsilon!r}: expected 0 < epsilon < 1, relative to a factor's norm; "
+                f"root_epsilon={self.epsilon!r}: expected 0 < root_epsilon < 1, relative to a factor's norm; "
                 "1e-5 is right for fp32"
             )
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"root tolerance {self.tolerance!r}: expected a positive number, or None")
-        if self.max_iterations is not None:
-            if self.method == "eigh":
-                raise ValueError("root max_iterations has no meaning for eigh; leave it None")
-            if self.max_iterations < 1:
-                raise ValueError(f"root max_iterations {self.max_iterations!r}: expected at least 1, or None")
-
-    @property
-    def accepted(self) -> float:
-        """The tolerance in force."""
-        return TOLERANCES[self.method] if self.tolerance is None else self.tolerance
-
-    @property
-    def iterations(self) -> int:
-        """The bound on iterations in force."""
-        return ITERATIONS[self.method] if self.max_iterations is None else self.max_iterations
-
-    @property
-    def keeps_basis(self) -> bool:
-        """Whether the method starts from the eigenbasis of the last refresh."""
-        return self.method == "qr"
-
-    def check_exponent(self, exponent: float) -> None:
-        """Raise where the method cannot take this root."""
-        if self.method == "newton" and abs(round(1 / exponent) - 1 / exponent) > 1e-9:
+        if self.method == "newton" and abs(round(1 / self.exponent) - 1 / self.exponent) > 1e-9:
             raise ValueError(
-                f"newton takes roots of integer order; exponent {exponent} is none of 1, 1/2, 1/3, ...: "
-                'use method="eigh" or "qr"'
+                f"newton takes roots of integer order; exponent {self.exponent} is none of 1, 1/2, 1/3, ...: use "
+                'root_method="eigh"'
             )
 
 
 @dataclass
 class RootCounts:
-    """What became of the matrices given so far; `+=` adds up."""
+    """Numbers of matrices by what became of them; `+=` adds up."""
 
     computed: int = 0
     fell_back: int = 0
@@ -113,60 +85,58 @@ class RootCounts:
 
 @dataclass
 class Roots:
-    """Results for a batch: `roots` (k, d, d), `basis` (k, d, d) for methods that keep one, and the counts."""
+    """Results for a batch.
+
+    Attributes:
+        roots: (k, d, d).
+        counts: what became of the matrices.
+        kept: the positions of those that keep the last result.
+    """
 
     roots: Tensor
-    basis: Tensor | None
     counts: RootCounts
     kept: list[int] = field(default_factory=list)
 
-    def without(self, behind: int) -> "Roots":
-        """The same, not counting the zeros behind the blocks of a batch on CUDA."""
-        self.counts.computed -= behind
-        self.counts.zero -= behind
+    def without(self, padding: int) -> "Roots":
+        """Take the zeros that fill up a batch on an accelerator out of the counts."""
+        self.counts.computed -= padding
+        self.counts.zero -= padding
         return self
 
 
-def inverse_roots(
-    factors: Tensor, exponent: float, options: RootOptions, *, last: Tensor, last_basis: Tensor | None = None
-) -> Roots:
-    """Inverse roots of (k, d, d) symmetric positive semidefinite matrices.
+def inverse_roots(factors: Tensor, options: RootOptions, *, last: Tensor) -> Roots:
+    """Inverse roots of (k, d, d) symmetric positive semidefinite matrices, fp32 or fp64.
 
     Args:
-        factors: fp32 or fp64; lower precisions are the caller's to convert.
-        exponent: e in A^-e.
-        options: method, ridge and tolerance.
-        last: (k, d, d), what to keep where all methods fail.
-        last_basis: (k, d, d) orthonormal, where the method keeps one; an all-zero matrix stands for none yet.
+        factors: the matrices.
+        options: exponent, method and ridge.
+        last: (k, d, d), kept where all methods fail.
     """
-    options.check_exponent(exponent)
     scale, usable, unit = _normalised(factors)
     zero, eye = scale.isfinite() & ~usable, linalg.identity_like(factors)
-    roots, basis, residual = _METHODS[options.method](unit, exponent, options, last_basis)
-    good = usable & (residual <= options.accepted) & _finite(roots)  # a NaN residual is not <=
+    roots, residual = _METHODS[options.method](unit, options)
+    good = usable & (residual <= TOLERANCE) & _finite(roots)  # a NaN residual is not <=
     counts = RootCounts(computed=len(factors))
     kept: list[int] = []
-    fates = torch.stack([usable, good, zero]).tolist()  # the one wait for the device
+    fates = torch.stack([usable, good, zero]).tolist()  # the only wait for the device
     for index, (is_usable, is_good, is_zero) in enumerate(zip(*fates, strict=True)):
         if is_good:
             continue
         if is_zero:
             counts.zero += 1
             roots[index] = eye[index]
-        elif is_usable and _exact_root(unit[index], exponent, options, roots, basis, index):
+        elif is_usable and (exact := _exact_root(unit[index], options)) is not None:
             counts.fell_back += 1
+            roots[index] = exact.to(roots.dtype)
         else:
             counts.kept += 1
             kept.append(index)
             roots[index] = last[index]
-        if basis is not None and (is_zero or index in kept):
-            basis[index] = eye[index] if last_basis is None or is_zero else last_basis[index]
     scaled = usable.clone()
     if kept:
         scaled[kept] = False
-    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -exponent)
-    roots = roots * sizes[:, :, None]
-    return Roots(roots, basis, counts, kept)
+    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -options.exponent)
+    return Roots(roots * sizes[:, :, None], counts, kept)
 
 
 def _normalised(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +163,7 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
 
     Returns:
         The new bases (as `eigenbases`) and `order` (k, d): which old column each new one comes from, by descending
-        estimated eigenvalue; second moments along this dimension are to be reordered alike.
+        estimated eigenvalue; second moments along this dimension must be reordered by it.
     """
     scale, usable, unit = _normalised(factors)
     moved = linalg.matmul(unit, last)
@@ -202,11 +172,11 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     found = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
     result = _checked_bases(found, unit, scale, last)
     stays = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    lost = torch.zeros(len(factors), dtype=torch.bool, device=order.device)
+    unchanged = torch.zeros(len(factors), dtype=torch.bool, device=order.device)
     unusable = [i for i, ok in enumerate(usable.tolist()) if not ok]
     if unusable or result.kept:
-        lost[unusable + result.kept] = True
-    return result, torch.where(lost[:, None], stays, order)
+        unchanged[unusable + result.kept] = True
+    return result, torch.where(unchanged[:, None], stays, order)
 
 
 def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
@@ -219,7 +189,7 @@ def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> 
     ):
         if is_good:
             continue
-        if is_zero:  # nothing to say: what was there stays, or the identity where nothing was
+        if is_zero:  # keep the previous basis, or the identity if there is none
             counts.zero += 1
             found[index] = last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
             continue
@@ -231,20 +201,18 @@ def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> 
             counts.kept += 1
             kept.append(index)
             found[index] = last[index]
-    return Roots(found, None, counts, kept)
+    return Roots(found, counts, kept)
 
 
-# ---- the methods: (k, d, d) of unit norm -> roots, bases or None, residuals (k,)
+# ---- the methods: (k, d, d) of unit norm -> roots, residuals (k,)
 
-_Method = Callable[[Tensor, float, RootOptions, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]
+_Method = Callable[[Tensor, RootOptions], tuple[Tensor, Tensor]]
 
 
-def _eigh_roots(
-    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _eigh_roots(unit: Tensor, options: RootOptions) -> tuple[Tensor, Tensor]:
     values, basis = linalg.eigh(unit)
     values = values.clamp(min=0) + options.epsilon
-    return _from_basis(basis, values, exponent), None, _congruence_residual(unit, basis, values, options)
+    return _from_basis(basis, values, options.exponent), _congruence_residual(unit, basis, values, options)
 
 
 def _congruence_residual(unit: Tensor, basis: Tensor, values: Tensor, options: RootOptions) -> Tensor:
@@ -255,18 +223,16 @@ def _congruence_residual(unit: Tensor, basis: Tensor, values: Tensor, options: R
     return _rms_from_identity(found * inverse[:, :, None] * inverse[:, None, :])
 
 
-def _newton_roots(
-    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _newton_roots(unit: Tensor, options: RootOptions) -> tuple[Tensor, Tensor]:
     """X <- X T, M <- T^p M with T = ((p + 1) I - M) / p, until M is the identity; M = X^p (A + r) throughout."""
-    order = round(1 / exponent)
+    order = round(1 / options.exponent)
     eye = linalg.identity_like(unit)
     ridged = unit + options.epsilon * eye
     # Converges from eigenvalues of M in (0, p + 1); ||A + r||_2 <= 1 + epsilon: half of that at most.
     start = (1 + order) / (2 * (1 + options.epsilon))
     root, mark = eye * start ** (1 / order), ridged * start
     error = _max_from_identity(mark)
-    for _ in range(options.iterations):
+    for _ in range(NEWTON_STEPS):
         running = error > _NEWTON_DONE
         if not bool(running.any()):
             break
@@ -279,51 +245,21 @@ def _newton_roots(
         mark = _where(running, next_mark, mark)
         error = _where(running, next_error, torch.zeros_like(error))
     root = (root + root.mT) / 2
-    return root, None, _rms_from_identity(linalg.matmul(_power(root, order), ridged))
+    return root, _rms_from_identity(linalg.matmul(_power(root, order), ridged))
 
 
-def _qr_roots(
-    unit: Tensor, exponent: float, options: RootOptions, last_basis: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    if last_basis is None:
-        raise ValueError("qr starts from the last eigenbasis, which was not given")
-    fresh = ~last_basis.flatten(1).any(1)
-    basis = last_basis.clone()
-    for index in fresh.nonzero().flatten().tolist():
-        basis[index] = linalg.eigh(unit[index : index + 1])[1][0]
-    running = torch.ones_like(fresh)
-    for turn in range(options.iterations + 1):
-        moved = linalg.matmul(unit, basis)
-        rotated = linalg.matmul(basis.mT, moved)
-        residual = _off_diagonal(rotated)
-        running = running & ~(residual <= options.accepted)
-        if turn == options.iterations or not bool(running.any()):
-            break
-        order = torch.sort(rotated.diagonal(dim1=1, dim2=2), dim=1, descending=True, stable=True).indices
-        found = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
-        basis = _where(running, found, basis)
-    values = rotated.diagonal(dim1=1, dim2=2).clamp(min=0) + options.epsilon
-    return _from_basis(basis, values, exponent), basis, residual
+_METHODS: dict[str, _Method] = {"eigh": _eigh_roots, "newton": _newton_roots}
 
 
-_METHODS: dict[str, _Method] = {"eigh": _eigh_roots, "newton": _newton_roots, "qr": _qr_roots}
-
-
-def _exact_root(
-    unit: Tensor, exponent: float, options: RootOptions, roots: Tensor, basis: Tensor | None, index: int
-) -> bool:
-    """Put the fp64 eigh root at `index`; whether it passed its check."""
+def _exact_root(unit: Tensor, options: RootOptions) -> Tensor | None:
+    """The root of one matrix by fp64 eigh; None if it does not pass its check."""
     wide = unit[None].double()
     values, vectors = linalg.eigh(wide)
     values = values.clamp(min=0) + options.epsilon
-    root = _from_basis(vectors, values, exponent)
+    root = _from_basis(vectors, values, options.exponent)
     residual = _congruence_residual(wide, vectors, values, options)
-    if not (float(residual[0]) <= TOLERANCES["eigh"] and bool(root.isfinite().all())):
-        return False
-    roots[index] = root[0].to(roots.dtype)
-    if basis is not None:
-        basis[index] = vectors[0].to(basis.dtype)
-    return True
+    passed = float(residual[0]) <= TOLERANCE and bool(root.isfinite().all())
+    return root[0] if passed else None
 
 
 def _from_basis(basis: Tensor, values: Tensor, exponent: float) -> Tensor:
@@ -360,9 +296,3 @@ def _max_from_identity(batch: Tensor) -> Tensor:
 
 def _rms_from_identity(batch: Tensor) -> Tensor:
     return linalg.norms(batch - linalg.identity_like(batch)).div(math.sqrt(batch.shape[1]))
-
-
-def _off_diagonal(batch: Tensor) -> Tensor:
-    off = batch.clone()
-    off.diagonal(dim1=1, dim2=2).zero_()
-    return linalg.norms(off) / linalg.norms(batch)

@@ -1,5 +1,7 @@
 """Shampoo's options in force, and its arithmetic on batches of equal blocks. No state, no communication."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,49 +11,76 @@ from block_optim.shampoo import linalg
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.plan import COLS, ROWS, Size, TensorPlan
 from block_optim.shampoo.roots import TINY, RootOptions
-from block_optim.shampoo.schedule import first_due
+from block_optim.shampoo.schedule import first_due, is_due
+
+GRAFTING = ("none", "rmsprop", "adam")
 
 
-def root_options(group: Group) -> RootOptions:
-    """The root options of a group."""
-    epsilon = group["root_epsilon"]
-    if epsilon is None:
-        epsilon = 1e-3 if group["kl"] else 1e-5
-    return RootOptions(group["root_method"], epsilon, group["root_tolerance"], group["root_iterations"])
+@dataclass(frozen=True)
+class ShampooOptions:
+    """The options of a parameter group in force: defaults that depend on others are filled in.
 
+    Attributes:
+        beta1: decay of the filtered gradient.
+        beta2: decay of the factors; 1 for sums.
+        second_beta: decay of elementwise second moments.
+        start: the first step that preconditions.
+        frequency: steps between two computations of a block's roots.
+        root: exponent, method and ridge of the roots.
+    """
 
-def exponent_of(group: Group) -> float:
-    """Of the roots: given, or by order: 1 / (2 * 2) for matrices, and 1/2 for KL, whose factors are covariances."""
-    if group["exponent"] is not None:
-        return float(group["exponent"])
-    return 0.5 if group["kl"] else 0.25
+    beta1: float
+    beta2: float
+    second_beta: float
+    eps: float
+    grafting: str
+    kl: bool
+    start: int
+    frequency: int
+    stagger: bool
+    overlap: bool
+    packed: bool
+    root: RootOptions
 
+    @classmethod
+    def of(cls, group: Group) -> "ShampooOptions":
+        """Raises ValueError if root options do not fit each other."""
+        beta1, beta2 = map(float, group["betas"])
+        kl, grafting, frequency = group["kl"], group["grafting"], group["precondition_frequency"]
+        second_beta = group["grafting_beta2"]
+        if second_beta is None:
+            second_beta = beta2 if beta2 < 1 or grafting == "none" else 0.999
+        start = group["start_preconditioning_step"]
+        exponent = group["exponent"]
+        if (
+            exponent is None
+        ):  # by order: 1 / (2 * 2) for matrices, and 1/2 for KL, whose factors are covariances
+            exponent = 0.5 if kl else 0.25
+        epsilon = group["root_epsilon"]
+        if epsilon is None:
+            epsilon = 1e-3 if kl else 1e-5
+        return cls(
+            beta1=beta1,
+            beta2=beta2,
+            second_beta=float(second_beta),
+            eps=group["eps"],
+            grafting=grafting,
+            kl=kl,
+            start=frequency if start is None else start,
+            frequency=frequency,
+            stagger=group["stagger"],
+            overlap=group["overlap"],
+            packed=group["packed"],
+            root=RootOptions(float(exponent), group["root_method"], epsilon),
+        )
 
-def start_of(group: Group) -> int:
-    """The first step that preconditions."""
-    if group["start_preconditioning_step"] is not None:
-        return int(group["start_preconditioning_step"])
-    return int(group["precondition_frequency"])
+    def first_due(self, number: int) -> int:
+        """The first step at which a block's roots are computed, by the block's number."""
+        return first_due(number, self.start, self.frequency, self.stagger)
 
-
-def second_beta(group: Group) -> float:
-    """Decay of elementwise second moments."""
-    if group["grafting"] == "none":
-        return float(group["betas"][1])
-    if group["grafting"] == "adagrad":
-        return 1.0
-    if group["grafting_beta2"] is not None:
-        return float(group["grafting_beta2"])
-    return float(group["betas"][1]) if group["betas"][1] < 1 else 0.999
-
-
-def block_states(tensor: TensorPlan) -> dict[str, Size]:
-    """Names of the states of Shampoo's blocks, and their sizes."""
-    packed = tensor.group["packed"]
-    found = side_states(tensor, "factor", packed) | side_states(tensor, "root", packed)
-    if root_options(tensor.group).keeps_basis:
-        found |= side_states(tensor, "basis", False, diagonal=False)
-    return found
+    def is_due(self, number: int, step: int) -> bool:
+        """Whether a block's roots are computed in this step."""
+        return is_due(step, number, self.start, self.frequency, self.stagger)
 
 
 def side_states(tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True) -> dict[str, Size]:
@@ -87,49 +116,43 @@ def apply_side(values: Tensor, matrix: Tensor, side: str) -> Tensor:
     return linalg.matmul(matrix, values) if side == ROWS else linalg.matmul(values, matrix)
 
 
-def whitened(group: Group, step: int, batch: Batch, grads: Tensor) -> dict[str, Tensor]:
-    """The gradient as each factor gets it: whitened on the other side by S^-1/2.
+def whitened(options: ShampooOptions, step: int, batch: Batch, grads: Tensor) -> dict[str, Tensor]:
+    """The gradient for each factor: whitened on the other side by S^-1/2.
 
-    Until a block has roots, the other factor counts as isotropic, of the size that makes both alike:
+    Until a block has roots, the other factor counts as isotropic, of the size that makes both equal:
     S = sqrt(mean G^2) I.
     """
-    start, frequency = start_of(group), group["precondition_frequency"]
-    ready = [step > first_due(b.number, start, frequency, group["stagger"]) for b in batch.blocks]
+    ready = [step > options.first_due(block.number) for block in batch.blocks]
     found = {}
     for side, other in ((ROWS, COLS), (COLS, ROWS)):
-        found[side] = apply_side(grads, batch.side("root", other, group["packed"]), other)
+        found[side] = apply_side(grads, batch.side("root", other, options.packed), other)
     if not all(ready):
         rms = linalg.norms(grads) / (batch.rows * batch.cols) ** 0.5
         scale = torch.where(rms > TINY, rms, torch.ones_like(rms)).sqrt().reciprocal()
         plain = grads * scale[:, None, None]
-        mask = torch.tensor([*ready, *[True] * (batch.capacity - len(ready))], device=grads.device)[
-            :, None, None
-        ]
+        padded = [*ready, *[True] * (batch.capacity - len(ready))]
+        mask = torch.tensor(padded, device=grads.device)[:, None, None]
         found = {side: torch.where(mask, values, plain) for side, values in found.items()}
     return found
 
 
-def _graft(group: Group, step: int, filtered: Tensor, second: Tensor | None) -> Tensor:
-    """The grafting method's own direction; `filtered` is corrected for bias already."""
-    if second is None:
-        return filtered
-    if group["grafting"] == "adam":
-        second = second / (1 - second_beta(group) ** step)
-    return filtered / second.sqrt().add_(group["eps"])
+def _graft(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:
+    """The grafting method's direction; `filtered` is corrected for bias already."""
+    if options.grafting == "adam":
+        second = second / (1 - options.second_beta**step)
+    return filtered / second.sqrt().add_(options.eps)
 
 
-def direction(group: Group, step: int, batch: Batch, filtered: Tensor) -> Tensor:
-    """The update of a batch of blocks, up to the learning rate."""
-    beta, packed = group["betas"][0], group["packed"]
-    if beta > 0:
-        filtered = filtered / (1 - beta**step)
-    grafting = group["grafting"] != "none"
-    second = batch.state("exp_avg_sq") if "exp_avg_sq" in batch.blocks[0].views else None
-    graft = _graft(group, step, filtered, second) if grafting else None
-    if step < start_of(group):
+def direction(options: ShampooOptions, step: int, batch: Batch, filtered: Tensor) -> Tensor:
+    """The update of a batch of blocks, without the learning rate."""
+    if options.beta1 > 0:
+        filtered = filtered / (1 - options.beta1**step)
+    grafting = options.grafting != "none"
+    graft = _graft(options, step, filtered, batch.state("exp_avg_sq")) if grafting else None
+    if step < options.start:
         return torch.zeros_like(filtered) if graft is None else graft
-    found = apply_side(filtered, batch.side("root", ROWS, packed), ROWS)
-    found = apply_side(found, batch.side("root", COLS, packed), COLS)
+    found = apply_side(filtered, batch.side("root", ROWS, options.packed), ROWS)
+    found = apply_side(found, batch.side("root", COLS, options.packed), COLS)
     if graft is not None:
         size = linalg.norms(found)
         ratio = torch.where(size > 0, linalg.norms(graft) / size, torch.zeros_like(size))
@@ -137,17 +160,15 @@ def direction(group: Group, step: int, batch: Batch, filtered: Tensor) -> Tensor
     return found
 
 
-def elementwise_direction(group: Group, step: int, filtered: Tensor, second: Tensor | None) -> Tensor:
+def elementwise_direction(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:
     """The update of a tensor without matrices: the grafting method's, or the diagonal preconditioner's."""
-    if group["betas"][0] > 0:
-        filtered = filtered / (1 - group["betas"][0] ** step)
-    if group["grafting"] != "none":
-        return _graft(group, step, filtered, second)
-    assert second is not None
-    beta = group["betas"][1]
-    if beta < 1:
-        second = second / (1 - beta**step)
-    return filtered / second.sqrt().add_(group["eps"])
+    if options.beta1 > 0:
+        filtered = filtered / (1 - options.beta1**step)
+    if options.grafting != "none":
+        return _graft(options, step, filtered, second)
+    if options.beta2 < 1:
+        second = second / (1 - options.beta2**step)
+    return filtered / second.sqrt().add_(options.eps)
 
 
 def take(weights: list[Tensor], updates: list[Tensor], lr: float | Tensor) -> None:

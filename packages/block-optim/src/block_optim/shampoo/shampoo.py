@@ -28,6 +28,7 @@ from block_optim.core._torch_compat import (
     foreach_mul_,
     local_of,
 )
+from block_optim.core.active import Active
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import portions, unless
@@ -37,18 +38,15 @@ from block_optim.shampoo.plan import COLS, ROWS, SIDES, TensorPlan
 from block_optim.shampoo.root_jobs import RootJob, root_jobs
 from block_optim.shampoo.roots import Roots
 from block_optim.shampoo.rule import (
-    block_states,
+    GRAFTING,
+    ShampooOptions,
     direction,
     elementwise_direction,
-    exponent_of,
     outer,
-    root_options,
-    second_beta,
+    side_states,
     take,
     whitened,
 )
-
-GRAFTING = ("none", "sgd", "adagrad", "rmsprop", "adam")
 
 
 class Shampoo(Preconditioned):
@@ -70,11 +68,11 @@ class Shampoo(Preconditioned):
         stagger: spread the blocks' turns over the steps.
         overlap: compute roots during the next forward and backward: a thread, on CUDA a stream of its own. They
             are then used from the step after; the numbers are the same on every device.
-        grafting: "none", "sgd", "adagrad", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
+        grafting: "none", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
         grafting_beta2: of the grafting method's second moment. None: ``betas[1]``, or 0.999 where that is 1.
         exponent: of both roots. None: 1/4, with ``kl`` 1/2 (which cannot be changed).
         kl: let each factor accumulate the gradient whitened by the other's inverse.
-        root_method, root_tolerance, root_iterations: see `RootOptions`.
+        root_method: "eigh" or "newton" (products only; the exponent must be one over an integer).
         root_epsilon: the ridge, relative to a factor's norm. None: 1e-5; 1e-3 with ``kl``, whose roots are square.
         factor_dtype: "float32", "bfloat16" or "float64", of factors and roots as they are kept.
         packed: keep the lower triangles of factors and roots only.
@@ -89,7 +87,7 @@ class Shampoo(Preconditioned):
         ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
     """
 
-    format_options = (*Preconditioned.format_options, "grafting", "kl", "root_method")
+    format_options = (*Preconditioned.format_options, "grafting", "kl")
 
     def __init__(
         self,
@@ -115,8 +113,6 @@ class Shampoo(Preconditioned):
         kl: bool = False,
         root_method: str = "eigh",
         root_epsilon: float | None = None,
-        root_tolerance: float | None = None,
-        root_iterations: int | None = None,
         factor_dtype: torch.dtype | str = "float32",
         packed: bool = True,
         stochastic_rounding: bool = False,
@@ -131,8 +127,7 @@ class Shampoo(Preconditioned):
             "precondition_frequency": precondition_frequency,
             "start_preconditioning_step": start_preconditioning_step, "stagger": stagger, "overlap": overlap,
             "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
-            "root_method": root_method, "root_epsilon": root_epsilon, "root_tolerance": root_tolerance,
-            "root_iterations": root_iterations, "factor_dtype": factor_dtype, "packed": packed,
+            "root_method": root_method, "root_epsilon": root_epsilon, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
@@ -147,10 +142,8 @@ class Shampoo(Preconditioned):
         check_choice("grafting", group["grafting"], GRAFTING)
         if group["grafting_beta2"] is not None:
             check_range("grafting_beta2", group["grafting_beta2"], 0.0, 1.0)
-            if group["grafting"] not in ("rmsprop", "adam"):
-                raise ValueError(
-                    f"grafting_beta2 has no meaning for grafting={group['grafting']!r}; leave it None"
-                )
+            if group["grafting"] == "none":
+                raise ValueError("grafting_beta2 has no meaning for grafting='none'; leave it None")
         check_flag("kl", group["kl"])
         check_flag("nesterov", group["nesterov"])
         check_range("momentum", group["momentum"], 0.0, 1.0)
@@ -166,7 +159,7 @@ class Shampoo(Preconditioned):
             check_range("exponent", group["exponent"], 1e-3)
             if group["kl"]:
                 raise ValueError("exponent: KL-Shampoo whitens by inverse square roots; leave it None")
-        root_options(group).check_exponent(exponent_of(group))
+        ShampooOptions.of(group)
 
     @override
     def format_of(self, group: Group) -> dict[str, Any]:
@@ -179,13 +172,14 @@ class Shampoo(Preconditioned):
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if group["betas"][0] > 0:
             tensor.add_owned(state, "exp_avg", compute)
-        elementwise = tensor.grid is None and group["grafting"] == "none"
-        if elementwise or group["grafting"] not in ("none", "sgd"):
+        if tensor.grid is None or group["grafting"] != "none":
             tensor.add_owned(state, "exp_avg_sq", compute)
         if group["momentum"] > 0:
             state["momentum_buffer"] = tensor.param.zeros(compute)
         if tensor.grid is not None:
-            tensor.add_blocks(state, block_states(tensor), state_dtype(tensor))
+            packed = group["packed"]
+            sizes = side_states(tensor, "factor", packed) | side_states(tensor, "root", packed)
+            tensor.add_blocks(state, sizes, state_dtype(tensor))
         return state
 
     def _fresh(self, tensor: TensorPlan) -> None:
@@ -200,34 +194,48 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- the step
 
-    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
+    @override
+    def update(self, active: Active) -> None:
+        skip = active.found_inf
+        works = self._gather(active)
         for group, step, members in by_step(works):
-            for portion in portions(skip, members, lambda w: 2 * w.grad.nbytes):
-                with unless(skip, self._averages(portion)):
-                    self._moments(group, portion)
-            elementwise = [w for w in members if w.tensor.grid is None]
-            for work in elementwise:
-                work.update.copy_(
-                    elementwise_direction(group, step, self._source(work), self._flat(work, "exp_avg_sq"))
-                )
-            own = StepBlocks(members)
-            for batch in batches(own.blocks):
-                with unless(skip, batch.views("factor_rows", "factor_cols")):
-                    self._accumulate(group, step, batch, batch.matrices(own.grads(batch)))
-        # Roots of the whole model together, whatever their tensors.
-        overlapped = self._refresh(works, skip)
+            self._accumulate(ShampooOptions.of(group), step, members, skip)
+        overlapped = self._refresh(works, skip)  # roots of the whole model together, whatever their tensors
         for group, step, members in by_step(works):
-            own = StepBlocks(members)
-            for batch in batches(own.blocks):
-                has_average = "exp_avg" in batch.blocks[0].views
-                filtered = batch.state("exp_avg") if has_average else batch.matrices(own.grads(batch))
-                targets = own.updates(batch)
-                foreach_copy_(targets, list(direction(group, step, batch, filtered)[: len(targets)]))
+            self._precondition(ShampooOptions.of(group), step, members)
         if overlapped:
             device = overlapped[0].views("factor")[0].device
             self._run_later(
                 device, [partial(_rooted, job, job.load()) for job in overlapped], self._put_roots
             )
+        self._scatter(works)
+        self._apply(works, skip, self._move, self._buffers)
+
+    def _accumulate(
+        self, options: ShampooOptions, step: int, works: Sequence[Work], skip: Tensor | None
+    ) -> None:
+        """Advance the averages of whole runs, and the factors of blocks."""
+        for portion in portions(skip, works, lambda w: 2 * w.grad.nbytes):
+            with unless(skip, self._averages(portion)):
+                self._moments(options, portion)
+        own = StepBlocks(works)
+        for batch in batches(own.blocks):
+            with unless(skip, batch.views("factor_rows", "factor_cols")):
+                self._factors(options, step, batch, batch.matrices(own.grads(batch)))
+
+    def _precondition(self, options: ShampooOptions, step: int, works: Sequence[Work]) -> None:
+        """Write the updates of works with these options and this step number."""
+        for work in works:
+            if work.tensor.grid is None:
+                second = self._flat(work, "exp_avg_sq")
+                assert second is not None
+                work.update.copy_(elementwise_direction(options, step, self._source(work), second))
+        own = StepBlocks(works)
+        for batch in batches(own.blocks):
+            has_average = "exp_avg" in batch.blocks[0].views
+            filtered = batch.state("exp_avg") if has_average else batch.matrices(own.grads(batch))
+            targets = own.updates(batch)
+            foreach_copy_(targets, list(direction(options, step, batch, filtered)[: len(targets)]))
 
     def _flat(self, work: Work, name: str) -> Tensor | None:
         state = self.state[work.tensor.param.tensor].get(name)
@@ -237,19 +245,19 @@ class Shampoo(Preconditioned):
         found = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
         return [state for state in found if state is not None]
 
-    def _moved(self, works: Sequence[Work]) -> list[Tensor]:
+    def _buffers(self, works: Sequence[Work]) -> list[Tensor]:
         return [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
 
     def _source(self, work: Work) -> Tensor:
         filtered = self._flat(work, "exp_avg")
         return work.grad if filtered is None else filtered
 
-    def _moments(self, group: Group, works: Sequence[Work]) -> None:
+    def _moments(self, options: ShampooOptions, works: Sequence[Work]) -> None:
         """Filtered gradients and the second moments of the grafting method, on whole runs."""
         pairs = [(self._flat(w, "exp_avg"), w.grad) for w in works]
         firsts = [(m, g) for m, g in pairs if m is not None]
         if firsts:
-            foreach_lerp_([m for m, _ in firsts], [g for _, g in firsts], 1 - group["betas"][0])
+            foreach_lerp_([m for m, _ in firsts], [g for _, g in firsts], 1 - options.beta1)
         for elementwise in (True, False):
             seconds = [
                 (self._flat(w, "exp_avg_sq"), w.grad) for w in works if (w.tensor.grid is None) == elementwise
@@ -258,30 +266,27 @@ class Shampoo(Preconditioned):
             grads = [g for v, g in seconds if v is not None]
             if not moments:
                 continue
-            beta = second_beta(group)
+            beta = options.second_beta
             if beta < 1:
                 foreach_mul_(moments, beta)
             foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
 
-    def _accumulate(self, group: Group, step: int, batch: Batch, grads: Tensor) -> None:
-        """Both factors of a batch of blocks."""
-        beta, packed = group["betas"][1], group["packed"]
-        sources = {ROWS: grads, COLS: grads}
-        if group["kl"]:
-            sources = whitened(group, step, batch, grads)
+    def _factors(self, options: ShampooOptions, step: int, batch: Batch, grads: Tensor) -> None:
+        """Advance both factors of a batch of blocks."""
+        sources = whitened(options, step, batch, grads) if options.kl else {ROWS: grads, COLS: grads}
         for side in SIDES:
             gained = outer(sources[side], side, batch.diagonal(side))
-            if group["kl"]:
+            if options.kl:
                 gained = gained / batch.dim(COLS if side == ROWS else ROWS)
                 gained = torch.where(
                     gained.isfinite().flatten(1).all(1).view(-1, *[1] * (gained.dim() - 1)), gained, 0.0
                 )
-            factor = batch.side("factor", side, packed)
-            if beta < 1:
-                factor.mul_(beta).add_(gained, alpha=1 - beta)
+            factor = batch.side("factor", side, options.packed)
+            if options.beta2 < 1:
+                factor.mul_(options.beta2).add_(gained, alpha=1 - options.beta2)
             else:
                 factor.add_(gained)
-            batch.put_side("factor", side, factor, packed)
+            batch.put_side("factor", side, factor, options.packed)
 
     # ---------------------------------------------------------------- roots
 
@@ -289,27 +294,25 @@ class Shampoo(Preconditioned):
         """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
         later: list[RootJob] = []
         for job in root_jobs(works):
-            if job.group["overlap"] and not job.first:
+            if job.options.overlap and not job.first:
                 later.append(job)
             else:
-                with unless(skip, job.written):
+                with unless(skip, job.views("root")):
                     self._put_roots([(job, job.run(job.load()))])
         return later
 
     def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
         for job, found in results:
-            store_square(job.views("root"), found.roots, job.group["packed"])
-            if found.basis is not None:
-                store_square(job.views("basis"), found.basis, False)
+            store_square(job.views("root"), found.roots, job.options.packed)
             self._count(found.counts, [job.items[i][0] for i in found.kept])
 
     # ---------------------------------------------------------------- the parameters
 
-    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
+    def _move(self, group: Group, works: Sequence[Work], weights: list[Tensor]) -> None:
         updates = [w.local_update for w in works]
         if group["weight_decay"]:
             foreach_add_(updates, weights, alpha=group["weight_decay"])
-        buffers = self._moved(works)
+        buffers = self._buffers(works)
         if buffers:
             keep, mu = 1 - group["dampening"], group["momentum"]
             foreach_mul_(buffers, mu)
@@ -321,8 +324,7 @@ class Shampoo(Preconditioned):
             else:
                 updates = buffers
         take(weights, updates, group["lr"])
-        return True
 
 
-def _rooted(job: RootJob, inputs: tuple[Tensor, Tensor, Tensor | None]) -> tuple[RootJob, Roots]:
+def _rooted(job: RootJob, inputs: tuple[Tensor, Tensor]) -> tuple[RootJob, Roots]:
     return job, job.run(inputs)

@@ -25,6 +25,7 @@ from block_optim.core._torch_compat import (
     foreach_mul_,
     local_of,
 )
+from block_optim.core.active import Active
 from block_optim.core.options import check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import unless
@@ -135,7 +136,16 @@ class SOAP(Preconditioned):
 
     # ---------------------------------------------------------------- the step
 
-    def _directions(self, works: Sequence[Work], skip: Tensor | None) -> None:
+    @override
+    def update(self, active: Active) -> None:
+        works = self._gather(active)
+        self._precondition(works, active.found_inf)
+        self._scatter(works)
+        moving = [w for w in works if updates_at(w.tensor.group, w.step)]
+        self._apply(moving, active.found_inf, _move, lambda works: [])
+
+    def _precondition(self, works: Sequence[Work], skip: Tensor | None) -> None:
+        """Write the updates, advance the states, and refresh the bases whose turn it is."""
         due: list[Batch] = []
         for group, step, members in by_step(works):
             updates = updates_at(group, step)
@@ -222,18 +232,12 @@ class SOAP(Preconditioned):
         counts = found.without(batch.capacity - len(batch.blocks)).counts
         self._count(counts, [batch.blocks[i] for i in found.kept])
 
-    # ---------------------------------------------------------------- the parameters
 
-    def _move(self, group: Group, step: int, works: Sequence[Work], weights: list[Tensor]) -> bool:
-        if updates_at(group, step) == 0:
-            return False
-        take(weights, [w.local_update for w in works], group["lr"])
-        if group["weight_decay"]:
-            keep = 1 - group["lr"] * group["weight_decay"]
-            foreach_mul_(
-                weights, keep.to(weights[0].device).reshape(()) if isinstance(keep, Tensor) else keep
-            )
-        return True
+def _move(group: Group, works: Sequence[Work], weights: list[Tensor]) -> None:
+    take(weights, [w.local_update for w in works], group["lr"])
+    if group["weight_decay"]:
+        keep = 1 - group["lr"] * group["weight_decay"]
+        foreach_mul_(weights, keep.to(weights[0].device).reshape(()) if isinstance(keep, Tensor) else keep)
 
 
 def updates_at(group: Group, step: int) -> int:
