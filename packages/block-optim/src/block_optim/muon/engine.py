@@ -19,6 +19,7 @@ from block_optim.core.snapshot import same_objects
 from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssignment, assign_domain
 from block_optim.muon.bucket import Bucket, run_pipeline
 from block_optim.muon.coefficients import resolve
+from block_optim.muon.layout import BucketLayout
 from block_optim.muon.local import LocalParam, update_momenta
 from block_optim.muon.matrices import matrices_in
 from block_optim.muon.newton_schulz import Recipe
@@ -112,16 +113,15 @@ class MuonEngine:
                 by_bucket[m.bucket].append(m)
             for matrices in by_bucket:
                 group = self._groups[matrices[0].group]
-                bucket = Bucket(
+                layout = BucketLayout(
                     matrices,
                     self._locals,
-                    group,
-                    recipe_of(group),
                     domain.holding,
+                    normuon=group["normuon"],
                     number=len(found),
                     scratch=scratches[domain.device],
-                    lane=domain.lane,
                 )
+                bucket = Bucket(layout, group, recipe_of(group), domain.lane)
                 found.append(bucket)
         return found
 

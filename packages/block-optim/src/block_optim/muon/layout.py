@@ -1,0 +1,191 @@
+"""Where a bucket's matrices are on one rank: runs of parameters, stacks of whole matrices, exchange buffers.
+
+    local run     elements of a matrix that this rank holds; packed into the owner's stack if this rank is the owner,
+                  else into the exchange's `held`
+    remote run    elements of a matrix that this rank owns and another one holds; arrives in the exchange's `owned`
+    stack         this rank's whole matrices of one shape, bf16
+
+All of it is laid out once, in scratch memory that buckets share.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from block_optim.core.exchange import Exchange, travels
+from block_optim.core.holding import Holding
+from block_optim.core.scratch import Scratch
+from block_optim.muon.assignment import AssignedMatrix
+from block_optim.muon.local import LocalParam
+
+PACKED = torch.bfloat16
+EXCHANGE_SLOTS = 3  # exchanges under way or unread at once: of the next bucket, this one, the last
+STACK_SLOTS = 2  # buckets whose own matrices are in memory at once
+
+
+@dataclass
+class LocalRun:
+    """A run of a matrix that this rank holds.
+
+    Attributes:
+        number: number of the matrix in the bucket.
+        param: the parameter.
+        low, high: the run's elements of the parameter's local ones.
+        packed: where it is packed and where its update arrives, bf16: a run is 1-D, runs at equal distances are 2-D.
+        own: whether this rank computes the matrix.
+        row: the run's first row in the matrix (NorMuon).
+        side: the run's first row in what this rank sends in the side exchange (NorMuon).
+    """
+
+    number: int
+    param: LocalParam
+    low: int
+    high: int
+    packed: torch.Tensor
+    own: bool
+    row: int
+    side: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The run's elements of the parameter."""
+        return self._shaped(self.param.local[self.low : self.high])
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The run's elements of the gradient."""
+        return self._shaped(self.param.grad[self.low : self.high])
+
+    @property
+    def momentum(self) -> torch.Tensor:
+        """The run's elements of the momentum."""
+        return self._shaped(self.param.momentum[self.low : self.high])
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self.packed.dim() == 1 else flat.view(self.packed.shape)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """NorMuon's second moments of the run's rows."""
+        return self.param.rows(self.low, self.high)
+
+
+@dataclass
+class RemoteRun:
+    """A run of a matrix that this rank computes and another rank holds.
+
+    Attributes:
+        number: number of the matrix in the bucket.
+        stack: its elements of the matrix in the stack.
+        packed: where it arrives, and where its update is sent from.
+        row: the run's first row in the matrix (NorMuon).
+        rows: the second moments of its rows in the side exchange (NorMuon).
+    """
+
+    number: int
+    stack: torch.Tensor
+    packed: torch.Tensor
+    row: int
+    rows: torch.Tensor | None
+
+
+class BucketLayout:
+    """The memory of one bucket.
+
+    Args:
+        matrices: the bucket's matrices, in the assignment's order.
+        params: this rank's parameters by index.
+        holding: of one of the parameters: the process group (None: nothing is exchanged), and this rank in it.
+        normuon: whether second moments of rows are exchanged, too.
+        number: the bucket's number, which selects the buffers that it shares with others.
+        scratch: the memory.
+
+    Attributes:
+        exchange, side: the exchanges of matrices and of NorMuon's rows; None where nothing is exchanged.
+        stacks: (matrices of one shape, their numbers).
+        own: each of this rank's own matrices, 1-D, by number.
+        local_runs, remote_runs: see the module.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[AssignedMatrix],
+        params: Sequence[LocalParam],
+        holding: Holding,
+        *,
+        normuon: bool,
+        number: int,
+        scratch: Scratch,
+    ) -> None:
+        self.matrices, self.rank, self.scratch, self.number = matrices, holding.rank, scratch, number
+        self.exchange: Exchange | None = None
+        self.side: Exchange | None = None
+        owners, lengths = [m.owner for m in matrices], [m.held for m in matrices]
+        if holding.group is not None and travels(owners, lengths):
+            slot = str(number % EXCHANGE_SLOTS)
+            at = (holding.group, holding.rank, owners)
+            self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
+            if normuon:
+                self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
+        self.stacks: list[tuple[torch.Tensor, list[int]]] = []
+        self.own: dict[int, torch.Tensor] = {}
+        self._lay_out_stacks()
+        self.local_runs: list[LocalRun] = []
+        self.remote_runs: list[RemoteRun] = []
+        for i, m in enumerate(matrices):
+            self._lay_out(i, m, params[m.param])
+
+    def _lay_out_stacks(self) -> None:
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, m in enumerate(self.matrices):
+            if m.owner == self.rank:
+                by_shape[m.matrix.rows, m.matrix.columns].append(i)
+        total = sum(rows * columns * len(own) for (rows, columns), own in by_shape.items())
+        arena = self.scratch.take(f"stacks {self.number % STACK_SLOTS}", (total,), PACKED)
+        start = 0
+        for (rows, columns), own in by_shape.items():
+            stop = start + rows * columns * len(own)
+            stack = arena[start:stop].view(len(own), rows, columns)
+            self.stacks.append((stack, own))
+            self.own.update({i: stack[k].view(-1) for k, i in enumerate(own)})
+            start = stop
+
+    def _lay_out(self, i: int, m: AssignedMatrix, param: LocalParam) -> None:
+        """Add the runs of a matrix that this rank holds or owns."""
+        columns, exchange = m.matrix.columns, self.exchange
+        for rank, _ in m.held:
+            if self.rank not in (rank, m.owner):
+                continue
+            at = 0  # in the elements of this matrix that the rank sends
+            for piece in m.matrix.pieces(param.holding, rank):
+                row, side, stop = piece.first // columns, at // columns, at + piece.numel
+                if rank == self.rank == m.owner:
+                    packed = piece.of(self.own[i])
+                else:
+                    assert exchange is not None
+                    flat = exchange.held[i] if rank == self.rank else exchange.owned[i, rank]
+                    packed = flat[at:stop].view(piece.shape)
+                if rank == self.rank:
+                    low, own = piece.local, m.owner == rank
+                    self.local_runs.append(LocalRun(i, param, low, low + piece.numel, packed, own, row, side))
+                else:
+                    rows = None
+                    if self.side is not None:
+                        rows = self.side.owned[i, rank][side : stop // columns]
+                    self.remote_runs.append(RemoteRun(i, piece.of(self.own[i]), packed, row, rows))
+                at = stop
+
+    def buffers(self, name: str, runs: Sequence[LocalRun], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Scratch memory in the shape of each run, contiguous over all of them."""
+        flat = self.scratch.take_each(name, [run.high - run.low for run in runs], dtype)
+        return [
+            t if run.packed.dim() == 1 else t.view(run.packed.shape)
+            for t, run in zip(flat, runs, strict=True)
+        ]
+
+
+def side_lengths(matrices: Sequence[AssignedMatrix]) -> list[list[tuple[int, int]]]:
+    """Lengths of NorMuon's side exchange: a number for each row, and one for the matrix."""
+    return [[(rank, count // m.matrix.columns + 1) for rank, count in m.held] for m in matrices]
