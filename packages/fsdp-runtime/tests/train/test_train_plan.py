@@ -1,5 +1,6 @@
 """What a plan says is what a run holds."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from fsdp_runtime import LiveBytes, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.plan import make_plan, plan_lines
-from fsdp_runtime.train.timeline import Buffers, Moment, Replay
+from fsdp_runtime.train.timeline import Buffers, Moment, step_peaks
 from ragged_shard.testing import run_ranks
 
 
@@ -94,27 +95,26 @@ def three_layers(**changes):
     return [root, unit, unit, unit], moments
 
 
-def test_replay_counts_two_units_gathered_and_two_reducing():
+def test_a_step_has_two_units_gathered_and_two_reducing():
     units, moments = three_layers()
-    replay = Replay(units).run(moments)
-    assert replay.buffers_peak == 10 + 10 + 4 * 100
-    assert replay.peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
-    soon = Replay(units, reductions="soon").run(moments)
-    assert soon.buffers_peak == 10 + 10 + 3 * 100  # the buffer of the reduction that is over is taken again
+    peak, buffers = step_peaks(units, moments, "late")
+    assert buffers == 10 + 10 + 4 * 100
+    assert peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
+    _, buffers = step_peaks(units, moments, "soon")
+    assert buffers == 10 + 10 + 3 * 100  # the buffer of the reduction that has ended is reused
 
 
-def test_replay_frees_parked_blocks_before_the_last_layers_gradients_are_reduced():
+def test_layers_that_stay_gathered_are_gathered_in_addition():
     units, moments = three_layers()
-    replay = Replay(units, accumulated=True, reductions="at once").run(moments)
-    assert replay.peak == 10 + 10 + 3 * 100 + (3 * 50 + 5) + 2 * 50  # not with a third new shard
+    kept = [*units[:2], dataclasses.replace(units[2], keeps=True), dataclasses.replace(units[3], keeps=True)]
+    assert step_peaks(kept, moments, "late")[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
 
 
 def test_a_reduction_that_ends_at_once_counts_without_its_scratch():
     (units, moments), (with_scratch, _) = three_layers(), three_layers(received=1000)
     for ends in ("at once", "soon"):
-        plain = Replay(units, reductions=ends).run(moments).peak
-        found = Replay(with_scratch, reductions=ends).run(moments).peak
-        assert (found == plain) == (ends == "at once")
+        same = step_peaks(units, moments, ends) == step_peaks(with_scratch, moments, ends)
+        assert same == (ends == "at once")
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

@@ -1,7 +1,7 @@
 """What each rank of a run will hold, worked out before anything is allocated, and how far a run was from it.
 
 The units are sharded for real, on the meta device, in one process that stands for one rank of many; `timeline`
-replays a step of theirs. The peak is
+adds their buffers to activations. The peak is
 
     parameter shards + optimizer state                    for good
     + the larger of: gathered buffers, gradients and activations, at the worst moment of forward and backward
@@ -33,7 +33,7 @@ from .split_runtime import SplitRuntime
 from .splits import Splits
 from .systems import wrap_order
 from .tensor_parallel import parallelize
-from .timeline import ENDS, Buffers, Moment, Replay, record
+from .timeline import ENDS, Buffers, Moment, record, step_peaks
 from .trainer import model_config
 
 _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
@@ -155,9 +155,10 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     peaks, buffers = [], 0
     for units, one in zip(stages, passes, strict=True):
         own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
-        replays = [Replay(own, config.accumulate > 1, ends).run(one.moments) for ends in ENDS]
-        peaks.append([replay.peak + waiting for replay in replays])
-        buffers = max(buffers, replays[-1].buffers_peak)
+        waiting_shards = _shards(own) if config.accumulate > 1 else 0
+        of_ends = [step_peaks(own, one.moments, ends) for ends in ENDS]
+        peaks.append([peak + waiting + waiting_shards for peak, _ in of_ends])
+        buffers = max(buffers, of_ends[-1][1])
     at_once, soon, late = (max(of_stages) for of_stages in zip(*peaks, strict=True))
     return MemoryPlan(
         units=tuple(unit for units in stages for unit in units),
@@ -178,13 +179,19 @@ def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int
     moments = stage_passes(config, sizes, meshes, device)[0].moments
     update = plan.gradients + (plan.optimizer_step or 0)
     root, *layers = (unit.buffers for unit in plan.units)
-    found = []
+    peaks = []
     for count in range(len(layers) + 1):
         first = len(layers) - count
         own = [root, *(replace(layer, keeps=number >= first) for number, layer in enumerate(layers))]
-        step = Replay(own, config.accumulate > 1, "late").run(moments).peak
-        found.append(plan.at_rest + max(step, update))
-    return found
+        peak, _ = step_peaks(own, moments, "late")
+        peak += _shards(own) if config.accumulate > 1 else 0
+        peaks.append(plan.at_rest + max(peak, update))
+    return peaks
+
+
+def _shards(units: list[Buffers]) -> int:
+    """Bytes of the gradient shards of an earlier microbatch."""
+    return sum(unit.gradients for unit in units)
 
 
 def _sharded(

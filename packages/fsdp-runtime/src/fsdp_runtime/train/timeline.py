@@ -1,15 +1,14 @@
-"""What is live when in one step: a model's activations, seen on fake tensors, and a runtime's buffers around them.
+"""Live bytes during one step: a model's activations, recorded on fake tensors, and the runtime's buffers.
 
-    record     forward and backward of one microbatch on fake tensors -> moments: a unit is entered, left, ...
-    replay     the same moments with the runtime's gathers, releases and reductions -> the peak of both together
+    record        forward and backward of one microbatch on fake tensors -> moments: a unit is entered, left, ...
+    step_peaks    activations and the buffers in use at each moment -> the peak of both together
 
 Moments: ``enter`` and ``leave`` of forward, ``backward`` (a gradient has reached the unit's output), ``gradient`` (of
 a unit's first parameter), ``done`` (of the first layer's backward; those of others are done when the next begins).
 """
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from fsdp_runtime import LiveBytes, fake_tensors
 
-Reductions = Literal["at once", "soon", "late"]  # when they end: see `Replay`
+Reductions = Literal["at once", "soon", "late"]  # when they end: see `step_peaks`
 ENDS: tuple[Reductions, ...] = get_args(Reductions)
 
 
@@ -134,149 +133,59 @@ class _Recorder:
         return hook
 
 
-@dataclass
-class _Pool:
-    """Memory of gathered buffers: a released one is kept for the next of its size, until another size is asked for."""
+def step_peaks(units: list[Buffers], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
+    """The most bytes of a step with activations, buffers and new gradient shards; and of buffers alone.
 
-    live: int = 0
-    parked: Counter[int] = field(default_factory=Counter)
-
-    def lend(self, sizes: tuple[int, ...]) -> None:
-        for size in sizes:
-            if self.parked[size]:
-                self.parked[size] -= 1
-            else:
-                self.trim()
-                self.live += size
-
-    def take_back(self, sizes: tuple[int, ...]) -> None:
-        self.parked.update(sizes)
-
-    def trim(self) -> None:
-        self.live -= sum(size * count for size, count in self.parked.items())
-        self.parked.clear()
-
-
-class Replay:
-    """A step of the runtime, moment by moment, once the order of units is known.
+    One unit is gathered ahead; one reduction runs while backward continues. Released buffers stay in the pool until
+    the pool is trimmed. A reduction that ends at once counts without its scratch: a lower bound, because a transport
+    may hold that where no meter of tensors sees it.
 
     Args:
         units: the root first, then the layers in order.
-        accumulated: gradients of an earlier microbatch are there from the beginning.
-        reductions: when they are over: "at once", when the next unit's first gradient comes ("soon"), or when its
-            last has come ("late").
-
-    One unit is gathered ahead; one reduction is under way while the backward goes on. A reduction that ends at once
-    counts without its scratch: a lower bound, because a transport may hold that where no meter of tensors sees it.
-
-    Attributes:
-        peak: the most bytes of activations and buffers together.
-        buffers_peak: the most bytes of gathered buffers.
+        moments: of one microbatch.
+        ends: when reductions end: "at once", at the next unit's first gradient ("soon"), or after its last ("late").
     """
+    last, pool, buffers, peak = len(units) - 1, 0, 0, 0
+    for moment in moments:
+        used, shards = _used(units, moment, ends)
+        trimmed = moment.what in ("done", "end") or (moment.what == "leave" and moment.unit in (0, last))
+        pool = used if trimmed else max(pool, used)
+        buffers, peak = max(buffers, pool), max(peak, moment.live + pool + shards)
+    return peak, buffers
 
-    def __init__(
-        self, units: list[Buffers], accumulated: bool = False, reductions: Reductions = "late"
-    ) -> None:
-        self.units = units
-        self._reductions = reductions
-        self.peak = self.buffers_peak = 0
-        self._pool = _Pool()
-        self._gradients = sum(unit.gradients for unit in units) if accumulated else 0
-        self._gathered: set[int] = set()
-        self._encoded: set[int] = set()  # of the gathered, those not read back
-        self._running: int | None = None
-        self._flying: int | None = None
-        self._received = 0
 
-    def run(self, moments: list[Moment]) -> "Replay":
-        """Go through all moments."""
-        for moment in moments:
-            getattr(self, f"_{moment.what}")(moment.unit)
-            self.buffers_peak = max(self.buffers_peak, self._pool.live)
-            self.peak = max(self.peak, moment.live + self._pool.live + self._gradients + self._received)
-        return self
-
-    def _gather(self, unit: int) -> None:
-        if unit not in self._gathered:
-            self._gathered.add(unit)
-            self._encoded.add(unit)
-            self._pool.lend(self.units[unit].gathered)
-            self._pool.lend(self.units[unit].decoding)
-
-    def _use(self, unit: int) -> None:
-        """Gather a unit, and read its codes back."""
-        self._gather(unit)
-        self._note_buffers()
-        if unit in self._encoded:
-            self._encoded.discard(unit)
-            self._pool.take_back(self.units[unit].decoding)
-
-    def _note_buffers(self) -> None:
-        self.buffers_peak = max(self.buffers_peak, self._pool.live)
-
-    def _release(self, unit: int) -> None:
-        if unit in self._gathered:
-            self._gathered.discard(unit)
-            self._pool.take_back(self.units[unit].gathered)
-
-    def _ahead(self, units: range) -> None:
-        following = [unit for unit in units if unit not in self._gathered]
-        if following:
-            self._gather(following[0])
-
-    def _enter(self, unit: int) -> None:
-        self._use(unit)
-        self._ahead(range(unit + 1, len(self.units)))
-
-    def _leave(self, unit: int) -> None:
-        if not self.units[unit].keeps:
-            self._release(unit)
-            if unit == len(self.units) - 1:
-                self._pool.trim()
-
-    def _backward(self, unit: int) -> None:
-        self._finish_running()
-        self._running = unit or None
-        self._use(unit)
-        before = unit or len(self.units)
-        self._ahead(range(before - 1, 0, -1))
-
-    def _gradient(self, unit: int) -> None:
-        if self._reductions == "soon":
-            self._end_reduction()
-        self._pool.lend(self.units[unit].reducing)
-
-    def _done(self, unit: int) -> None:
-        self._finish_running()
-
-    def _finish_running(self) -> None:
-        if self._running is not None:
-            self._finish(self._running)
-            self._running = None
-
-    def _finish(self, unit: int) -> None:
-        """A unit's backward is over: its parameters go, its gradients are reduced."""
-        self._release(unit)
-        if unit <= 1:  # nothing more is gathered, and the runtime keeps no blocks for it
-            self._pool.trim()
-        self._end_reduction()
-        self._received = self.units[unit].received
-        self._flying = unit
-        self._gradients += self.units[unit].gradients
-        if self._reductions == "at once":
-            self._end_reduction()
-        # The new shard is there while the gathered gradients still are.
-        self.peak = max(self.peak, self._pool.live + self._gradients + self._received)
-
-    def _end_reduction(self) -> None:
-        """The reduction that was under way is over."""
-        if self._flying is not None:
-            self._pool.take_back(self.units[self._flying].reducing)
-        self._flying, self._received = None, 0
-
-    def _end(self, unit: int) -> None:
-        self._finish_running()
-        self._pool.trim()
-        self._finish(0)
-        self._end_reduction()
-        self._pool.trim()
+def _used(units: list[Buffers], moment: Moment, ends: Reductions) -> tuple[int, int]:
+    """Bytes of the buffers in use at a moment; and of new gradient shards and scratch."""
+    what, unit, last = moment.what, moment.unit, len(units) - 1
+    kept = {number for number in range(1, last + 1) if units[number].keeps}
+    gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
+    if what == "enter":
+        ahead = min(unit + 1, last)
+        gathered |= {unit, ahead} | {number for number in kept if number < unit}
+        encoded = {ahead} - {unit}
+    elif what == "leave":
+        gathered |= {number for number in kept if number <= (unit or last)}
+    elif what in ("backward", "gradient"):
+        unit = unit or last + 1  # the root's backward comes first
+        in_order = [number for number in range(last, 0, -1) if number not in kept]
+        started = in_order[: last - unit + 2]  # gathered for backward until now
+        encoded = {number for number in started if number < unit}
+        gathered |= {number for number in (*kept, *started) if number <= unit}
+        reducing = {0, unit} if what == "gradient" else {0}
+        if unit < last and (ends == "late" or what == "backward"):
+            running = unit + 1
+    else:
+        unit, running = 0, 1
+    reducing = (
+        {number for number in (*reducing, running) if number <= last}
+        if what not in ("enter", "leave")
+        else set()
+    )
+    shards = 0 if what in ("enter", "leave") else sum(each.gradients for each in units[unit + 1 :])
+    scratch = units[running].received if running and ends != "at once" else 0
+    buffers = [
+        *(size for number in gathered for size in units[number].gathered),
+        *(size for number in encoded for size in units[number].decoding),
+        *(size for number in reducing for size in units[number].reducing),
+    ]
+    return sum(buffers), shards + scratch
