@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from fsdp_runtime.train.experts import apply_expert_parallel
 from fsdp_runtime.train.model import ModelConfig, SwiGLU, Transformer, init_parameter
+from fsdp_runtime.train.parallel.experts import apply_expert_parallel
 
 ROWS = Shard(0)
 DATA = "Data parallelism alone"

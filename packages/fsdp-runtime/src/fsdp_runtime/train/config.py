@@ -15,7 +15,7 @@ from .errors import TrainError
 from .hardware import check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
+from .parallel.splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]

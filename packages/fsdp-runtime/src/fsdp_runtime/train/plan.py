@@ -26,13 +26,13 @@ from .config import RunConfig
 from .errors import TrainError
 from .hardware import pick_device
 from .losses import losses_from
-from .meshes import Meshes, make_meshes
 from .model import ModelConfig, Transformer
 from .optimizers import make_optimizer, optimizer_spec
-from .split_runtime import SplitRuntime
-from .splits import Splits
+from .parallel.meshes import Meshes, make_meshes
+from .parallel.runtime import SplitRuntime
+from .parallel.splits import Splits
+from .parallel.tensor_parallel import parallelize
 from .systems import wrap_order
-from .tensor_parallel import parallelize
 from .timeline import ENDS, Buffers, Moment, record, step_peaks
 from .trainer import model_config
 

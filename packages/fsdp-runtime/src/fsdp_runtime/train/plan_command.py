@@ -11,9 +11,9 @@ from .errors import TrainError
 from .hardware import device_memory, pick_device
 from .launch import pick_ranks, start_ranks
 from .model import ModelConfig
+from .parallel.splits import AXES, Splits
+from .parallel.traffic import candidates, split_config, traffic_of
 from .plan import MemoryPlan, kept_peaks, make_plan, megabytes, plan_here, plan_lines
-from .splits import AXES, Splits
-from .traffic import candidates, split_config, traffic_of
 from .trainer import MEASURED_STEP, model_config
 
 _GIB = 1 << 30

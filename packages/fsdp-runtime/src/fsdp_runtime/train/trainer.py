@@ -33,12 +33,12 @@ from .config import RunConfig
 from .corpus import TextData, read_data
 from .errors import TrainError, agreed, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
-from .meshes import make_meshes
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
+from .parallel.meshes import make_meshes
+from .parallel.runtime import SplitRuntime
+from .parallel.splits import check_splits
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
-from .split_runtime import SplitRuntime
-from .splits import check_splits
 from .systems import System, make_system, pool_bytes
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for

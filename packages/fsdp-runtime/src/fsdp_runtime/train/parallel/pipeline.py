@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from .config import RunConfig
-from .losses import losses_from
+from ..config import RunConfig
+from ..losses import losses_from
+from ..systems import Batch
 from .meshes import Meshes
 from .splits import SCHEDULES
-from .systems import Batch
 
 
 class Pipeline:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from .config import RunConfig
-from .errors import TrainError
-from .model import ModelConfig
+from ..config import RunConfig
+from ..errors import TrainError
+from ..model import ModelConfig
 from .splits import AXES, Splits
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_runtime import FSDPModule, clip_grad_norm_
 
-from .config import RunConfig
+from ..config import RunConfig
+from ..model import Transformer
+from ..systems import Batch, Initialise, MakeOptimizer, Runtime
 from .meshes import Meshes
-from .model import Transformer
 from .pipeline import Pipeline
-from .systems import Batch, Initialise, MakeOptimizer, Runtime
 from .tensor_parallel import parallelize
 
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ..model import Attention, CausalAttention, MixtureOfExperts, Transformer
 from .experts import apply_expert_parallel
 from .meshes import Meshes
-from .model import Attention, CausalAttention, MixtureOfExperts, Transformer
 
 _WHOLE, _POSITIONS = Replicate(), Shard(1)  # of activations (B, T, ...)
 

@@ -1,0 +1,1 @@
+"""The splits of a run: ``--hsdp``, ``--tp``, ``--pp``, ``--cp`` and ``--ep``. See `runtime.SplitRuntime`."""
