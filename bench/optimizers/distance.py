@@ -77,7 +77,7 @@ def train(make, steps, data):
     """The parameters after each of a few steps, and the loss on held-out text."""
     import torch
 
-    from fsdp_runtime.train.losses import losses_of
+    from fsdp_runtime.train.model import losses_of
 
     model = build_model()
     optimizer = make(model.named_parameters())

@@ -244,7 +244,7 @@ def _finish(
         casts: whether `wrap` casts to the job's precision.
         optimizers: makes them; `make_optimizers` unless given.
     """
-    from fsdp_runtime.train.losses import losses_of
+    from fsdp_runtime.train.model import losses_of
 
     made: list[Any] = []
 

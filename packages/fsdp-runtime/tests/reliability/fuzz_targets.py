@@ -23,16 +23,14 @@ from train.train_helpers import newest, text_folder, tiny, train
 from fsdp_runtime import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train import cli as train_cli
-from fsdp_runtime.train.batches import Batches
+from fsdp_runtime.train import __main__ as train_cli
 from fsdp_runtime.train.checkpoint import check_same_model, check_same_run, latest, read_about
 from fsdp_runtime.train.config import RunConfig, resumed_config
-from fsdp_runtime.train.corpus import read_data
+from fsdp_runtime.train.data import Batches, read_data
 from fsdp_runtime.train.errors import one_line
-from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.model import ModelConfig
 from fsdp_runtime.train.report import METRICS, Report, losses, read_metrics
-from fsdp_runtime.train.runs import saved_config
+from fsdp_runtime.train.runs import read_model, saved_config
 from layout_planner import Layout, Rows, TensorSpec, Tile, plan
 from layout_planner._cli import main as plan_main
 from layout_planner.checkpoints import read_checkpoint
@@ -484,7 +482,7 @@ def _no_ranks() -> Iterator[None]:
         raise _WouldStart
 
     with contextlib.ExitStack() as inside:
-        for module in ("launch", "compare", "plan_command"):
+        for module in ("launch", "compare", "plan"):
             inside.enter_context(mock.patch(f"fsdp_runtime.train.{module}.start_ranks", start))
         yield
 

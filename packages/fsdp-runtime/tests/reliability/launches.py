@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 import fsdp_runtime.train.checkpoint
 import fsdp_runtime.train.launch
 import fsdp_runtime.train.trainer
-import fsdp_runtime.train.worker
-from fsdp_runtime.train import cli
+from fsdp_runtime.train import __main__ as cli
 
 _SUBREAPER = 36  # of prctl
 NOTE = "attacked"  # the file that a rank makes before it attacks itself
@@ -77,7 +76,7 @@ class _Rank:
             logging.disable(logging.NOTSET)
             if attack and attack.victim == int(env["RANK"]) and attack.calls:
                 _attack_at(attack)
-            fsdp_runtime.train.worker.main(args[-1])
+            fsdp_runtime.train.launch.main(args[-1])
         finally:
             os._exit(70)
 

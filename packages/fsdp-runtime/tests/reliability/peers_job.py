@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_runtime
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.bad_numbers import BadNumbers
-from fsdp_runtime.train.checkpoint_files import SummingWriter, find_damage
+from fsdp_runtime.train.checkpoint import SummingWriter, find_damage
+from fsdp_runtime.train.trainer import BadNumbers
 
 STEPS, FAULT_AT, WIDTH = 6, 3, 16
 TIMEOUT, LATE = 8.0, 2.0  # seconds: of the process group; of our watchdog

@@ -25,14 +25,12 @@ from train.train_helpers import TINY, newest, text_folder, tiny, train, with_cha
 from fsdp_runtime import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
-from fsdp_runtime.train.checkpoint_files import Reader, _Unpickler, find_damage
-from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.__main__ import main
+from fsdp_runtime.train.checkpoint import Reader, _Unpickler, check_same_run, find_damage, latest, read_about
 from fsdp_runtime.train.config import RunConfig
-from fsdp_runtime.train.corpus import read_data
-from fsdp_runtime.train.export import read_model
+from fsdp_runtime.train.data import read_data
 from fsdp_runtime.train.report import read_metrics
-from fsdp_runtime.train.runs import saved_config
+from fsdp_runtime.train.runs import read_model, saved_config
 from layout_planner import Layout
 from ragged_shard.testing import run_ranks
 

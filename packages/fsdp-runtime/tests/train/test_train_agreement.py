@@ -5,7 +5,8 @@ import torch.distributed as dist
 from train_helpers import text_folder, tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.agreement import check_agreement, check_model, check_options
+from fsdp_runtime.train.errors import check_agreement, check_model
+from fsdp_runtime.train.launch import check_options
 from ragged_shard.testing import run_ranks
 
 

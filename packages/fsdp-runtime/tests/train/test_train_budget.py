@@ -6,8 +6,8 @@ import pytest
 from train_helpers import losses, text_folder, tiny, train
 
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.budget import parse_bytes
-from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.__main__ import main
+from fsdp_runtime.train.config import parse_bytes
 from ragged_shard.testing import run_ranks
 
 SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 6, "measure": True}

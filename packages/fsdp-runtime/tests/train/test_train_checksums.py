@@ -7,10 +7,9 @@ import pytest
 from train_helpers import newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.checkpoint import newest_intact, read_about
-from fsdp_runtime.train.checkpoint_files import find_damage
-from fsdp_runtime.train.cli import main
-from fsdp_runtime.train.export import export
+from fsdp_runtime.train.__main__ import main
+from fsdp_runtime.train.checkpoint import find_damage, newest_intact, read_about
+from fsdp_runtime.train.runs import export
 from ragged_shard.testing import run_ranks
 
 

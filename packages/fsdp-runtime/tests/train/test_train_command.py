@@ -11,8 +11,8 @@ import pytest
 import torch
 from train_helpers import TINY, losses, text_folder
 
+from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.checkpoint import latest
-from fsdp_runtime.train.cli import main
 from fsdp_runtime.train.report import draw_curves, read_metrics
 
 
@@ -116,7 +116,7 @@ def test_without_the_extra_there_is_help_and_one_line_that_names_what_is_missing
 import sys
 for name in ("block_optim", "matplotlib", "numpy", "rich", "safetensors"):
     sys.modules[name] = None
-from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.__main__ import main
 try:
     main(["--help"])
 except SystemExit as left:

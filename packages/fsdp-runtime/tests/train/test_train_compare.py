@@ -6,7 +6,7 @@ import pytest
 from train_helpers import text_folder, tiny
 
 from fsdp_runtime.train import TrainError, compare
-from fsdp_runtime.train.cli import main
+from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.compare import GATHERS, Way, compare_losses, table
 
 

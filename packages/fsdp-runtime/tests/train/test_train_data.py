@@ -6,7 +6,7 @@ import torch
 from train_helpers import TEXT, text_folder
 
 from fsdp_runtime.train import Batches, TrainError, read_data
-from fsdp_runtime.train.batches import permute
+from fsdp_runtime.train.data import permute
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from train_helpers import TINY, text_folder
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
-from fsdp_runtime.train.errors import failed_collective, from_all, lost_contact, named
+from fsdp_runtime.train.errors import failed_collective, lost_contact, named
 from fsdp_runtime.train.launch import _environment
 from fsdp_runtime.train.report import read_metrics
+from ragged_shard import gather_from_ranks
 from ragged_shard.testing import run_ranks
 
 
@@ -41,7 +42,7 @@ def fail_to_save():
     """What the writing rank says when DCP reports a full disk on rank 1."""
     full = OSError(errno.ENOSPC, "No space left on device")
     error = CheckpointException("write", {1: (full, traceback.extract_stack())})
-    return root_cause(error, from_all(["alpha", "beta"][dist.get_rank()]))
+    return root_cause(error, gather_from_ranks(["alpha", "beta"][dist.get_rank()]))
 
 
 def test_a_save_that_failed_names_the_rank_and_the_host_whose_disk_is_full():
@@ -50,7 +51,7 @@ def test_a_save_that_failed_names_the_rank_and_the_host_whose_disk_is_full():
 
 def fail_in_a_collective():
     try:
-        from_all(lambda: None)  # cannot be pickled
+        gather_from_ranks(lambda: None)  # cannot be pickled
     except Exception as error:
         return failed_collective(error)
     return ""
@@ -58,7 +59,7 @@ def fail_in_a_collective():
 
 def test_an_error_out_of_a_collective_names_it_and_its_caller():
     for found in run_ranks(2, fail_in_a_collective):
-        assert found.startswith("all_gather_object in from_all (errors.py:")
+        assert found.startswith("all_gather_object in gather_from_ranks (_agreement.py:")
     assert failed_collective(ValueError()) == ""
 
 

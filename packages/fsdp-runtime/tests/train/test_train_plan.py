@@ -12,8 +12,7 @@ from train_helpers import text_folder, tiny, train
 from fsdp_runtime import LiveBytes, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.plan import make_plan, plan_lines
-from fsdp_runtime.train.timeline import Buffers, Moment, step_peaks
+from fsdp_runtime.train.plan import Buffers, Moment, make_plan, plan_lines, step_peaks
 from ragged_shard.testing import run_ranks
 
 

@@ -6,9 +6,9 @@ import pytest
 from train_helpers import text_folder, tiny, train, with_changes
 
 from fsdp_runtime.train import ModelConfig, TrainError
-from fsdp_runtime.train.export import read_model
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS, losses, read_metrics
+from fsdp_runtime.train.runs import read_model
 from ragged_shard.testing import run_ranks
 
 

@@ -25,10 +25,10 @@ from train_helpers import (
 )
 
 from fsdp_runtime.train import PRESETS, TrainError, checkpoint, systems
-from fsdp_runtime.train.bad_numbers import BadNumbers
 from fsdp_runtime.train.checkpoint import latest
-from fsdp_runtime.train.export import export, read_model
-from fsdp_runtime.train.losses import losses_of
+from fsdp_runtime.train.model import losses_of
+from fsdp_runtime.train.runs import export, read_model
+from fsdp_runtime.train.trainer import BadNumbers
 from ragged_shard.testing import RankError, run_ranks
 
 

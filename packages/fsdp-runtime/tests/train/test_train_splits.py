@@ -16,7 +16,7 @@ from train_helpers import apart, losses, newest, text_folder, tiny, train, train
 
 from fsdp_runtime.train import PRESETS, TrainError, checkpoint
 from fsdp_runtime.train.parallel.meshes import make_meshes
-from fsdp_runtime.train.parallel.splits import AXES, SCHEDULES, Splits, find_splits
+from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import run_ranks
 
 DEEP = dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False)

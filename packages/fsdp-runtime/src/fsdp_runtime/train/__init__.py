@@ -14,9 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batches import Batches
     from .config import RunConfig
-    from .corpus import Corpus, read_data
+    from .data import Batches, Corpus, read_data
     from .errors import TrainError
     from .model import PRESETS, ModelConfig, Transformer
     from .trainer import Trainer
@@ -34,14 +33,14 @@ __all__ = [
 ]
 _MODULES = {
     "PRESETS": "model",
-    "Batches": "batches",
-    "Corpus": "corpus",
+    "Batches": "data",
+    "Corpus": "data",
     "ModelConfig": "model",
     "RunConfig": "config",
     "TrainError": "errors",
     "Trainer": "trainer",
     "Transformer": "model",
-    "read_data": "corpus",
+    "read_data": "data",
 }
 
 

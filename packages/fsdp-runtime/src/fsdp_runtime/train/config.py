@@ -4,22 +4,37 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ragged_shard import is_cpu
 
-from .budget import parse_bytes
 from .errors import TrainError
-from .hardware import check_present, pick_device
+from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .parallel.splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
+from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "8GiB", "500MB" or "123456".
+
+    Raises:
+        argparse.ArgumentTypeError: anything else, and what is less than one byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    if not found or (nbytes := int(float(found[1]) * _UNITS[(found[2] or "").upper()])) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 8GiB, 500MB or 123456789")
+    return nbytes
 
 
 def _option(default: Any, text: str, *, least: int | None = None, parse: Any = None) -> Any:
@@ -96,7 +111,7 @@ class RunConfig:
         "resume from the newest intact checkpoint of the run; its options are the defaults (default: no)",
     )
     plot: bool = _option(True, "draw curves at the end (default: yes)")
-    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto, cpu or cuda")
+    device: str = _option("auto", f"auto, {' or '.join(DEVICES)}")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
     late: float = _option(
         60.0,
@@ -112,6 +127,7 @@ class RunConfig:
                 expected = "at least 1" if least else "0 or more"
                 raise TrainError(f"{_flag(option.name)} {value}: expected {expected}")
             choices = get_args(option.type) if get_origin(option.type) is Literal else (value,)
+            choices = ("auto", *DEVICES) if option.name == "device" else choices
             if value not in choices:
                 raise TrainError(f"{_flag(option.name)} {value!r}: expected one of {', '.join(choices)}")
         if self.lr is not None and not 0 < self.lr < math.inf:

@@ -1,4 +1,4 @@
-"""User errors: one line, the same on every rank. What other exceptions mean, and how lines reach the terminal."""
+"""User errors: one line, the same on every rank. Values that all ranks must have; how lines reach the terminal."""
 
 import contextlib
 import os
@@ -6,11 +6,14 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+
+from ragged_shard import gather_from_ranks, same_on_all_ranks
 
 T = TypeVar("T")
 _LONGEST = 1600  # characters of a message
@@ -52,7 +55,7 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    found = from_all((message, socket.gethostname()))
+    found = gather_from_ranks((message, socket.gethostname()))
     failed = [(rank, text) for rank, (text, _) in enumerate(found) if text is not None]
     if failed:
         rank, text = failed[0]
@@ -68,7 +71,7 @@ def failed_collective(error: BaseException) -> str:
         code = frame.f_code
         if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
             found = found or f"{code.co_name} in {caller}"
-        elif not found and str(frame.f_globals.get("__name__")).startswith("fsdp_runtime"):
+        elif not found and str(frame.f_globals.get("__name__")).startswith(("fsdp_runtime", "ragged_shard")):
             caller = f"{code.co_name} ({Path(code.co_filename).name}:{line})"
     return found
 
@@ -78,25 +81,10 @@ def named(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} ({hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
 
 
-def listed(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks, for a message: "ranks 0, 2"."""
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
-
-
 def this_rank(rank: int) -> str:
     """As `named`, when the others cannot be asked: by what torchrun, or another launcher, has set."""
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     return f"rank {rank} ({socket.gethostname()})" if several else f"rank {rank}"
-
-
-def from_all(value: T) -> list[T]:
-    """A small object of every rank, by rank. Collective: one gather of objects."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -135,3 +123,36 @@ def silence(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def check_agreement(values: Mapping[str, Any]) -> None:
+    """Compare values, by their text, over all ranks.
+
+    Collective: one all-reduce of 64 bytes; if they differ, all-gathers of the values.
+
+    Raises:
+        TrainError: on every rank, with the first name whose values differ and the ranks that have each.
+    """
+    try:
+        same_on_all_ranks(values)
+    except ValueError as error:
+        raise TrainError(str(error)) from None
+
+
+def check_data(identity: str) -> None:
+    """`check_agreement` on what the data files are called and their sizes.
+
+    Raises:
+        TrainError: they differ.
+    """
+    check_agreement({"--data (a digest of names and sizes)": identity})
+
+
+def check_model(model: nn.Module) -> None:
+    """`check_agreement` on parameters, in their order.
+
+    Raises:
+        TrainError: they differ.
+    """
+    listed = enumerate(model.named_parameters())
+    check_agreement({f"parameter {n}": f"{name} {tuple(p.shape)} {p.dtype}" for n, (name, p) in listed})

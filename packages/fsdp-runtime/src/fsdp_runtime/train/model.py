@@ -13,10 +13,12 @@ head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -340,3 +342,15 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
         ff = ff * config.top_k + config.dim * config.num_experts
     weights = config.num_layers * (attention + ff) + config.dim * config.vocab_size
     return 6.0 * weights + 12.0 * config.num_layers * config.dim * seq_len
+
+
+def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats per token, a mean, and the model's balancing loss (0 where it has none)."""
+    return losses_from(model(tokens), targets)
+
+
+def losses_from(out: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from what the model has returned. Logits cut by token (a DTensor) need torch's ``loss_parallel``."""
+    logits, aux = out if isinstance(out, tuple) else (out.logits, targets.new_zeros((), dtype=torch.float32))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss, aux

@@ -1,40 +1,221 @@
-"""What each rank of a run will hold, worked out before anything is allocated, and how far a run was from it.
+"""``fsdp-train plan``: what each rank of a run will hold and send, before anything is allocated, and which splits fit.
 
-The units are sharded for real, on the meta device, in one process that stands for one rank of many; `timeline`
-adds their buffers to activations. The peak is
+The units are sharded for real, on the meta device, in one process that stands for one rank of many. Activations are
+recorded on fake tensors; `step_peaks` adds the buffers in use at each moment. The peak is
 
     parameter shards + optimizer state                    for good
     + the larger of: gathered buffers, gradients and activations, at the worst moment of forward and backward
                      gradient shards and temporaries of the optimizer's step
+
+Moments: ``enter`` and ``leave`` of forward, ``backward`` (a gradient has reached the unit's output), ``gradient`` (of
+a unit's first parameter), ``done`` (of the first layer's backward; those of others are done when the next begins).
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_runtime import LiveBytes, unit_memory
+from fsdp_runtime import LiveBytes, fake_tensors, unit_memory
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
+from .data import read_data
 from .errors import TrainError
-from .hardware import pick_device
-from .losses import losses_from
-from .model import ModelConfig, Transformer
+from .hardware import device_memory, pick_device
+from .launch import pick_ranks, start_ranks
+from .model import ModelConfig, Transformer, losses_from
 from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
-from .parallel.splits import Splits
 from .parallel.tensor_parallel import parallelize
+from .splits import AXES, Splits
 from .systems import wrap_order
-from .timeline import ENDS, Buffers, Moment, record, step_peaks
-from .trainer import model_config
+from .trainer import MEASURED_STEP, model_config
+
+Reductions = Literal["at once", "soon", "late"]  # when they end: see `step_peaks`
+ENDS: tuple[Reductions, ...] = get_args(Reductions)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something happens to a unit; `live` is the most bytes of activations from here to the next moment."""
+
+    what: str
+    unit: int  # 0 is the root, layers follow in order
+    live: int
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A unit's buffers on one rank, in bytes, one for each segment."""
+
+    gathered: tuple[int, ...]
+    reducing: tuple[int, ...]
+    gradients: int  # the shard that a reduction leaves
+    keeps: bool  # stays gathered between forward and backward
+    received: int = 0  # next to the gathered gradients while they are reduced
+    decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
+
+    def without_gradients(self) -> "Buffers":
+        """The same in a microbatch after which nothing is reduced."""
+        return replace(self, reducing=(), gradients=0, received=0)
+
+
+def record(
+    make_model: Callable[[], nn.Module],
+    layers_of: Callable[[nn.Module], list[nn.Module]],
+    run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: int,
+    seq_len: int,
+    device: torch.device,
+) -> list[Moment]:
+    """The moments of one microbatch's forward and backward, and the bytes in addition to parameters and kept gradients.
+
+    Counts what autograd keeps, temporaries, and each gradient until it is taken away. Nothing is computed: the model
+    is made of fake tensors.
+
+    Args:
+        make_model: builds the model; called where tensors are fake.
+        layers_of: the modules that are units, the root apart.
+        run: (model, tokens, targets) -> loss.
+        rows, seq_len: of a microbatch on one rank.
+        device: whose kernels are chosen.
+    """
+    with fake_tensors():
+        with torch.device(device):
+            model = make_model()
+            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+        recorder = _Recorder()
+        model.train()
+        with recorder.live:
+            recorder.watch(model, layers_of(model))
+            loss = run(model, tokens, torch.zeros_like(tokens))
+            recorder.in_backward = True
+            loss.backward()
+            recorder.mark("end", 0)
+        return recorder.moments()
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.live = LiveBytes()
+        self.in_backward = False
+        self._marks: list[tuple[str, int]] = []
+        self._peaks: list[int] = []
+
+    def mark(self, what: str, unit: int) -> None:
+        self._peaks.append(self.live.peak)
+        self.live.peak = self.live.now
+        self._marks.append((what, unit))
+
+    def moments(self) -> list[Moment]:
+        peaks = [*self._peaks[1:], self.live.peak]
+        return [Moment(what, unit, peak) for (what, unit), peak in zip(self._marks, peaks, strict=True)]
+
+    def watch(self, model: nn.Module, layers: list[nn.Module]) -> None:
+        owner: dict[torch.Tensor, int] = {}
+        for number, module in enumerate([model, *layers]):
+            module.register_forward_pre_hook(self._entering(number))
+            module.register_forward_hook(self._leaving(number))
+            for parameter in module.parameters():
+                owner[parameter] = number  # layers come after the root, which has them too
+        for owned, number in owner.items():
+            owned.register_post_accumulate_grad_hook(self._taking(number))
+
+    def _entering(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if self.in_backward:  # recomputed
+                return
+            self.mark("enter", unit)
+            if unit == 1:
+                args[0].register_hook(lambda grad: self.mark("done", unit))
+
+        return hook
+
+    def _leaving(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if not self.in_backward:
+                self.mark("leave", unit)
+                out[0].register_hook(lambda grad: self.mark("backward", unit))
+
+        return hook
+
+    def _taking(self, unit: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if ("gradient", unit) not in self._marks:
+                self.mark("gradient", unit)
+            parameter.grad = None
+
+        return hook
+
+
+def step_peaks(units: list[Buffers], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
+    """The most bytes of a step with activations, buffers and new gradient shards; and of buffers alone.
+
+    One unit is gathered ahead; one reduction runs while backward continues. Released buffers stay in the pool until
+    the pool is trimmed. A reduction that ends at once counts without its scratch: a lower bound, because a transport
+    may hold that where no meter of tensors sees it.
+
+    Args:
+        units: the root first, then the layers in order.
+        moments: of one microbatch.
+        ends: when reductions end: "at once", at the next unit's first gradient ("soon"), or after its last ("late").
+    """
+    last, pool, buffers, peak = len(units) - 1, 0, 0, 0
+    for moment in moments:
+        used, shards = _used(units, moment, ends)
+        trimmed = moment.what in ("done", "end") or (moment.what == "leave" and moment.unit in (0, last))
+        pool = used if trimmed else max(pool, used)
+        buffers, peak = max(buffers, pool), max(peak, moment.live + pool + shards)
+    return peak, buffers
+
+
+def _used(units: list[Buffers], moment: Moment, ends: Reductions) -> tuple[int, int]:
+    """Bytes of the buffers in use at a moment; and of new gradient shards and scratch."""
+    what, unit, last = moment.what, moment.unit, len(units) - 1
+    kept = {number for number in range(1, last + 1) if units[number].keeps}
+    gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
+    if what == "enter":
+        ahead = min(unit + 1, last)
+        gathered |= {unit, ahead} | {number for number in kept if number < unit}
+        encoded = {ahead} - {unit}
+    elif what == "leave":
+        gathered |= {number for number in kept if number <= (unit or last)}
+    elif what in ("backward", "gradient"):
+        unit = unit or last + 1  # the root's backward comes first
+        in_order = [number for number in range(last, 0, -1) if number not in kept]
+        started = in_order[: last - unit + 2]  # gathered for backward until now
+        encoded = {number for number in started if number < unit}
+        gathered |= {number for number in (*kept, *started) if number <= unit}
+        reducing = {0, unit} if what == "gradient" else {0}
+        if unit < last and (ends == "late" or what == "backward"):
+            running = unit + 1
+    else:
+        unit, running = 0, 1
+    reducing = (
+        {number for number in (*reducing, running) if number <= last}
+        if what not in ("enter", "leave")
+        else set()
+    )
+    shards = 0 if what in ("enter", "leave") else sum(each.gradients for each in units[unit + 1 :])
+    scratch = units[running].received if running and ends != "at once" else 0
+    buffers = [
+        *(size for number in gathered for size in units[number].gathered),
+        *(size for number in encoded for size in units[number].decoding),
+        *(size for number in reducing for size in units[number].reducing),
+    ]
+    return sum(buffers), shards + scratch
+
 
 _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
 
@@ -361,3 +542,273 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
 def megabytes(nbytes: int | None) -> str:
     """As text, in 10^6 bytes."""
     return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in a step, by axis.
+
+    Attributes:
+        fsdp: gathers of parameters and reductions of gradients.
+        hsdp: all-reduces of gradient shards.
+        tp: gathers and reduce-scatters of activations, those of an all-reduce for each.
+        cp: gathers of keys and values, reduce-scatters of their gradients.
+        ep: all-to-alls of tokens, where experts are evenly used.
+        pp: activations and their gradients between stages.
+    """
+
+    fsdp: float = 0.0
+    hsdp: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    pp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes on all axes."""
+        return self.fsdp + self.hsdp + self.tp + self.cp + self.ep + self.pp
+
+
+def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
+    """What one rank sends in a step; the rank of the pipeline with the most layers, without embedding and head.
+
+    `kept` layers stay gathered between forward and backward.
+    """
+    item = 2 if config.precision == "bf16" else 4
+    m, layers = config.accumulate, -(-sizes.num_layers // splits.pp)
+    rows = config.batch / splits.readers  # of a step
+    positions = rows * config.seq_len / splits.cp  # that this rank's tp group sees in a step
+    dense, experts = _layer_elements(sizes)
+
+    def others(ranks: int) -> float:
+        return (ranks - 1) / ranks
+
+    over = splits.shards * splits.tp // splits.ep  # ranks that the experts of one ep rank are sharded over
+    shared = dense / splits.tp * others(splits.shards) + experts / splits.ep * others(over)
+    times = (2 - kept / layers) * m if config.reshard else (1 if splits.pp > 1 else m)
+    reductions = 1 if splits.pp > 1 else m
+    fsdp = layers * shared * (times * item + reductions * 4)
+    shard = layers * (dense / splits.tp / splits.shards + experts / splits.ep / over)
+    kv = 2 * sizes.num_kv_heads * sizes.head_dim / splits.tp
+    passes = 3 if config.checkpointing else 2  # forward, backward, and forward again
+    routed = sizes.top_k * sizes.dim if sizes.num_experts else 0
+    return Traffic(
+        fsdp=fsdp,
+        hsdp=2 * 4 * reductions * shard * others(splits.hsdp),
+        tp=layers
+        * passes
+        * (2 if sizes.num_experts else 4)
+        * positions
+        * sizes.dim
+        * item
+        * others(splits.tp),
+        cp=layers * passes * positions * splits.cp * kv * item * others(splits.cp),
+        ep=layers * passes * 2 * positions / splits.tp * routed * item * others(splits.ep),
+        pp=(2 * positions / splits.tp * sizes.dim * item * splits.stages / splits.pp)
+        if splits.pp > 1
+        else 0.0,
+    )
+
+
+def _layer_elements(sizes: ModelConfig) -> tuple[int, int]:
+    """Elements of a layer's dense parameters, and of its experts."""
+    ff = 3 * sizes.dim * sizes.ff_dim * max(1, sizes.num_experts)
+    tables = sizes.vocab_size * sizes.dim * (1 if sizes.tied else 2)
+    layer = (sizes.num_parameters - tables - sizes.dim) // sizes.num_layers
+    return (layer - ff, ff) if sizes.num_experts else (layer, 0)
+
+
+def split_config(config: RunConfig, asked: Mapping[str, int]) -> RunConfig:
+    """The run with other splits: a number for each of `AXES`."""
+    hsdp, tp, pp, cp, ep = (asked[axis] for axis in AXES)
+    return dataclasses.replace(config, hsdp=hsdp, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def candidates(config: RunConfig, world_size: int) -> list[Splits]:
+    """Every split of the ranks that the run allows, in no order."""
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    experts = divisors if config.model.num_experts else [1]
+    asked = product(divisors, divisors, divisors, divisors, experts)
+    return [split for sizes in asked for split in _allowed(config, sizes, world_size)]
+
+
+def _allowed(config: RunConfig, asked: tuple[int, ...], world_size: int) -> list[Splits]:
+    chosen = split_config(config, dict(zip(AXES, asked, strict=True)))
+    try:
+        chosen.check(world_size)
+    except TrainError:
+        return []
+    return [chosen.splits(world_size)]
+
+
+_GIB = 1 << 30
+_ASSUMED_GIB = 80.0  # where this machine has no GPU
+_SHOWN, _PLANNED = 12, 40  # splits that are printed, and planned at most
+_SENT = ("fsdp", "hsdp", "tp", "cp", "ep", "pp")
+
+
+def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = None) -> int:
+    """Print a run's plan, and the splits of its ranks where it asks for none.
+
+    With ``measure`` also run a few steps and print how far the measured peak was from it. `gib` is what a rank may
+    hold. Returns 0.
+
+    Raises:
+        TrainError: what was asked for does not fit together, under any splits where it asks for none.
+    """
+    ranks = asked_ranks if asked_ranks and not config.measure else pick_ranks(config, asked_ranks)
+    data = read_data(
+        config.data,
+        dtype=config.dtype,
+        vocab_size=config.vocab_size,
+        held_out=config.held_out,
+        seq_len=config.seq_len,
+    )
+    sizes = model_config(config, data.vocab_size)
+    chosen = any(getattr(config, axis) > 1 for axis in AXES)
+    list_splits = not (chosen or config.measure or config.hf_config or config.system != "fsdp_runtime")
+    try:
+        config.check(ranks)
+    except TrainError as error:
+        if not list_splits or not candidates(config, ranks):
+            raise
+        print(f"without splits: {error}\n")
+    else:
+        splits, plan = config.splits(ranks), make_plan(config, data.vocab_size, ranks)
+        print(
+            "\n".join(
+                [
+                    *plan_lines(plan, ranks, splits),
+                    "",
+                    *traffic_lines(config, sizes, splits),
+                    "",
+                ]
+            )
+        )
+        if config.system == "fsdp_runtime" and config.pp == 1 and config.reshard:
+            with simulated_ranks(ranks, collectives="skip"):
+                peaks = kept_peaks(config, data.vocab_size, plan)
+            print("\n".join([*curve_lines(config, sizes, ranks, peaks), ""]))
+        if config.measure:
+            _measure(config, ranks, plan)
+    if list_splits:
+        with simulated_ranks(ranks, collectives="skip"):
+            print("\n".join(splits_lines(config, sizes, ranks, gib)))
+    return 0
+
+
+def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[int]) -> list[str]:
+    """A Markdown table of peak memory and bytes sent, by the number of layers that stay gathered.
+
+    Raises:
+        TrainError: not even freeing all of them fits ``config.memory_budget``.
+    """
+    budget = config.memory_budget
+    if budget is not None and min(peaks) > budget:
+        raise TrainError(
+            f"--memory-budget {budget:,}: a rank is planned to hold {min(peaks):,} bytes at least, with every layer "
+            "freed after forward"
+        )
+    fits = [kept for kept, peak in enumerate(peaks) if budget is None or peak <= budget]
+    rows = []
+    shown = {round(i * (len(peaks) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)} | {fits[-1]}
+    for kept in sorted(shown):
+        sent = traffic_of(config, sizes, config.splits(ranks), kept=kept).fsdp
+        chosen = ", as many as fit" if budget is not None and kept == fits[-1] else ""
+        rows.append(f"| {kept}{chosen} | {megabytes(peaks[kept])} | {sent / 1e6:,.2f} |")
+    return [
+        "memory against bytes sent (--memory-budget): the last layers that stay gathered after forward",
+        "",
+        "| layers | peak MB | MB sent: fsdp |",
+        "| --- " * 3 + "|",
+        *rows,
+    ]
+
+
+def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
+    sys.stdout.flush()
+    short = dataclasses.replace(
+        config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
+    )
+    summary = start_ranks(short, ranks, quiet=True).summary
+    for text, planned, measured in (
+        ("live bytes before it", plan.at_rest, summary["measured_rest"]),
+        ("peak", plan.peak, summary["measured_peak"]),
+    ):
+        off = 100 * (measured / planned - 1)
+        print(
+            f"step {MEASURED_STEP}, measured {text}: {megabytes(measured)} MB, {off:+.1f} % from "
+            f"{megabytes(planned)} MB planned"
+        )
+
+
+def traffic_lines(config: RunConfig, sizes: ModelConfig, splits: Splits) -> list[str]:
+    """Bytes that one rank sends in a step on each axis, and the pipeline's bubble."""
+    traffic = traffic_of(config, sizes, splits)
+    what = {
+        "fsdp": "gathers and reductions of parameters",
+        "hsdp": "all-reduces of gradient shards",
+        "tp": "gathers and reduce-scatters of activations",
+        "cp": "gathers of keys and values, and their gradients",
+        "ep": "all-to-alls of tokens, if experts are evenly used",
+        "pp": "activations between stages, and their gradients",
+    }
+    lines = [f"one rank sends in a step ({splits}; layers only, MB):"]
+    for axis, text in what.items():
+        nbytes = getattr(traffic, axis)
+        if nbytes:
+            lines.append(f"  {axis:<5}{text + ':':<52}{nbytes / 1e6:>12,.2f}")
+    return [*lines, f"pipeline's bubble: {splits.bubble(config.accumulate):.1%} of a step"]
+
+
+def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:
+    """Bytes that a rank may hold, and who says so."""
+    if gib is not None:
+        return gib * _GIB, "--memory"
+    mine = device_memory(pick_device(config.device))
+    return (_ASSUMED_GIB * _GIB, "assumed; no GPU here") if mine is None else (mine, "this GPU's")
+
+
+def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float | None) -> list[str]:
+    """A Markdown table of the splits that fit in memory, those that send the fewest bytes first.
+
+    Called inside `simulated_ranks`.
+
+    Args:
+        config, sizes: the run, and its model with the data's vocabulary.
+        ranks: number of ranks to split.
+        gib: GiB that a rank may hold; None takes this machine's GPU.
+    """
+    found = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
+    limit, whose = memory_limit(config, gib)
+    rows: list[str] = []
+    planned = 0
+    for splits, traffic in sorted(found, key=lambda pair: pair[1].total):
+        if len(rows) == _SHOWN or planned == _PLANNED:
+            break
+        planned += 1
+        chosen = split_config(config, {axis: getattr(splits, axis) for axis in AXES})
+        peak = plan_here(chosen, sizes.vocab_size).peak
+        if peak <= limit:
+            cells = " | ".join(f"{getattr(traffic, axis) / 1e6:,.1f}" for axis in _SENT)
+            bubble = splits.bubble(config.accumulate)
+            rows.append(
+                f"| {splits} | {peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
+            )
+    lines = [
+        f"{len(found)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "
+        f"{planned} that send least:",
+        "",
+        f"| split | GiB a rank | bubble | MB sent | {' | '.join(_SENT)} |",
+        "| --- " * (4 + len(_SENT)) + "|",
+        *rows,
+        "",
+    ]
+    if not rows:
+        lines.append(
+            "nothing fits: use more ranks, --checkpointing, or a smaller --batch with more --accumulate"
+        )
+    if config.accumulate == 1:
+        lines.append("pipelines take microbatches: with --accumulate 2 or more there are splits with pp")
+    return lines

@@ -1,4 +1,4 @@
-"""What a run says: a bar or lines on the terminal, JSON lines in a file, and curves at the end. Rank 0 only."""
+"""Lines on the terminal, JSON lines in a file, and curves at the end. Rank 0 only."""
 
 import contextlib
 import json

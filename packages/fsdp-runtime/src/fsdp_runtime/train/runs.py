@@ -1,4 +1,4 @@
-"""Which folder a run writes to, held by a lock; rank 0 decides, all ranks learn it."""
+"""Folders of runs: which one a run writes to, locked by rank 0; and the commands ``verify`` and ``export``."""
 
 import contextlib
 import errno
@@ -6,15 +6,33 @@ import fcntl
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from .checkpoint import CHECKPOINTS, checkpoints_of, latest, read_about
-from .checkpoint_files import RUN_FILE, is_as_written
+from ragged_shard import gather_from_ranks
+
+from .checkpoint import (
+    CHECKPOINTS,
+    RUN_FILE,
+    Planner,
+    Reader,
+    checkpoints_of,
+    find_damage,
+    is_as_written,
+    latest,
+    read_about,
+    shortened,
+)
 from .config import RunConfig
-from .errors import TrainError, from_all, one_line, say
+from .errors import TrainError, one_line, say
 from .report import METRICS
 
 RUNS = Path("runs")
@@ -87,7 +105,7 @@ def choose_folder(config: RunConfig) -> RunFolder:
         except OSError as error:
             problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
     found = (folder.path, folder.resume) if folder else None
-    found, problem = from_all((found, problem))[0]
+    found, problem = gather_from_ranks((found, problem))[0]
     if found is None:
         raise TrainError(problem or "no folder")
     return folder or RunFolder(found[0], resume=found[1])
@@ -226,3 +244,89 @@ def _locked(path: Path, patience: float) -> int | None:
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n{this_launch()}".encode())
             return file
         os.close(file)  # removed by a run whose start failed, after it was opened here
+
+
+def verify(run: str) -> int:
+    """Read every checkpoint of `run` (or the checkpoint `run`) and print the damaged files.
+
+    Returns 0 if all are as they were written, else 1.
+
+    Raises:
+        TrainError: there is no checkpoint.
+    """
+    checkpoints = checkpoints_of(Path(run))
+    if not checkpoints:
+        raise TrainError(f"{run} has no complete checkpoint")
+    status = 0
+    for checkpoint in checkpoints:
+        lines = find_damage(checkpoint)
+        for line in lines:
+            print(f"{checkpoint}: {line}")
+        size = sum(path.stat().st_size for path in checkpoint.iterdir())
+        if not lines:
+            print(f"{checkpoint}: as written, {size / 1e6:,.1f} MB")
+        status = status or int(bool(lines))
+    return status
+
+
+def export(run: str, output: str | None, dtype: str) -> int:
+    """Write the newest checkpoint of `run` (or the checkpoint `run`) to `output`; returns 0.
+
+    In one process, without ranks, whatever their number was. Tied weights are written once for each name that the
+    checkpoint has. The file appears whole or not at all.
+
+    Raises:
+        TrainError: no complete checkpoint, or it cannot be read, or the file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(run)
+    found = next(iter(checkpoints_of(folder)), None)
+    if found is None:
+        raise TrainError(f"{run} has no complete checkpoint")
+    if lines := find_damage(found):
+        raise TrainError(f"{found} is damaged: {shortened(lines)}")
+    about = read_about(found)
+    tensors = read_model(found)
+    if dtype == "bf16":
+        tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    path = Path(output) if output else folder / "model.safetensors"
+    if output is None and found == folder:
+        path = Path("model.safetensors")
+    if path.is_dir():
+        raise TrainError(f"cannot write {path}: it is a folder")
+    partial = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", "step": str(about["step"])})
+        os.replace(partial, path)
+    except (OSError, ValueError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise TrainError(f"cannot write {path}: {one_line(error)}") from error
+    except Exception as error:  # safetensors raises a class of its own for a full disk
+        raise TrainError(f"cannot write {path}: {one_line(error)}") from error
+    total = sum(t.numel() for t in tensors.values())
+    print(f"{path}: {len(tensors)} tensors, {total / 1e6:.2f}M parameters, step {about['step']}")
+    return 0
+
+
+def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The whole model of a checkpoint, on the host, in this process alone.
+
+    Raises:
+        TrainError: files are missing or damaged.
+    """
+    try:
+        reader = Reader(checkpoint)
+        entries = reader.read_metadata().state_dict_metadata
+        wanted: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():  # that one process loads is what is meant
+            warnings.simplefilter("ignore", UserWarning)
+            dcp_load(wanted, storage_reader=reader, planner=Planner(), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise TrainError(f"cannot read {checkpoint}: {one_line(error)}") from error
+    return {name.removeprefix("model."): tensor.contiguous() for name, tensor in wanted.items()}

@@ -5,9 +5,11 @@ optimizer's step go through it, because DeepSpeed wants them to itself.
 """
 
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_runtime import BudgetError, FSDPModule, StepMeter, Tuning, tune
 from ragged_shard import distribute_like, is_cpu
 
 from .config import FLOAT8, RunConfig
 from .errors import TrainError
 from .hardware import multiplies_fp8
-from .losses import losses_of
+from .model import losses_of
 from .optimizers import declared_blocks, parse_block_option
 
 Initialise = Callable[[str, Tensor], None]
@@ -365,3 +368,83 @@ def quantization(weights: str, gradients: str, compute: Any) -> Any:
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
     blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
+
+
+def use_least_memory(model: nn.Module) -> None:
+    """Free every unit after forward, and gather none ahead."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(True, recurse=False)
+            module.set_prefetch_depth(0)
+
+
+def choose_kept(
+    model: nn.Module, step: Callable[[], Any], budget: int, meter: StepMeter, device: torch.device
+) -> Tuning:
+    """Keep as many units gathered between forward and backward as the budget allows. Collective.
+
+    Args:
+        model: a root that fsdp_runtime has sharded, whose optimizer has its states.
+        step: forward and backward.
+        budget: bytes that a rank may hold.
+        meter: has measured a whole step with the least memory, the optimizer's included, on this rank.
+        device: of the model.
+
+    Raises:
+        TrainError: on every rank, where the budget is too small; says what is possible.
+    """
+    taken = torch.tensor(float(meter.peak or 0), dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+    least = int(taken)  # so much the optimizer's step may need
+    try:
+        tuning = tune(model, step, memory_budget=budget, meter=meter)
+    except BudgetError as error:
+        least = max(least, error.least)
+    except ValueError as error:
+        raise TrainError(f"--memory-budget: {error}") from error
+    if least > budget:
+        raise TrainError(
+            f"--memory-budget {budget:,}: a step takes at least {least:,} bytes on the rank that needs most, with "
+            "every unit freed after forward and none gathered ahead"
+        )
+    return tuning
+
+
+def describe_kept(tuning: Tuning, model: nn.Module, budget: int) -> str:
+    """What was chosen, in a line."""
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return (
+        f"{len(tuning.kept)} of {units} units stay gathered between forward and backward, {tuning.prefetch_depth} "
+        f"gathered ahead: at most {tuning.peak / 1e6:,.2f} of {budget / 1e6:,.2f} MB"
+    )
+
+
+def build_hf_model(path: str, seed: int, vocab_size: int, checkpointing: bool) -> nn.Module:
+    """The causal language model that a ``config.json`` describes, the same on every rank.
+
+    Raises:
+        TrainError: transformers is missing, the file is not such a configuration, or its vocabulary is too small.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise TrainError("--hf-config needs transformers: pip install 'fsdp-runtime[hf]'")
+    import transformers
+
+    try:
+        settings = json.loads(Path(path).read_text())
+        kind = settings.pop("model_type")
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        torch.manual_seed(seed)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except KeyError as error:
+        raise TrainError(f"--hf-config {path}: no {error} in it") from error
+    except Exception as error:  # transformers checks little: whatever a wrong value leads to
+        raise TrainError(f"--hf-config {path}: {' '.join(str(error).split())[:300]}") from error
+    if config.vocab_size < vocab_size:
+        raise TrainError(
+            f"--hf-config {path}: a vocabulary of {config.vocab_size}, the data has {vocab_size} tokens"
+        )
+    model.config.use_cache = False  # type: ignore[union-attr, unused-ignore]
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator, unused-ignore]
+    return model

@@ -25,21 +25,59 @@ from torch import Tensor, nn
 from fsdp_runtime import StepMeter, Tuning
 
 from . import checkpoint as ckpt
-from .agreement import check_data, check_model
-from .bad_numbers import BadNumbers
-from .batches import Batches
-from .budget import choose, describe, use_least_memory
 from .config import RunConfig
-from .corpus import TextData, read_data
-from .errors import TrainError, agreed, say
+from .data import Batches, TextData, read_data
+from .errors import TrainError, agreed, check_data, check_model, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
 from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
-from .parallel.splits import check_splits
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
-from .systems import System, make_system, pool_bytes
+from .splits import check_splits
+from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
+
+_MOST = 5  # this many such steps in a row end a run that skips: it has diverged
+
+
+@dataclass
+class BadNumbers:
+    """The count of one run; the same on every rank. `mode` is ``--on-nan``."""
+
+    mode: str
+    total: int = 0
+    in_a_row: int = 0
+
+    def take(self, step: int, loss: float, norm: float, ranks: int, rank: int) -> str | None:
+        """Look at a step's figures; what to say of them, None if they are finite.
+
+        Args:
+            step: counted from 1.
+            loss, norm: over all ranks.
+            ranks: how many had such a loss themselves.
+            rank: which, if it was one.
+
+        Raises:
+            TrainError: the run should end.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return None
+        self.total += 1
+        self.in_a_row += 1
+        who = f"rank {rank}" if ranks == 1 else f"{ranks} ranks"
+        what = (
+            f"the loss of {who} is {loss}"
+            if ranks
+            else f"the gradients' norm is {norm} (the loss {loss:.4g})"
+        )
+        cure = "try a lower --lr, a longer --warmup or --clip"
+        if self.mode == "stop":
+            raise TrainError(f"step {step}: {what}; {cure}, or --on-nan skip")
+        if self.in_a_row >= _MOST:
+            raise TrainError(f"step {step}: {what}, and no update could be made for {_MOST} steps; {cure}")
+        return f"step {step}: {what}; update skipped, {self.total} so far"
+
 
 MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
 
@@ -156,7 +194,7 @@ class Trainer:
             return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
 
         if config.hf_config:
-            from .hf import build_hf_model
+            from .systems import build_hf_model
 
             model = build_hf_model(config.hf_config, config.seed, self.data.vocab_size, config.checkpointing)
             self._described = ckpt.describe(model)
@@ -283,9 +321,9 @@ class Trainer:
         def step() -> None:
             self.system.accumulate(self.model, batches, self.config.model.aux_weight)
 
-        self._tuning = choose(self.model, step, budget, self._meter, self.device)
+        self._tuning = choose_kept(self.model, step, budget, self._meter, self.device)
         if report:
-            report.say(describe(self._tuning, self.model, budget))
+            report.say(describe_kept(self._tuning, self.model, budget))
 
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from ..config import RunConfig
-from ..losses import losses_from
+from ..model import losses_from
+from ..splits import SCHEDULES
 from ..systems import Batch
 from .meshes import Meshes
-from .splits import SCHEDULES
 
 
 class Pipeline:
