@@ -56,6 +56,42 @@ def between_passes():
     assert all(value.equal(wanted[name]) for name, value in values(model).items())
 
 
+def saved_in_passes():
+    """A state dict has the sharded parameters at any time, and frees nothing; a written gathered one raises."""
+    model = shard(seeded())
+    wanted = values(model)
+    during = []
+
+    def look(*_):
+        before = gathered_memory(model)
+        with record_collectives() as record:
+            states = model.state_dict(), model.state_dict(keep_vars=True)
+        assert (record.kinds, gathered_memory(model)) == ([], before)
+        during.append(states)
+
+    handle = model.blocks[1].register_forward_hook(look)
+    loss = loss_of(model, tokens())
+    handle.remove()
+    look()
+    assert gathered_memory(model).lent_bytes > 0  # until backward
+    assert model.embed.weight is dict(model.state_dict(keep_vars=True))["embed.weight"]
+    loss.backward()
+    look()
+    params = dict(model.named_parameters())
+    for plain, kept in during:
+        assert all(plain[name].full_tensor().equal(value) for name, value in wanted.items())
+        assert all(kept[name] is params[name] for name in wanted)
+    loss_of(model, tokens())
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    with pytest.raises(RuntimeError, match="gathered parameters were changed in place"):
+        model.state_dict()
+
+
+def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
+    run_ranks(2, saved_in_passes)
+
+
 def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
     run_ranks(2, between_passes)
 
@@ -125,7 +161,7 @@ def refused():
     loss_of(model, tokens()).backward()
     optimizer.step()
     with pytest.raises(
-        RuntimeError, match="optimizer 0, state 0,  momentum_buffer was written to while it was copied"
+        RuntimeError, match="optimizer 0 state 0 momentum_buffer was written to while it was copied"
     ):
         snapshot(model, optimizer)
     offload(model)
@@ -133,7 +169,7 @@ def refused():
         snapshot(model)
     with torch.device("meta"):
         empty = seeded()
-    with pytest.raises(ValueError, match=r"parameters \['embed.weight', .* of Body are on meta"):
+    with pytest.raises(ValueError, match=r"model embed\.weight is on meta"):
         snapshot(shard(empty))
 
 

@@ -83,7 +83,10 @@ def aliases(fsdp):
         assert torch.equal(state[name].to_local(), p.to_local()), name
 
 
-@case(STATE, "`state_dict` while parameters are unsharded shards them first")
+@case(
+    STATE,
+    "`state_dict` while parameters are unsharded: sharded entries, and sharded parameters in the modules",
+)
 def while_unsharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
     model(torch.randn(2, 8))

@@ -311,8 +311,8 @@ class Group:
     def release(self) -> bool:
         """Free the gathered parameters, and register the sharded ones. Returns whether the former were written to."""
         assert self.buffer is not None
-        versions, self._full_versions = self._full_versions, []
-        written = bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
+        written = self.gathered_written()
+        self._full_versions = []
         self.buffer.release()
         self.register_sharded()
         return written
@@ -359,6 +359,11 @@ class Group:
         if self.extended is None:
             return compat.versions(self.buffer.shard) != self._gathered_versions
         return self._versions_of_subclasses(self.buffer) != self._gathered_versions
+
+    def gathered_written(self) -> bool:
+        """Whether the gathered parameters were written to since they were gathered."""
+        versions = self._full_versions
+        return bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
 
     def forget_writes(self) -> None:
         """Let `release` overlook writes to the gathered memory: they are part of what failed."""

@@ -235,6 +235,11 @@ class Unit:
         if self.closed:
             raise RuntimeError(f"the parameters of {self.name} {self.closed}")
 
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if gathered parameters were changed in place: the shards do not have the change."""
+        if any(group.gathered_written() for group in self.groups):
+            self._refuse_written()
+
     def adopt(self) -> None:
         """Take in parameters that were moved or assigned."""
         self.check_open()

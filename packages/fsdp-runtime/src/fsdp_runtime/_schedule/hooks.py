@@ -29,7 +29,7 @@ def attach(member: Member) -> None:
     for module in member.unit.modules:
         module.register_forward_pre_hook(_pre_forward(member), prepend=True, with_kwargs=True)
         module.register_forward_hook(_post_forward(member), always_call=True)
-        module.register_state_dict_pre_hook(lambda *_: member.passes.check_order())
+        module.register_state_dict_pre_hook(lambda *_: member.passes.before_save())
 
 
 def _pre_forward(member: Member) -> Callable[..., Any]:

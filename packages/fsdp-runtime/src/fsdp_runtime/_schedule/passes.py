@@ -4,6 +4,7 @@ forward    root enters: begin_forward ... enter_forward(unit), leave_forward(uni
 backward   first output's gradient: enter_backward(unit) ... leave_backward(unit) ... engine is done: end_backward
 """
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ class Pass:
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
         self.last_backward: list[Unit] = []
+        self._thread = 0  # that ran the last forward
         self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
 
     def gather_after(self, event: Any) -> None:
@@ -110,6 +112,7 @@ class Pass:
             if quantized:
                 share_amax(quantized, self.streams, _AT_ONCE)
             self._root = root
+            self._thread = threading.get_ident()
             if root not in self._forward:
                 self._forward[root] = Schedule()
                 self._watch_order()
@@ -203,10 +206,19 @@ class Pass:
         for order in self._compared:
             order.compare(self.streams.layer)
 
-    def check_order(self) -> None:
-        """Before values are saved: compare the orders again if the device may not have been done with the last pass."""
+    def before_save(self) -> None:
+        """Put the sharded parameters into the modules if no pass is under way, and compare the order of collectives.
+
+        It is compared again because the device may not have been done with the last pass. Does nothing in another
+        thread than the one that runs passes.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        self.rest(free=False)
         layer = self.streams.layer
-        orders = [order for order in self._compared if not order.titles] if layer.asynchronous else []
+        if not layer.asynchronous:
+            return
+        orders = [order for order in self._compared if not order.titles]
         if orders:
             layer.synchronize()
         for order in orders:

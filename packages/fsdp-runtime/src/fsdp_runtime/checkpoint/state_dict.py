@@ -1,8 +1,8 @@
 """State dicts show and take sharded parameters.
 
-Saving: sharded parameters are put back first, so entries are `RaggedDTensor`s that alias them. Loading takes
-entries laid out alike (copied), on any other ragged layout or FSDP2's `Shard(0)` (redistributed), and full plain
-tensors (cut), with and without `assign=True`.
+Saving: entries are the sharded parameters, `RaggedDTensor`s that alias their memory, also while modules hold gathered
+ones; nothing is resharded. Loading takes entries of the same layout (copied), of any other ragged layout or FSDP2's
+`Shard(0)` (redistributed), and full plain tensors (cut), with and without `assign=True`.
 
 A parameter `X` that is kept as codes is saved as `X.codes` and `X.scales`, which alias it too (with `keep_vars=True` as
 `X`, the parameter). It loads from these two, or from values under `X`, which are quantized.
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ragged_shard
-from ragged_shard import RaggedShard
+from ragged_shard import RaggedDTensor, RaggedShard
 
 from .._params.at_rest import CODES, SCALES, Entries, entries_of, from_entries, is_at_rest
 from .._params.unit import Param, Unit
@@ -28,25 +28,31 @@ def attach(unit: Unit) -> None:
         for param in group.params:
             for place in param.places:
                 modules[place.module] = None
-    save, split, load = _hooks(unit)
+    before_save, after_save, before_load = _hooks(unit)
     for module in modules:
-        module.register_state_dict_pre_hook(save)
-        module.register_state_dict_post_hook(split)
-        module.register_load_state_dict_pre_hook(load)
+        module.register_state_dict_pre_hook(before_save)
+        module.register_state_dict_post_hook(after_save)
+        module.register_load_state_dict_pre_hook(before_load)
 
 
 def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
-    """What a module calls before and after it saves, and before it loads."""
+    """Returns the pre-save, post-save and pre-load hooks."""
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.check_open()
-        unit.reshard()
+        unit.check_unwritten()
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for param, attribute in _held_by(unit, module):
-            value = state_dict.get(prefix + attribute)
-            if is_at_rest(param.sharded) and value is not None and value is not param.sharded:
-                _split_entry(param, state_dict, prefix + attribute)
+        for param, attribute in _params_in(unit, module):
+            key = prefix + attribute
+            value, registered = state_dict.get(key), module._parameters.get(attribute)
+            if value is None or (registered is not param.sharded and registered is not param.unsharded):
+                continue  # assigned by the user: saved as it is
+            if not isinstance(value, RaggedDTensor):
+                keep_vars = value is param.unsharded
+                state_dict[key] = value = param.sharded if keep_vars else param.sharded.detach()
+            if is_at_rest(param.sharded) and value is not param.sharded:
+                _split_entry(param, state_dict, key)
 
     def before_load(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
@@ -54,7 +60,7 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
         unit.check_open()
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
-        for param, attribute in _held_by(unit, module):
+        for param, attribute in _params_in(unit, module):
             if is_at_rest(param.sharded):
                 _join_entries(param, state_dict, prefix + attribute)
             value = state_dict.get(prefix + attribute)
@@ -88,12 +94,12 @@ def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:
     Raises:
         ValueError: one is missing, or the values are there too.
     """
-    found = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
-    if found in ([], [key]):
+    keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
+    if keys in ([], [key]):
         return
-    if found != [key + CODES, key + SCALES]:
+    if keys != [key + CODES, key + SCALES]:
         raise ValueError(
-            f"load_state_dict: {found} for a parameter that is kept as codes; expected {key + CODES!r} and "
+            f"load_state_dict: {keys} for a parameter that is kept as codes; expected {key + CODES!r} and "
             f"{key + SCALES!r}, or {key!r} alone"
         )
     entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
@@ -101,7 +107,7 @@ def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:
     state_dict[key] = from_entries(group.plan, group.plan_of(param), param.sharded, entries)
 
 
-def _held_by(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:
+def _params_in(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:
     return [
         (param, place.attribute) for param in unit.params for place in param.places if place.module is module
     ]
