@@ -93,18 +93,18 @@ def index_of(model, param):
 def test_between_steps_no_states_are_on_the_device_and_in_a_step_three_blocks_at_most(kind, monkeypatch):
     with alone_or_one(kind) as simulated:
         model, optimizer = prepared(kind, True)
-        blocks = optimizer._blocks._blocks
+        blocks = optimizer._offloaded._buckets
         assert len(blocks) >= 5 if kind in ALONE else len(blocks) == 1
         most, theirs = [], type(optimizer._inner).step
 
         def step(self, *args, **named):
-            most.append(sum(any(m.storage.nbytes() for m in block.moved) for block in blocks))
+            most.append(sum(any(copy.storage.nbytes() for copy in block.copies) for block in blocks))
             return theirs(self, *args, **named)
 
         monkeypatch.setattr(type(optimizer._inner), "step", step)
         train(model, optimizer, range(1))
         assert max(most) == (3 if kind in ALONE else 1)
-        assert all(moved.storage.nbytes() == 0 for block in blocks for moved in block.moved)
+        assert all(copy.storage.nbytes() == 0 for block in blocks for copy in block.copies)
         assert simulated.accesses
 
 

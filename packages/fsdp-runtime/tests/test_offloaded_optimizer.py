@@ -80,7 +80,7 @@ def test_a_bucket_is_one_copy_each_way_and_the_next_one_is_queued_before_an_upda
         loss_of(model, tokens(2)).backward()
         with Log(simulated) as log:
             optimizer.step()
-        buckets = len(optimizer._buckets)
+        buckets = len(optimizer._offloaded._buckets)
         assert buckets >= 4
         copies = [stream for kind, stream in log.events if kind == "copy"]
         assert len(copies) == 2 * buckets
@@ -101,12 +101,53 @@ def test_an_update_that_does_not_wait_for_its_states_is_a_race(monkeypatch):
         monkeypatch.undo()
 
 
-def test_states_are_on_the_device_two_buckets_at_a_time_and_between_steps_not_at_all():
+def test_states_are_on_the_device_three_buckets_at_a_time_and_between_steps_not_at_all(monkeypatch):
     with device():
-        _, optimizer = train("adamw", True)
-        sizes = [bucket.nbytes for bucket in optimizer._buckets]
-        assert sum(slot._nbytes for slot in optimizer._slots) == max(sizes[::2]) + max(sizes[1::2])
-        assert all(slot._storage.nbytes() == 0 for slot in optimizer._slots)
+        most = []
+        step = torch.optim.AdamW.step
+
+        def watched(self, *args):
+            if hasattr(optimizer, "_offloaded"):
+                copies = [copy for bucket in optimizer._offloaded._buckets for copy in bucket.copies]
+                most.append(sum(copy.storage.nbytes() > 0 for copy in copies))
+            return step(self, *args)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+        model, optimizer = sharded(), None
+        optimizer = OffloadedOptimizer(KINDS["adamw"](list(model.parameters())), bucket_bytes=700)
+        for number in range(3):
+            loss_of(model, tokens(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        copies = [copy for bucket in optimizer._offloaded._buckets for copy in bucket.copies]
+        assert len(copies) == len(optimizer._offloaded._buckets) >= 4  # one storage each
+        assert max(most) <= 3
+        assert all(copy.storage.nbytes() == 0 for copy in copies)
+        states = [
+            value
+            for state in optimizer._inner.state.values()
+            for value in state.values()
+            if value.numel() > 1
+        ]
+        assert all(value.to_local().untyped_storage().nbytes() == 0 for value in states)
+
+
+def test_parameters_that_are_added_go_into_buckets_with_their_states():
+    with device():
+        results = []
+        for offloaded in (False, True):
+            model = sharded()
+            optimizer = KINDS["adamw"](list(model.blocks.parameters()))
+            if offloaded:
+                optimizer = OffloadedOptimizer(optimizer, bucket_bytes=3000)
+            for step in range(4):
+                if step == 2:
+                    optimizer.add_param_group({"params": [model.head.weight, model.embed.weight], "lr": 0.1})
+                loss_of(model, tokens(step)).backward()
+                optimizer.step()
+                model.zero_grad()
+            results.append(locals_of(model))
+        assert all(one.equal(two) for one, two in zip(*results, strict=True))
 
 
 def test_state_dicts_go_on_elsewhere_and_come_back():

@@ -33,10 +33,10 @@ from .checkpoint.full_state import (
     set_full_state_dict,
 )
 from .checkpoint.loading import LoadReport, load_safetensors
+from .checkpoint.offload import offload, reload
 from .checkpoint.offloaded_optimizer import OffloadedOptimizer
 from .checkpoint.rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
 from .checkpoint.safetensors_export import save_safetensors
-from .checkpoint.sleep import offload, reload
 from .checkpoint.snapshot import Snapshot, snapshot
 from .memory.meter import LiveBytes, StepMeter
 from .memory.tune import BudgetError, Tuning, tune

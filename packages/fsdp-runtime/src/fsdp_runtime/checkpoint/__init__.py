@@ -6,7 +6,6 @@ targets, entries        what a model holds, for loading and for gathering       
 loading, full_state     into shards                                                know: files, targets
 runs, changes, export   out of shards, in bounded memory, or only what changed     know: entries
 full_params             whole parameters in the modules for a while                knows: runs
-sleep, snapshot         shards in CPU memory, copies of shards                     know: units
-offloaded_optimizer     states in CPU memory, updates on the device                knows: nothing of models
-offloaded_blocks        the same for block_optim's                                 knows: nothing of models
+offload, snapshot       shards in CPU memory, copies of shards                     know: units
+offloaded_optimizer     states in CPU memory, updates on the device                knows: offload
 """

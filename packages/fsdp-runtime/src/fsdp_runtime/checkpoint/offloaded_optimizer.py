@@ -3,21 +3,31 @@
     copies    in 0 | in 1 |  out 0 | in 2 |  out 1 | in 3 |  out 2 ...
     compute          step 0        | step 1        | step 2  ...
 
-"in" brings a bucket's states to one of two slots on the device, "out" takes them back. Step i waits for "in i", "out i"
-for step i; "in i + 2" comes after "out i" in the copies' own stream, since it uses the same slot.
+"in" fills a bucket's storages on the device, "out" copies them back, after which they are emptied. Step i waits for
+"in i", "out i" for step i. The objects of the states stay; their storages are empty between steps.
+
+    torch's optimizers    a bucket has parameters of up to so many bytes; their states are moved into one storage
+    block_optim's         a bucket has parameters whose states share storages: AdamW's and AdamW8bit's of a group, of
+                          optimizers that look at several parameters at a time all
 """
 
-from collections.abc import Callable
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from dbuffer import DeviceLayer, device_layer
-from ragged_shard import PinnedMemory, RaggedDTensor
+from ragged_shard import RaggedDTensor
 
-from .offloaded_blocks import OffloadedBlocks, is_of_blocks
+from .._torch.tree import local_tensor, tensors_in
+from .offload import HostCopy
 
-State = dict[str, Any]
 # Those that update each parameter by itself, so that buckets of them can be updated one after the other.
 _KNOWN = tuple(
     getattr(torch.optim, name)
@@ -47,11 +57,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     optimizer itself. `state` and state dicts show the states in CPU memory (page-locked); call `wait` before other code
     reads them on the CPU. Parameter groups are the optimizer's own, so that learning rate schedulers take either.
 
-    With torch's optimizers two buckets of states are on the device in a step, and each moves by one copy. Of
-    block_optim's AdamW and AdamW8bit a bucket is what they allocate together, which is a parameter group: give each
-    unit's parameters a group. Up to three are on the device, a copy moves one kind of state, and a skipped step moves
-    nothing. Muon, Shampoo, SOAP, Mixed and optimizers of your own are one bucket: their states are on the device in a
-    step, all of them. All of block_optim's have all of them there while a state dict is loaded.
+    Up to three buckets are on the device in a step. With torch's optimizers each moves by one copy. A bucket of
+    block_optim's AdamW and AdamW8bit is what they allocate together, which is a parameter group: give each unit's
+    parameters a group; a copy moves one kind of state, and a skipped step moves nothing. Muon, Shampoo, SOAP, Mixed and
+    optimizers of your own are one bucket: their states are on the device in a step, all of them. All states are there
+    while a state dict is loaded.
 
     Communicates nothing of its own with torch's optimizers. With AdamW and AdamW8bit of several groups the 4 bytes that
     these communicate for non-finite gradients; and Muon assigns its matrices anew in each step, 16 bytes for each
@@ -91,20 +101,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"OffloadedOptimizer: parameters on {sorted(map(str, devices))}; expected one device"
             )
-        self._inner, self._bucket_bytes = optimizer, bucket_bytes
+        self._inner, self._of_blocks = optimizer, of_blocks
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        self._layer = device_layer(devices.pop())
-        self._of_blocks = of_blocks
-        self._blocks: OffloadedBlocks | None = None
-        if of_blocks and self._layer.asynchronous:
-            self._blocks = OffloadedBlocks(optimizer, self._layer)
-            self.state = self._blocks.state  # type: ignore[assignment]
-        self._copies = self._layer.new_stream()
-        self._buckets: list[_Bucket] = []
-        self._known: list[int] = []
-        self._slots: list[_Slot] = []
-        self._new_states = False  # since slots were made
+        layer = device_layer(devices.pop())
+        self._offloaded: _OffloadedStates | None = None
+        if layer.asynchronous:  # else the states are in CPU memory as they are
+            self._offloaded = _OffloadedStates(optimizer, layer, None if of_blocks else bucket_bytes)
+            self.state = self._offloaded.state  # type: ignore[assignment]
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, grad_norm: torch.Tensor | float | None = None
@@ -124,231 +128,374 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._blocks is not None:
-            self._blocks.step(grad_norm)
-            self.state = self._blocks.state  # type: ignore[assignment]
-            return loss
-        if not self._layer.asynchronous:  # the states are in CPU memory as they are
+        if self._offloaded is None:
             options: dict[str, Any] = {} if grad_norm is None else {"grad_norm": grad_norm}
             self._inner.step(**options)
-            return loss
-        self._arrange()
-        here, layer = self._layer.current_stream(), self._layer
-        for slot in self._slots:
-            slot.begin()
-        arrived = [self._bring(0, here)] if self._buckets else []
-        for number, bucket in enumerate(self._buckets):
-            if number + 1 < len(self._buckets):
-                arrived.append(self._bring(number + 1, here))
-            layer.wait(arrived[number])
-            self._update(bucket)
-            self._new_states = bucket.adopt(self.state) or self._new_states
-            with layer.on(self._copies, [layer.record()]):
-                bucket.take_back()
-        layer.wait(layer.record(self._copies))
-        for slot in self._slots:
-            slot.end()
-        self._adopt()
+        else:
+            self._offloaded.step(grad_norm)
+            self.state = self._offloaded.state  # type: ignore[assignment]
         return loss
-
-    def _bring(self, number: int, here: Any) -> Any:
-        """Start bringing a bucket's states to its slot; the event after which they are there."""
-        bucket = self._buckets[number]
-        # A slot's first use follows its allocation; later ones follow the copies before, in their own stream.
-        after = [self._layer.record(here)] if number < 2 else []
-        with self._layer.on(self._copies, after):
-            bucket.bring()
-        return self._layer.record(self._copies)
-
-    def _update(self, bucket: "_Bucket") -> None:
-        """Let the optimizer see the parameters of one bucket, and their states on the device."""
-        every = [group["params"] for group in self.param_groups]
-        bucket.show(self.state)
-        try:
-            for group, params in zip(self.param_groups, bucket.params, strict=True):
-                group["params"] = params
-            self._inner.step()
-        finally:
-            for group, params in zip(self.param_groups, every, strict=True):
-                group["params"] = params
-        bucket.hide(self.state)
-
-    def _arrange(self) -> None:
-        """Put parameters into buckets, where there are others than at the last step."""
-        params = [id(param) for group in self.param_groups for param in group["params"]]
-        if params != self._known:
-            self._known = params
-            self._buckets = self._make_buckets()
-        self._adopt()
-
-    def _make_buckets(self) -> list["_Bucket"]:
-        buckets: list[_Bucket] = []
-        filled = self._bucket_bytes + 1
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                nbytes = 2 * _local(param).nbytes  # as Adam's
-                if filled + nbytes > self._bucket_bytes:
-                    buckets.append(_Bucket(self._layer, len(self.param_groups)))
-                    filled = 0
-                buckets[-1].params[index].append(param)
-                filled += nbytes
-        return buckets
-
-    def _adopt(self) -> None:
-        """Move states to CPU memory that are not there: new ones, and loaded ones."""
-        for bucket in self._buckets:
-            self._new_states = bucket.adopt(self.state) or self._new_states
-        if self._new_states:
-            self._new_states = False
-            sizes = [max((b.nbytes for b in self._buckets[i::2]), default=0) for i in range(2)]
-            self._slots = [_Slot(self._layer, size) for size in sizes]
-            for number, bucket in enumerate(self._buckets):
-                bucket.use(self._slots[number % 2])
 
     def wait(self) -> None:
         """Block the CPU until the copies of the last step are done, so that it may read the states."""
-        if self._blocks is not None:
-            self._blocks.wait()
-        elif self._layer.asynchronous:
-            self._layer.wait_on_host(self._layer.record(self._copies))
-            self._layer.wait_on_host(self._layer.record())
+        if self._offloaded is not None:
+            self._offloaded.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, with states in CPU memory."""
         self.wait()
-        return self._inner.state_dict() if self._blocks is None else self._blocks.state_dict()
+        return self._inner.state_dict() if self._offloaded is None else self._offloaded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's own; the states are in CPU memory afterwards."""
-        if self._blocks is not None:
-            self._blocks.load_state_dict(state_dict)
-            self.state = self._blocks.state  # type: ignore[assignment]
-            return
-        self._inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        if self._layer.asynchronous:
-            self._arrange()
+        if self._offloaded is None:
+            self._inner.load_state_dict(state_dict)
+        else:
+            self._offloaded.load_state_dict(state_dict)
+        self._follow()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer's own."""
         if "_inner" in self.__dict__ and self.__dict__.get("param_groups") is self._inner.param_groups:
             self._inner.add_param_group(param_group)
-            if self._blocks is not None:
-                self._blocks.find()
-                self.state = self._blocks.state  # type: ignore[assignment]
+            if self._offloaded is not None:
+                self._offloaded.find()
+            self._follow()
         else:
             super().add_param_group(param_group)
 
-
-class _Slot:
-    """Memory on the device for the states of one bucket at a time; between steps there is none."""
-
-    def __init__(self, layer: DeviceLayer, nbytes: int) -> None:
-        self._layer, self._nbytes = layer, nbytes
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=layer.device)
-        self._storage = self.bytes.untyped_storage()
-        self.end()
-
-    def begin(self) -> None:
-        self._layer.resize(self._storage, self._nbytes)
-
-    def end(self) -> None:
-        self._layer.resize(self._storage, 0)
+    def _follow(self) -> None:
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state if self._offloaded is None else self._offloaded.state  # type: ignore[assignment]
 
 
+@dataclass
 class _Bucket:
-    """Some parameters, and their states in one run of page-locked memory.
+    """Parameters, and the storages of their states, which move together.
 
     Attributes:
-        params: of each of the optimizer's groups.
-        nbytes: of the states that move.
+        packed: the states, as views of the bucket's storage, of torch's optimizers.
     """
 
-    def __init__(self, layer: DeviceLayer, num_groups: int) -> None:
-        self.params: list[list[Any]] = [[] for _ in range(num_groups)]
-        self.nbytes = 0
-        self._layer = layer
-        self._host: torch.Tensor | None = None
-        self._at_host: dict[Any, State] = {}
-        self._on_device: dict[Any, State] = {}
-        self._slot: torch.Tensor | None = None
-        self._places: list[
-            tuple[Any, str, torch.Tensor, int]
-        ] = []  # parameter, key, state at the host, first byte
-        self._views: dict[tuple[int, str], torch.Tensor] = {}  # the states on the device
+    params: list[torch.Tensor] = field(default_factory=list)
+    copies: list[HostCopy] = field(default_factory=list)
+    packed: list[torch.Tensor] = field(default_factory=list)
 
-    def adopt(self, state: Any) -> bool:
-        """Move states that are not in this bucket's memory there. Returns whether there were any."""
-        members = [param for params in self.params for param in params if state.get(param)]
-        if all(self._at_host.get(param) is state[param] for param in members):
+
+class _OffloadedStates:
+    """The states of an optimizer on a device, in CPU memory between steps.
+
+    Of block_optim's optimizers it uses `step`, `state`, `trained`, `synchronize`, `skip_nonfinite` and
+    state dicts.
+
+    Args:
+        optimizer: its states are on the device.
+        layer: of the parameters' device.
+        bucket_bytes: of states in a bucket, for torch's optimizers; None for block_optim's.
+
+    Attributes:
+        state: the optimizer's, as it is in CPU memory.
+    """
+
+    def __init__(self, optimizer: Any, layer: DeviceLayer, bucket_bytes: int | None) -> None:
+        self._optimizer, self._layer, self._bucket_bytes = optimizer, layer, bucket_bytes
+        self._copies = layer.new_stream()
+        self._buckets: list[_Bucket] = []
+        self._known: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
+        self._at_host: dict[int, torch.Tensor] = {}
+        self.state: dict[Any, Any] = {}
+        if bucket_bytes is None:
+            optimizer.synchronize()
+        self.find()
+
+    def step(self, grad_norm: torch.Tensor | float | None) -> None:
+        """Update all parameters that have a gradient; with block_optim's, none if one is not finite on some rank."""
+        optimizer = self._optimizer
+        if self._bucket_bytes is not None:
+            self._fill_buckets()  # parameters may have been added
+            self._step_by_bucket({})
+        elif len(self._buckets) < 2:
+            for _ in self._in_turn() if self._buckets else (None,):
+                optimizer.step(grad_norm=grad_norm)
+                optimizer.synchronize()
+        elif self._is_finite(grad_norm):
+            self._step_by_bucket({"grad_norm": 0.0})  # finite: all ranks were asked
+        else:
+            optimizer.step(grad_norm=math.inf)  # counts it, and looks at gradients only
+            return
+        self.find()
+
+    def _step_by_bucket(self, options: dict[str, Any]) -> None:
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        grads = {param: param.grad for param in params if param.grad is not None}
+        in_buckets = {param for bucket in self._buckets for param in bucket.params}
+        try:
+            for param in grads:
+                param.grad = None
+            for bucket in self._in_turn():
+                self._step_with(grads, bucket.params, options)
+            self._step_with(grads, [param for param in grads if param not in in_buckets], options)
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _step_with(
+        self, grads: Mapping[torch.Tensor, torch.Tensor], params: list[torch.Tensor], options: dict[str, Any]
+    ) -> None:
+        """Let the optimizer see the gradients of these parameters alone."""
+        params = [param for param in params if param in grads]
+        if not params:
+            return
+        for param in params:
+            param.grad = grads[param]
+        self._optimizer.step(**options)
+        for param in params:
+            param.grad = None
+
+    def _in_turn(self) -> Iterator[_Bucket]:
+        """Each bucket, while its states are on the device; the next one's are on their way."""
+        layer, buckets = self._layer, self._buckets
+        arrived = [self._bring(bucket) for bucket in buckets[:1]]
+        leaving: list[Any] = []
+        for number, bucket in enumerate(buckets):
+            if number + 1 < len(buckets):
+                arrived.append(self._bring(buckets[number + 1]))
+            layer.wait(arrived[number])
+            yield bucket
+            if self._bucket_bytes is not None:
+                self._pack(bucket)
+            leaving.append(self._send(bucket))
+            if number:
+                self._free(buckets[number - 1], leaving[number - 1])
+        if buckets:
+            self._free(buckets[-1], leaving[-1])
+
+    def _bring(self, bucket: _Bucket) -> Any:
+        """Start bringing a bucket's states; returns the event after which they are there."""
+        for copy in bucket.copies:
+            copy.allocate()
+        with self._layer.on(self._copies, [self._layer.record()]):
+            for copy in bucket.copies:
+                copy.fetch()
+        return self._layer.record(self._copies)
+
+    def _send(self, bucket: _Bucket) -> Any:
+        """Start copying a bucket's states to the CPU; returns the event after which they are there."""
+        with self._layer.on(self._copies, [self._layer.record()]):
+            for copy in bucket.copies:
+                copy.send()
+        return self._layer.record(self._copies)
+
+    def _free(self, bucket: _Bucket, sent: Any) -> None:
+        """Free the memory, in the stream that it is from, after the copies out of it."""
+        self._layer.wait(sent)
+        for copy in bucket.copies:
+            copy.free()
+
+    def _is_finite(self, grad_norm: torch.Tensor | float | None) -> bool:
+        """Whether all gradients are, on all ranks. Communicates 4 bytes for each group that cuts a parameter."""
+        if not self._optimizer.skip_nonfinite:
+            return True
+        if grad_norm is not None:
+            norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+            return math.isfinite(float(norm))
+        tensors = [param.tensor for param in self._optimizer.trained]
+        grads = [local_tensor(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        finite = [grad.isfinite().all() for grad in grads if grad.numel()]
+        bad = torch.zeros((), dtype=torch.float32, device=self._layer.device)
+        if finite:
+            bad.copy_(torch.stack(finite).all().logical_not())
+        groups: dict[str, dist.ProcessGroup] = {}
+        for tensor in tensors:
+            for axis, placement in enumerate(getattr(tensor, "placements", ())):
+                if not isinstance(placement, Replicate):
+                    group = tensor.device_mesh.get_group(axis)
+                    groups.setdefault(group.group_name, group)
+        for group in groups.values():
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+        return not bad.item()
+
+    # -- where states are ----------------------------------------------------------------------------------------------
+
+    def find(self) -> None:
+        """Find buckets again if states were made, replaced or dropped; move those on the device to the CPU."""
+        tensors = self._all_tensors()
+        if len(tensors) != len(self._known) or not all(map(operator.is_, tensors, self._known)):
+            if self._bucket_bytes is None:
+                self._find_buckets()
+            else:
+                self._fill_buckets()
+                for bucket in self._buckets:
+                    if self._pack(bucket):
+                        self._free(bucket, self._send(bucket))
+            self._known = self._all_tensors()
+            copies = {copy.storage._cdata: copy for bucket in self._buckets for copy in bucket.copies}
+            self._at_host = {}
+            for tensor in self._known:
+                local = local_tensor(tensor)
+                if (copy := copies.get(local.untyped_storage()._cdata)) is not None:
+                    self._at_host[id(tensor)] = _wrapped(tensor, copy.view(local))
+        self.state = {param: self._shown(state) for param, state in self._optimizer.state.items()}
+
+    def _open(self) -> None:
+        """Bring all states to the device at once."""
+        for bucket in self._buckets:
+            for copy in bucket.copies:
+                copy.allocate()
+                copy.fetch()
+
+    def _close(self) -> None:
+        """Move all states to the CPU."""
+        for bucket in self._buckets:
+            for copy in bucket.copies:
+                copy.send()
+        for bucket in self._buckets:
+            for copy in bucket.copies:
+                copy.free()
+
+    def wait(self) -> None:
+        """Block the CPU until the copies of the last step are done."""
+        self._layer.wait_on_host(self._layer.record(self._copies))
+        self._layer.wait_on_host(self._layer.record())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own, with states in CPU memory; after `wait`."""
+        state_dict = self._optimizer.state_dict()
+        return {**state_dict, "state": self._shown(state_dict["state"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own; all states are on the device meanwhile."""
+        if self._bucket_bytes is None:
+            self._open()
+            self._optimizer.load_state_dict(state_dict)
+            self._close()
+        else:
+            self._optimizer.load_state_dict(state_dict)
+        self.find()
+
+    def _shown(self, tree: Any) -> Any:
+        """A tree of states, those that move as they are in CPU memory."""
+        if isinstance(tree, torch.Tensor):
+            return self._at_host.get(id(tree), tree)
+        if isinstance(tree, Mapping):
+            return {key: self._shown(value) for key, value in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self._shown(value) for value in tree)
+        return tree
+
+    def _tensors(self) -> dict[torch.Tensor, list[torch.Tensor]]:
+        """The tensors of each parameter's state, outermost objects."""
+        return {param: tensors_in(state) for param, state in self._optimizer.state.items()}
+
+    def _all_tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensors in self._tensors().values() for tensor in tensors]
+
+    # -- buckets of torch's optimizers ---------------------------------------------------------------------------------
+
+    def _fill_buckets(self) -> None:
+        """Put parameters into buckets again if there are others."""
+        assert self._bucket_bytes is not None
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        known = [param for bucket in self._buckets for param in bucket.params]
+        if len(params) == len(known) and all(map(operator.is_, params, known)):
+            return
+        self._open()  # states move to other storages
+        self._buckets, filled = [], self._bucket_bytes + 1
+        for param in params:
+            nbytes = 2 * local_tensor(param).nbytes  # as Adam's
+            if filled + nbytes > self._bucket_bytes:
+                self._buckets.append(_Bucket())
+                filled = 0
+            self._buckets[-1].params.append(param)
+            filled += nbytes
+        for bucket in self._buckets:
+            if self._pack(bucket):
+                self._free(bucket, self._send(bucket))
+
+    def _pack(self, bucket: _Bucket) -> bool:
+        """Move the states of a bucket, which are on the device, into one storage. Returns whether any was not there."""
+        states = [self._optimizer.state[param] for param in bucket.params if param in self._optimizer.state]
+        moving = [
+            (state, key, value, local)
+            for state in states
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+            if (local := local_tensor(value)).device == self._layer.device
+        ]
+        tensors = [value for _, _, value, _ in moving]
+        if len(tensors) == len(bucket.packed) and all(map(operator.is_, tensors, bucket.packed)):
             return False
-        places: list[tuple[Any, str, torch.Tensor, int]] = []
-        end = 0
-        for param in members:
-            for key, value in state[param].items():
-                if isinstance(value, torch.Tensor) and (
-                    value.device == self._layer.device and value.numel() > 1
-                ):
-                    places.append((param, key, value, end))
-                    end += -(-_local(value).nbytes // _ALIGNMENT) * _ALIGNMENT
-        host = PinnedMemory(self._layer, end, torch.uint8).empty()
-        self._at_host = {param: dict(state[param]) for param in members}
-        for param, key, value, at in places:
-            kept = _view(host, at, value)
-            _local(kept).copy_(_local(value), non_blocking=True)
-            self._at_host[param][key] = kept
-        self._places = [(param, key, self._at_host[param][key], at) for param, key, _, at in places]
-        self._host, self.nbytes = host, end
-        self._slot, self._on_device = None, {}
-        for param in members:
-            state[param] = self._at_host[param]
+        sizes = [-(-local.nbytes // _ALIGNMENT) * _ALIGNMENT for *_, local in moving]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._layer.device)
+        bucket.packed, end = [], 0
+        for (state, key, value, local), size in zip(moving, sizes, strict=True):
+            place = flat[end : end + local.nbytes].view(local.dtype).view(local.shape)
+            place.copy_(local)
+            state[key] = _wrapped(value, place)
+            bucket.packed.append(state[key])
+            end += size
+        bucket.copies = [HostCopy(flat.untyped_storage(), self._layer)] if end else []
         return True
 
-    def use(self, slot: _Slot) -> None:
-        """Have a slot from now on; the states' views of it are always the same."""
-        self._on_device = {param: dict(known) for param, known in self._at_host.items()}
-        slot.begin()
-        self._slot = slot.bytes[: self.nbytes]
-        for param, key, kept, at in self._places:
-            self._on_device[param][key] = _view(self._slot, at, kept)
-        slot.end()
-        self._views = {(id(param), key): self._on_device[param][key] for param, key, _, _ in self._places}
+    # -- buckets of block_optim's optimizers ---------------------------------------------------------------------------
 
-    def bring(self) -> None:
-        """Copy the states to the device."""
-        if self._slot is not None and self._host is not None:
-            self._slot.copy_(self._host, non_blocking=True)
-
-    def take_back(self) -> None:
-        """Copy the states to the CPU."""
-        if self._slot is not None and self._host is not None:
-            self._host.copy_(self._slot, non_blocking=True)
-
-    def show(self, state: Any) -> None:
-        """Let the optimizer find the states on the device."""
-        for param, known in self._on_device.items():
-            state[param] = known
-
-    def hide(self, state: Any) -> None:
-        """Let others find those in CPU memory; what was replaced by the update is copied, numbers are taken over."""
-        for param, known in self._on_device.items():
-            for key, value in known.items():
-                expected = self._views.get((id(param), key))
-                if expected is None:
-                    self._at_host[param][key] = value
-                elif value is not expected:
-                    _local(expected).copy_(_local(value))
-                    known[key] = expected
-            state[param] = self._at_host[param]
+    def _find_buckets(self) -> None:
+        """Bring all states to the device, put those into buckets that share storages, and move them to the CPU."""
+        self._open()
+        self._optimizer.state_dict()  # copies states that were assigned into their own memory, which is there now
+        by_storage: dict[int, _Bucket] = {}
+        several = _updates_alone(self._optimizer)
+        for param, tensors in self._tensors().items():
+            storages = {
+                local.untyped_storage()._cdata: local.untyped_storage()
+                for local in map(local_tensor, tensors)
+                if local.device == self._layer.device and local.numel() > 1
+            }
+            shared = [by_storage[key] for key in storages if key in by_storage]
+            if not shared and by_storage and not several:
+                shared = [next(iter(by_storage.values()))]
+            bucket = shared[0] if shared else _Bucket()
+            for other in shared[1:]:
+                if other is not bucket:
+                    bucket.copies += other.copies
+                    bucket.params += other.params
+                    by_storage.update({copy.storage._cdata: bucket for copy in other.copies})
+            for key, storage in storages.items():
+                if key not in by_storage:
+                    bucket.copies.append(HostCopy(storage, self._layer))
+                    by_storage[key] = bucket
+            if storages:
+                bucket.params.append(param)
+        self._buckets = list({id(bucket): bucket for bucket in by_storage.values()}.values())
+        self._close()
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.local if isinstance(tensor, RaggedDTensor) else tensor.detach()
-    return found
+def is_of_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of block_optim's, or a subclass of theirs."""
+    if "block_optim" not in sys.modules:
+        return False
+    from block_optim import BlockOptimizer
+
+    return isinstance(optimizer, BlockOptimizer)
 
 
-def _view(memory: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor like another one, in a run of bytes."""
-    local = _local(like)
-    view = memory[at : at + local.nbytes].view(local.dtype).view(local.shape)
-    return like.detach().with_local(view) if isinstance(like, RaggedDTensor) else view
+def _updates_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates each parameter separately, so that buckets of them can be updated one after the other."""
+    from block_optim import AdamW, AdamW8bit
+
+    return type(optimizer) in (AdamW, AdamW8bit)
+
+
+def _wrapped(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, with other memory in which its local part is."""
+    found: Any = local
+    if isinstance(like, RaggedDTensor):
+        found = like.detach().with_local(local)
+    elif isinstance(like, DTensor):
+        with (
+            torch.no_grad()
+        ):  # in which to_local is the tensor itself; from_local would move it to the mesh's device
+            found = torch.empty_like(like, device=local.device)
+            found.to_local().set_(local)
+    wrapped: torch.Tensor = found
+    return wrapped

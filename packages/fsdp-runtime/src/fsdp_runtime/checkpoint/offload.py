@@ -1,6 +1,6 @@
-"""`offload` and `reload`: parameters, gradients and optimizer states in CPU memory while others need the device.
+"""`offload` and `reload`: move parameters, gradients and optimizer states to CPU memory and back.
 
-One storage, one copy. The objects stay: parameters, views and states are the same after `reload`.
+One copy for each storage. The objects stay: parameters, views and states are the same after `reload`.
 
     parameters  their storages are emptied; the sharded parameters show NaN, and whatever gathers or saves them raises
     gradients   `.grad` is None meanwhile
@@ -26,8 +26,15 @@ from .targets import units_of
 _OFFLOADED = "are offloaded; call fsdp_runtime.reload(model) before they are used"
 
 
-class _Rest:
-    """The bytes of one storage, in CPU memory while the storage is empty; page-locked memory is kept for next time."""
+class HostCopy:
+    """The bytes of one storage in CPU memory, page-locked if there is a device, while the storage is empty.
+
+        send, free       after which the storage holds nothing
+        allocate, fetch  after which it has its bytes again
+
+    `send` and `fetch` copy on the current stream; `free` and `allocate` go to the memory pool of the current stream.
+    Streams are ordered by the caller. Page-locked memory is kept for the next time.
+    """
 
     def __init__(self, storage: torch.UntypedStorage, layer: DeviceLayer) -> None:
         if not storage.resizable():
@@ -37,36 +44,69 @@ class _Rest:
             )
         self.storage, self._layer, self.nbytes = storage, layer, storage.nbytes()
         self._pinned = PinnedMemory(layer, self.nbytes, torch.uint8) if layer.asynchronous else None
-        self._copy: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
 
-    def leave(self) -> None:
-        """Copy the bytes to the CPU and empty the storage."""
-        pinned = self._pinned
-        copy = torch.empty(self.nbytes, dtype=torch.uint8, device=CPU) if pinned is None else pinned.empty()
-        copy.copy_(self._bytes(), non_blocking=True)
-        self._copy = copy
+    def send(self) -> None:
+        """Copy the bytes to the CPU."""
+        if self._host is None:
+            empty = torch.empty(self.nbytes, dtype=torch.uint8, device=CPU) if self._pinned is None else None
+            self._host = self._pinned.empty() if self._pinned is not None else empty
+        assert self._host is not None
+        self._host.copy_(self._bytes(), non_blocking=True)
+
+    def free(self) -> None:
+        """Empty the storage."""
         self._layer.resize(self.storage, 0)
 
-    def come_back(self) -> None:
-        """Fill the storage again."""
-        assert self._copy is not None
+    def allocate(self) -> None:
+        """Give the storage memory, uninitialised."""
         self._layer.resize(self.storage, self.nbytes)
-        self._bytes().copy_(self._copy, non_blocking=True)
-        self._copy = None
+
+    def fetch(self) -> None:
+        """Copy the bytes back."""
+        assert self._host is not None
+        self._bytes().copy_(self._host, non_blocking=True)
+
+    def forget(self) -> None:
+        """Drop the copy; its memory may serve the next one."""
+        self._host = None
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor that is a view of the storage."""
+        assert self._host is not None
+        flat = torch.empty(0, dtype=local.dtype)
+        return flat.set_(self._host.untyped_storage(), local.storage_offset(), local.shape, local.stride())
 
     def _bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
-def _rests_of(
-    storages: Iterable[torch.UntypedStorage], layer: DeviceLayer, known: list[_Rest]
-) -> list[_Rest]:
-    """A rest for each storage: of those that are known, or new."""
-    found = {rest.storage._cdata: rest for rest in known}
-    return [found.get(storage._cdata) or _Rest(storage, layer) for storage in storages]
+def _copies_of(
+    storages: Iterable[torch.UntypedStorage], layer: DeviceLayer, known: list[HostCopy]
+) -> list[HostCopy]:
+    """A host copy for each storage: of those that are known, or new."""
+    by_storage = {copy.storage._cdata: copy for copy in known}
+    return [by_storage.get(storage._cdata) or HostCopy(storage, layer) for storage in storages]
 
 
-class _AwayStates(dict[Any, Any]):
+def _offload_all(copies: Iterable[HostCopy]) -> int:
+    """Returns the bytes that were freed."""
+    nbytes = 0
+    for copy in copies:
+        copy.send()
+        copy.free()
+        nbytes += copy.nbytes
+    return nbytes
+
+
+def _restore_all(copies: Iterable[HostCopy]) -> None:
+    for copy in copies:
+        copy.allocate()
+        copy.fetch()
+        copy.forget()
+
+
+class _OffloadedDict(dict[Any, Any]):
     """Stands for an optimizer's state while that is offloaded."""
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -81,9 +121,9 @@ class _AwayStates(dict[Any, Any]):
         self._refuse()
 
 
-_gradients: "weakref.WeakKeyDictionary[Unit, list[_AwayGrad]]" = weakref.WeakKeyDictionary()
-_parameters: "weakref.WeakKeyDictionary[Unit, list[_Rest]]" = weakref.WeakKeyDictionary()
-_states: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Away]" = weakref.WeakKeyDictionary()
+_gradients: "weakref.WeakKeyDictionary[Unit, list[_OffloadedGrad]]" = weakref.WeakKeyDictionary()
+_parameters: "weakref.WeakKeyDictionary[Unit, list[HostCopy]]" = weakref.WeakKeyDictionary()
+_states: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _OffloadedStates]" = weakref.WeakKeyDictionary()
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 
@@ -114,7 +154,7 @@ def offload(
     Raises:
         RuntimeError: gradients of a unit wait for their reduction, or a collective of it failed; by the unit's name.
     """
-    units, optimizers = units_of(model), _listed(optimizer)
+    units, optimizers = units_of(model), _as_list(optimizer)
     waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
     for unit in units:
         for group in unit.groups:
@@ -130,11 +170,13 @@ def offload(
         )
     freed, layers = 0, {unit.data.device: device_layer(unit.data.device) for unit in units}
     if parameters:
-        freed += sum(_put_away(unit) for unit in units)
+        freed += sum(_offload_parameters(unit) for unit in units)
     if gradients:
-        freed += sum(_put_away_gradients(unit) for unit in units)
-    for one in optimizers if states else ():
-        freed += _states.setdefault(one, _Away(one)).begin([unit.data.device for unit in units])
+        freed += sum(_offload_gradients(unit) for unit in units)
+    for each in optimizers if states else ():
+        freed += _states.setdefault(each, _OffloadedStates(each)).offload(
+            [unit.data.device for unit in units]
+        )
     for layer in layers.values():
         layer.synchronize()
     return freed
@@ -157,16 +199,16 @@ def reload(
     """
     units = units_of(model)
     if gradients:
-        _bring_back_gradients(units)
+        _restore_gradients(units)
     if parameters:
         for unit in units:
-            _bring_back(unit)
-    for one in _listed(optimizer) if states else ():
-        if one in _states:
-            _states[one].end()
+            _restore_parameters(unit)
+    for each in _as_list(optimizer) if states else ():
+        if each in _states:
+            _states[each].restore()
 
 
-def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+def _as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -175,30 +217,27 @@ def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def _put_away(unit: Unit) -> int:
+def _offload_parameters(unit: Unit) -> int:
     if unit.closed == _OFFLOADED:
         return 0
     unit.check_open()
     unit.reshard()
     unit.adopt()
-    rests: list[_Rest] = []
+    copies: list[HostCopy] = []
     moving = [group for group in unit.groups if group.buffer is not None and group.plan.offload is None]
     for group in moving:
         assert group.buffer is not None
         shard = group.buffer.shard
-        rests += _rests_of(
-            _storages(shard, group.buffer.device), group.buffer.layer, _parameters.get(unit, [])
-        )
+        storages = _storages(shard, group.buffer.device)
+        copies += _copies_of(storages, group.buffer.layer, _parameters.get(unit, []))
     for group in moving:
         for param in group.params:
             sharded: Any = param.sharded.detach()
             plain: Any = param.plain(sharded)
             param.set_sharded(sharded.with_local(param.extended(_nothing_like(plain.local))))
     unit.closed = _OFFLOADED
-    for rest in rests:
-        rest.leave()
-    _parameters[unit] = rests
-    return sum(rest.nbytes for rest in rests)
+    _parameters[unit] = copies
+    return _offload_all(copies)
 
 
 def _nothing_like(local: torch.Tensor) -> torch.Tensor:
@@ -210,11 +249,10 @@ def _nothing_like(local: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
 
 
-def _bring_back(unit: Unit) -> None:
+def _restore_parameters(unit: Unit) -> None:
     if unit.closed != _OFFLOADED:
         return
-    for rest in _parameters[unit]:
-        rest.come_back()
+    _restore_all(_parameters[unit])
     unit.closed = ""
     for group in unit.groups:
         if group.buffer is not None and group.plan.offload is None:
@@ -226,16 +264,16 @@ def _bring_back(unit: Unit) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class _AwayGrad(NamedTuple):
+class _OffloadedGrad(NamedTuple):
     """A gradient while it is offloaded."""
 
     param: Any
     grad: torch.Tensor
-    rests: list[_Rest]
+    copies: list[HostCopy]
 
 
-def _put_away_gradients(unit: Unit) -> int:
-    rests: dict[int, _Rest] = {}  # gradients of a group share a storage
+def _offload_gradients(unit: Unit) -> int:
+    copies: dict[int, HostCopy] = {}  # gradients of a group share a storage
     device = unit.data.device
     for group in unit.groups:
         for param in group.params:
@@ -244,82 +282,76 @@ def _put_away_gradients(unit: Unit) -> int:
                 continue
             used = []
             for storage in _storages(_plain_of(sharded.grad), device):
-                if storage._cdata not in rests:
-                    rests[storage._cdata] = _Rest(storage, device_layer(device))
-                used.append(rests[storage._cdata])
-            _gradients.setdefault(unit, []).append(_AwayGrad(sharded, sharded.grad, used))
+                if storage._cdata not in copies:
+                    copies[storage._cdata] = HostCopy(storage, device_layer(device))
+                used.append(copies[storage._cdata])
+            _gradients.setdefault(unit, []).append(_OffloadedGrad(sharded, sharded.grad, used))
             sharded.grad = None
-    for rest in rests.values():
-        rest.leave()
-    return sum(rest.nbytes for rest in rests.values())
+    return _offload_all(copies.values())
 
 
-def _bring_back_gradients(units: list[Unit]) -> None:
-    away = [one for unit in units for one in _gradients.get(unit, [])]
-    if any(one.param.grad is not None for one in away):
+def _restore_gradients(units: list[Unit]) -> None:
+    offloaded = [gradient for unit in units for gradient in _gradients.get(unit, [])]
+    if any(gradient.param.grad is not None for gradient in offloaded):
         raise RuntimeError(
             "reload: parameters have gradients since offload, in addition to the offloaded ones; call "
             "optimizer.zero_grad() first, or reload with gradients=False"
         )
     for unit in units:
         _gradients.pop(unit, None)
-    for one in away:
-        one.param.grad = one.grad
-    for rest in {id(rest): rest for one in away for rest in one.rests}.values():
-        rest.come_back()
+    for gradient in offloaded:
+        gradient.param.grad = gradient.grad
+    _restore_all({id(copy): copy for gradient in offloaded for copy in gradient.copies}.values())
 
 
 # -- optimizer states --------------------------------------------------------------------------------------------------
 
 
-class _Away:
+class _OffloadedStates:
     """The states of an optimizer while they are offloaded, and their page-locked memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._state: Any = None
-        self._rests: list[_Rest] = []
+        self._copies: list[HostCopy] = []
         self._hooks: list[Any] = []
 
-    def begin(self, devices: list[torch.device]) -> int:
-        """Move them; returns how many bytes. Nothing where they are away."""
+    def offload(self, devices: list[torch.device]) -> int:
+        """Move them; returns how many bytes, 0 if they are offloaded already."""
         optimizer = self._optimizer()
         if optimizer is None or self._hooks:
             return 0
         getattr(optimizer, "synchronize", _nothing)()  # block_optim's may work on states next to the step
-        rests: dict[int, _Rest] = {}
+        copies: dict[int, HostCopy] = {}
         for tensor in tensors_in(list(optimizer.state.values())):
             if is_cpu(tensor.device) and tensor.device not in devices:
                 continue
             layer = device_layer(tensor.device)
-            for rest in _rests_of(_storages(_plain_of(tensor), tensor.device), layer, self._rests):
-                rests.setdefault(rest.storage._cdata, rest)
-        self._rests = list(rests.values())
-        refuse: Callable[..., None] = _AwayStates()._refuse
+            for copy in _copies_of(_storages(_plain_of(tensor), tensor.device), layer, self._copies):
+                copies.setdefault(copy.storage._cdata, copy)
+        self._copies = list(copies.values())
+        refuse: Callable[..., None] = _OffloadedDict()._refuse
         self._hooks = [
             optimizer.register_step_pre_hook(refuse),
             optimizer.register_state_dict_pre_hook(refuse),
             optimizer.register_load_state_dict_pre_hook(refuse),
         ]
-        self._state, optimizer.state = optimizer.state, _AwayStates()  # type: ignore[assignment]
-        for rest in self._rests:
-            rest.leave()
-        return sum(rest.nbytes for rest in self._rests)
+        self._state, optimizer.state = optimizer.state, _OffloadedDict()  # type: ignore[assignment]
+        return _offload_all(self._copies)
 
-    def end(self) -> None:
-        """Bring them back."""
+    def restore(self) -> None:
+        """Move them back."""
         optimizer = self._optimizer()
         if optimizer is None or not self._hooks:
             return
-        for rest in self._rests:
-            rest.come_back()
+        _restore_all(self._copies)
         optimizer.state, self._state = self._state, None
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def _nothing() -> None:
-    """What other optimizers do."""
+    """Stands for a method that only block_optim's optimizers have."""
 
 
 def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -336,5 +368,5 @@ def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """The storages of tensors that have memory on a device, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device == device}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device == device}
+    return [storage for storage in storages.values() if storage.nbytes()]
