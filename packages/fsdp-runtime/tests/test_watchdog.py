@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_runtime import Watchdog, fully_shard
-from fsdp_runtime.watchdog import _Question
 from ragged_shard.testing import run_ranks
 
 AFTER = 1.0
@@ -166,14 +165,3 @@ def test_times_must_be_positive(seconds):
     fake: Any = Store()
     with pytest.raises(ValueError, match="expected more than 0"):
         Watchdog(fake, 0, 2, **seconds)
-
-
-def test_every_question_that_is_handed_over_is_asked():
-    store: Any = Store()
-    reports: list[str] = []
-    watchdog = Watchdog(store, 0, 2, after=60, every=0.01, report=reports.append)
-    for collective in ("gather a", "gather b"):
-        watchdog._questions.put(_Question(0, collective, 1, (0,), 60.0))
-    watchdog._ending.wait = lambda seconds=0: len(reports) == 2  # type: ignore[assignment]
-    watchdog._talk()
-    assert ["gather a" in reports[0], "gather b" in reports[1]] == [True, True]
