@@ -103,6 +103,23 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_full(session: nox.Session) -> None:
+    """Run what `tests` leaves out: other numbers of ranks, layouts and dtypes, parity, launches, long waits."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    session.run(*_pytest(session, "tests", "packages", marks="not gpu and long"))
+
+
+@nox.session
+def stress(session: nox.Session) -> None:
+    """Run `tests` 20 times in random order, 5 of them on a loaded machine; list what failed once: tools/stress.py."""
+    _prepare(session)
+    session.install(*_workspace("pytest-random-order", *_test_requirements(*PACKAGES)))
+    command = _pytest(session, marks="not gpu and not long")[1:]  # without `pytest`; arguments come last
+    session.run("python", "tools/stress.py", *command)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
     _prepare(session)
@@ -247,7 +264,13 @@ def isolated(session: nox.Session, package: str) -> None:
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
     session.run(
-        "pytest", "-n", "auto", "-m", "not gpu", *settings, *(session.posargs or [str(outside / "tests")])
+        "pytest",
+        "-n",
+        "auto",
+        "-m",
+        "not gpu and not long",
+        *settings,
+        *(session.posargs or [str(outside / "tests")]),
     )
 
 

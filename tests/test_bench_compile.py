@@ -26,6 +26,7 @@ def test_a_compiled_model_has_the_losses_of_eager_and_the_graphs_of_fsdp2(how):
     assert ours["breaks"] == fsdp2["breaks"]
 
 
+@pytest.mark.long
 def test_inductor_gives_the_losses_of_eager():
     found = compiled.train("ours", "blocks, after", "inductor")
     assert compiled.agree(found["losses"], eager("ours"))

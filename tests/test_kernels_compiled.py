@@ -9,7 +9,10 @@ import pytest
 from bench.optimizers import kernels
 from bench.optimizers.kernels import ARCHITECTURES, CASES
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 NAMED = {case.name: case for case in CASES}
 # Most instructions on the usual path, and in all, that an element may take.
 MOST = {

@@ -16,7 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.multihost.hosts import SHARED, Hosts, obstacle
 
 WHY_NOT = obstacle()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts need network namespaces: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts need network namespaces: {WHY_NOT}"),
+]
 
 # Host n of two runs ranks 2n and 2n + 1. They train, say which transports they use, and go on until the link is cut.
 RANKS = """

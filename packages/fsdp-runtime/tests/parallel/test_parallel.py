@@ -9,6 +9,8 @@ from make_page import PAGE
 
 from ragged_shard.testing import run_ranks
 
+pytestmark = pytest.mark.long
+
 CASES = all_cases()
 SECTIONS = list(dict.fromkeys(entry.section for entry in CASES.values()))
 LONG = ("Checkpoints from", "Optimizers of block-optim under")

@@ -21,6 +21,8 @@ from adversarial_trees import train_many
 
 from ragged_shard.testing import RankError, run_ranks
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_random_trees_train_as_in_one_process_whatever_the_parameters_and_the_order_of_wrapping(

@@ -7,6 +7,8 @@ from parity_runs import Report, Run, compare_all
 from ragged_shard._torch_compat import TORCH_VERSION
 from ragged_shard.testing import run_ranks
 
+pytestmark = pytest.mark.long
+
 # FSDP2 of torch 2.13; that of 2.15 adds up low-precision microbatches otherwise, and is compared by its numbers alone.
 SUMS_ALIKE = TORCH_VERSION < (2, 14)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from chaos import Row, table
 
+pytestmark = pytest.mark.long
+
 linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads /proc")
 
 

@@ -34,6 +34,8 @@ from fsdp_runtime.train.runs import read_model, saved_config
 from layout_planner import Layout
 from ragged_shard.testing import run_ranks
 
+pytestmark = pytest.mark.long
+
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
 
 

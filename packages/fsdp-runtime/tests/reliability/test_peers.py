@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from peers import Outcome, flip, table
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its ranks")
 def test_a_rank_with_another_model_raises_on_both_ranks_with_ours_and_not_with_fsdp2():

@@ -6,6 +6,8 @@ import pytest
 from soak import Row, soak, table
 from train.train_helpers import text_folder
 
+pytestmark = pytest.mark.long
+
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 
 

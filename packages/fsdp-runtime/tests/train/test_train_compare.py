@@ -9,6 +9,8 @@ from fsdp_runtime.train import TrainError, compare
 from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.compare import GATHERS, Way, compare_losses, table
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def config(tmp_path):

@@ -21,6 +21,8 @@ from fsdp_runtime.train.report import read_metrics
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import run_ranks
 
+pytestmark = pytest.mark.long
+
 
 def test_errors_of_transports_say_that_contact_was_lost_and_others_do_not():
     reset = RuntimeError("[pair.cc:538] Read error [127.0.0.1]: Connection reset by peer")

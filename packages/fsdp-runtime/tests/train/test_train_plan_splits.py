@@ -12,6 +12,8 @@ from fsdp_runtime.train.plan import candidates, make_plan, print_plan, traffic_o
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import record_collectives, run_ranks
 
+pytestmark = pytest.mark.long
+
 SMALL = dataclasses.replace(PRESETS["small"], tied=False)
 
 
