@@ -30,11 +30,11 @@ class _Page(HTMLParser):
         self.anchors = {"", "__top"}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors.add(given.get("id") or "")
-        if tag == "a" and (link := given.get("href")):
+        attributes = dict(attrs)
+        self.anchors.add(attributes.get("id") or "")
+        if tag == "a" and (link := attributes.get("href")):
             self.links.append(link)
-        if tag == "link" and given.get("rel") in STATED:
+        if tag == "link" and attributes.get("rel") in STATED:
             return
         for name, value in attrs:
             if (tag, name) in LOADING and value and _REMOTE.match(value):
@@ -43,15 +43,15 @@ class _Page(HTMLParser):
 
 def remote_assets(folder: Path) -> list[str]:
     """What pages and style sheets under a folder load from other hosts, each with its file."""
-    found = []
+    assets = []
     for path in sorted(folder.rglob("*.html")):
         page = _Page()
         page.feed(path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(folder)}: {item}" for item in page.remote]
+        assets += [f"{path.relative_to(folder)}: {item}" for item in page.remote]
     for path in sorted(folder.rglob("*.css")):
         text = path.read_text(encoding="utf-8")
-        found += [f"{path.relative_to(folder)}: {url}" for url in _CSS.findall(text)]
-    return found
+        assets += [f"{path.relative_to(folder)}: {url}" for url in _CSS.findall(text)]
+    return assets
 
 
 def dead_links(folder: Path) -> list[str]:
@@ -60,7 +60,7 @@ def dead_links(folder: Path) -> list[str]:
     for path in sorted(folder.resolve().rglob("*.html")):
         pages[path] = _Page()
         pages[path].feed(path.read_text(encoding="utf-8"))
-    found = []
+    links = []
     for path, page in pages.items():
         for link in page.links:
             target, _, anchor = link.partition("#")
@@ -69,8 +69,8 @@ def dead_links(folder: Path) -> list[str]:
             there = (path.parent / unquote(target)).resolve() if target else path
             there = there / "index.html" if there.is_dir() else there
             if not there.is_file() or (there in pages and unquote(anchor) not in pages[there].anchors):
-                found.append(f"{path.relative_to(folder.resolve())}: {link} leads nowhere")
-    return found
+                links.append(f"{path.relative_to(folder.resolve())}: {link} leads nowhere")
+    return links
 
 
 def main(arguments: list[str]) -> int:
@@ -79,9 +79,11 @@ def main(arguments: list[str]) -> int:
     if not any(folder.rglob("*.html")):
         print(f"{folder} has no pages")
         return 1
-    found = remote_assets(folder) + dead_links(folder)
-    print("\n".join(found) or f"{folder}: nothing is loaded from elsewhere, and every link leads somewhere")
-    return 1 if found else 0
+    problems = remote_assets(folder) + dead_links(folder)
+    print(
+        "\n".join(problems) or f"{folder}: nothing is loaded from elsewhere, and every link leads somewhere"
+    )
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

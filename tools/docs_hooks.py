@@ -25,12 +25,12 @@ _CODE_OR_LINK = re.compile(
 
 def pages() -> dict[str, str]:
     """Path in the site by path in the repository, of all that docs/ does not hold."""
-    found = dict(SINGLE)
+    pages = dict(SINGLE)
     for path in sorted(ROOT.glob("packages/*/docs/*")):
         package = path.parts[-3]
         if path.suffix in (".md", ".svg", ".png"):
-            found[path.relative_to(ROOT).as_posix()] = f"{package}/{path.name.lower()}"
-    return found
+            pages[path.relative_to(ROOT).as_posix()] = f"{package}/{path.name.lower()}"
+    return pages
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -110,9 +110,9 @@ class _Change(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # ast's name
         """Remember where we are."""
         self._functions.append(node.name)
-        found = self.generic_visit(node)
+        visited = self.generic_visit(node)
         self._functions.pop()
-        return found
+        return visited
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """The same for classes."""
@@ -261,9 +261,9 @@ def _import_torch() -> None:
 
 def table(results: list[tuple[Mutant, bool]]) -> list[str]:
     """Lines of Markdown: the count per file, and each mutant that is not caught."""
-    caught = sum(found for _, found in results)
+    caught = sum(was_caught for _, was_caught in results)
     files = Counter(mutant.path.split("/src/")[1] for mutant, _ in results)
-    missed = [mutant for mutant, found in results if not found]
+    missed = [mutant for mutant, was_caught in results if not was_caught]
     missed_files = Counter(mutant.path.split("/src/")[1] for mutant in missed)
     return [
         f"{caught} of {len(results)} mutants are caught ({caught / len(results):.0%}).",
@@ -290,15 +290,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose path, function or code has this text")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
-    given = parser.parse_args()
-    chosen = [m for m in mutants() if given.only in f"{m.path} {m.function} {m.code}"]
+    options = parser.parse_args()
+    chosen = [m for m in mutants() if options.only in f"{m.path} {m.function} {m.code}"]
     _import_torch()
     tests = _tests_of_calls()
     if tests is None:
         print("the tests fail without any mutant; run them first", file=sys.stderr)
         return 1
     results: list[tuple[Mutant, bool]] = []
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         asked = [tests.get((mutant.path, mutant.number), []) for mutant in chosen]
         for mutant, found in zip(chosen, pool.map(_caught, chosen, asked), strict=True):
             results.append((mutant, found))
@@ -308,7 +308,7 @@ def main() -> int:
             )
     lines = table(results)
     print(lines[0])
-    if given.write:
+    if options.write:
         before = PAGE.read_text().partition("## Mutants\n")[0]
         PAGE.write_text("\n".join([before + "## Mutants", "", *lines, ""]))
     unexplained = [m for m, found in results if not found and (m.function, m.code) not in EXPLAINED]

@@ -88,10 +88,10 @@ def verdict(before: float, calibration: list[float], foreign: list[float]) -> li
     reasons = []
     if before > BUSY_BEFORE:
         reasons.append(f"{before:.0%} of its CPU time was in use before the start (limit {BUSY_BEFORE:.0%})")
-    if (found := spread(calibration)) > CALIBRATION_SPREAD:
-        reasons.append(f"a fixed loop varied by {found:.0%} (limit {CALIBRATION_SPREAD:.0%})")
-    if foreign and (found := statistics.median(foreign)) > FOREIGN:
-        reasons.append(f"others used {found:.0%} of the CPUs meanwhile (limit {FOREIGN:.0%})")
+    if (measured := spread(calibration)) > CALIBRATION_SPREAD:
+        reasons.append(f"a fixed loop varied by {measured:.0%} (limit {CALIBRATION_SPREAD:.0%})")
+    if foreign and (measured := statistics.median(foreign)) > FOREIGN:
+        reasons.append(f"others used {measured:.0%} of the CPUs meanwhile (limit {FOREIGN:.0%})")
     return reasons
 
 

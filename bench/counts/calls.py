@@ -48,7 +48,9 @@ class Calls:
         if event != "call":
             return
         code = frame.f_code
-        folder = next((one for one in self._folders if code.co_filename.startswith(one)), None)
+        folder = next(
+            (candidate for candidate in self._folders if code.co_filename.startswith(candidate)), None
+        )
         if folder is None:
             return
         file = f"{Path(folder).name}/{code.co_filename.removeprefix(folder)}"
@@ -116,8 +118,8 @@ def measure(show: str | None = None) -> dict[str, Any]:
 
 def at_most() -> dict[str, int]:
     """Our own calls today, for the gate."""
-    found = launch(count_here, 1, {"system": "ours"})
-    return {part: found[part]["calls"] for part in PARTS}
+    counts = launch(count_here, 1, {"system": "ours"})
+    return {part: counts[part]["calls"] for part in PARTS}
 
 
 def main(arguments: list[str]) -> int:
@@ -125,9 +127,9 @@ def main(arguments: list[str]) -> int:
     parser = store.parser_of("calls", __doc__)
     parser.add_argument("--show", choices=PARTS, help="also list the calls of our own functions in this part")
     options = parser.parse_args(arguments)
-    found = measure(options.show)
+    counts = measure(options.show)
     rows = [
-        [part, label, *found[name][part].values(), GOAL[part] if name == "ours" else ""]
+        [part, label, *counts[name][part].values(), GOAL[part] if name == "ours" else ""]
         for part in PARTS
         for name, label in SYSTEMS.items()
     ]
@@ -135,5 +137,5 @@ def main(arguments: list[str]) -> int:
         store.table(["", "system", "own calls", "functions", "files", "file switches", "goal, at most"], rows)
     )
     if options.show:
-        print(f"\n{store.table(['calls', 'file', 'function'], found['ours']['shown'])}")
+        print(f"\n{store.table(['calls', 'file', 'function'], counts['ours']['shown'])}")
     return 0

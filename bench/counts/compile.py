@@ -99,11 +99,11 @@ def main(arguments: list[str]) -> int:
     eager = {system: train(system, None)["losses"] for system in SYSTEMS}
     rows, differ = [], []
     for how in HOW:
-        found = {system: train(system, how, options.backend) for system in SYSTEMS}
-        differ += [f"{s}, {how}" for s in SYSTEMS if not agree(found[s]["losses"], eager[s])]
+        results = {system: train(system, how, options.backend) for system in SYSTEMS}
+        differ += [f"{s}, {how}" for s in SYSTEMS if not agree(results[s]["losses"], eager[s])]
         rows.append([how])
         for system in SYSTEMS:
-            rows[-1] += [str(found[system]["graphs"]), str(sum(found[system]["breaks"].values()))]
+            rows[-1] += [str(results[system]["graphs"]), str(sum(results[system]["breaks"].values()))]
     print(store.table(["compiled", *(f"{s}: {w}" for s in SYSTEMS for w in ("graphs", "breaks"))], rows))
     print("Losses differ from eager: " + "; ".join(differ) if differ else "Losses are those of eager.")
     return 1 if differ else 0

@@ -137,16 +137,16 @@ def outside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         "written": {},
         "ops": {},
     }
-    for part, mine in found["parts"].items():
+    for part, figures in found["parts"].items():
         base = plain["parts"][part]
-        out["wire_bytes"] += mine["wire_bytes"]
-        for kind, number in mine["collectives"].items():
+        out["wire_bytes"] += figures["wire_bytes"]
+        for kind, number in figures["collectives"].items():
             out["collectives"][kind] = out["collectives"].get(kind, 0) + number
-        out["calls"][part] = mine["calls"] - base["calls"]
-        out["ops"][part] = _difference(mine["ops"], base["ops"])
+        out["calls"][part] = figures["calls"] - base["calls"]
+        out["ops"][part] = _difference(figures["ops"], base["ops"])
         if part != "update":
             for key in ("copied", "written"):
-                out[key][part] = sum(mine[key].values()) - sum(base[key].values())
+                out[key][part] = sum(figures[key].values()) - sum(base[key].values())
     gathered = found["parts"]["forward"]["wire_bytes"] * found["ranks"] / max(found["ranks"] - 1, 1)
     out["padding"] = gathered / plain["parameter_bytes"] - 1 if found["ranks"] > 1 else 0.0
     return {

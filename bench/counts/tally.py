@@ -108,10 +108,10 @@ class Memory:
 
     def look(self) -> None:
         """Note what storages have gained and lost since the last look, losses first, and what is parked."""
-        found = [(block, storage.nbytes()) for storage, block in self._blocks.items()]
-        found.append((self._parked, self._parked_bytes()))
+        blocks = [(block, storage.nbytes()) for storage, block in self._blocks.items()]
+        blocks.append((self._parked, self._parked_bytes()))
         changed = [
-            (nbytes - block.nbytes, block, nbytes) for block, nbytes in found if nbytes != block.nbytes
+            (nbytes - block.nbytes, block, nbytes) for block, nbytes in blocks if nbytes != block.nbytes
         ]
         for _, block, nbytes in sorted(changed, key=lambda change: change[0]):
             self._change(block, nbytes)
@@ -212,8 +212,8 @@ class Tally(TorchDispatchMode):
         return result
 
     def _writes(self, name: str, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {self.memory.block(t.untyped_storage()) for t in given}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {self.memory.block(t.untyped_storage()) for t in tensors}
         targets = []
         for index, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

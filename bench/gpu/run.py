@@ -81,9 +81,9 @@ def run_tests(out: Path, limit: float, dry: bool) -> dict[str, Any]:
             ).returncode
         except subprocess.TimeoutExpired:
             return {"failed": f"the GPU tests took longer than {limit:.0f} s", **outcome(log.read_text())}
-    found = outcome(log.read_text())
+    result = outcome(log.read_text())
     # Exit code 5: nothing collected, which on a machine without a GPU is no failure.
-    return found if code in (0, 5) else {"failed": f"pytest ended with {code}; see tests.log", **found}
+    return result if code in (0, 5) else {"failed": f"pytest ended with {code}; see tests.log", **result}
 
 
 def outcome(log: str) -> dict[str, int]:
@@ -138,20 +138,22 @@ def run(out: Path, *, dry: bool, budget: float, skip_tests: bool) -> dict[str, A
 
 def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Everything as tables: `{"title", "text", "header", "rows"}`."""
-    where, found = content["machine"], content["figures"]
+    where, figures = content["machine"], content["figures"]
     title = f"GPU: {where['gpus']} x {where['gpu'] or 'no GPU'}"
     dry = (
         " A DRY RUN on a CPU with tiny models: the path works, the figures mean nothing."
-        if found["dry_run"]
+        if figures["dry_run"]
         else ""
     )
     failed = {
-        name: piece["failed"].splitlines()[0] for name, piece in found["pieces"].items() if "failed" in piece
+        name: piece["failed"].splitlines()[0]
+        for name, piece in figures["pieces"].items()
+        if "failed" in piece
     }
-    text = f"GPU tests: {found.get('tests', 'not run')}. All took {found['seconds']:.0f} s.{dry}"
+    text = f"GPU tests: {figures.get('tests', 'not run')}. All took {figures['seconds']:.0f} s.{dry}"
     text += "".join(f" {name} failed: {why}." for name, why in failed.items())
     rows = []
-    for name, piece in found["pieces"].items():
+    for name, piece in figures["pieces"].items():
         for system, t in piece.get("times", {}).items():
             parts = (f"{1e3 * t[part]:.2f}" for part in ("forward", "backward", "update"))
             ratio = f"{t['wall_ratio_fsdp2']:.2f}" if "wall_ratio_fsdp2" in t else ""
@@ -160,17 +162,17 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
             )
     header = ["world", "system", "step ms", "x FSDP2", "forward ms", "backward ms", "optimizer ms", "spread"]
     out = [{"title": title, "text": text, "header": header, "rows": rows}]
-    if rows := _memory(found["pieces"]):
+    if rows := _memory(figures["pieces"]):
         header = ["world and system", "reserved MiB", "allocated MiB", "RSS MiB"]
         out.append(
             {"title": f"{title}: peak memory", "text": "One process each.", "header": header, "rows": rows}
         )
-    if rows := _exposed(found["pieces"]):
+    if rows := _exposed(figures["pieces"]):
         text = "Step minus the same step with no delay on the wire."
         header = ["world", "system", "exposed ms", "share of the step"]
         out.append({"title": f"{title}: exposed communication", "text": text, "header": header, "rows": rows})
     skipped = sorted(
-        {(KNOWN[s].label, why) for p in found["pieces"].values() for s, why in p.get("skipped", {}).items()}
+        {(KNOWN[s].label, why) for p in figures["pieces"].values() for s, why in p.get("skipped", {}).items()}
     )
     if skipped:
         rows = [list(pair) for pair in skipped]
@@ -220,16 +222,16 @@ def main(arguments: list[str]) -> int:
         return 1
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options.out.mkdir(parents=True, exist_ok=True)
-    found = run(options.out, dry=options.dry_run, budget=options.budget, skip_tests=options.skip_tests)
+    code = run(options.out, dry=options.dry_run, budget=options.budget, skip_tests=options.skip_tests)
     content: dict[str, Any] = {
         "machine": machine.describe(),
         "commit": store.commit(),
         "noise": [],
-        "figures": found,
+        "figures": code,
     }
-    found["tables"] = report_tables(content)
+    code["tables"] = report_tables(content)
     (options.out / "figures.json").write_text(json.dumps(content, indent=1))
     (options.out / "summary.md").write_text(summary(content))
     print(f"\n{summary(content)}\nwritten to {options.out}")
-    failed = [name for name, piece in found["pieces"].items() if "failed" in piece]
-    return 1 if failed or "failed" in found.get("tests", {}) else 0
+    failed = [name for name, piece in code["pieces"].items() if "failed" in piece]
+    return 1 if failed or "failed" in code.get("tests", {}) else 0

@@ -99,8 +99,8 @@ def train(make, steps, data):
             first = [p.detach().clone() for p in model.parameters()]
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        held = sum(loss_on(held_out, draw).item() for _ in range(20)) / 20
-    return first, [p.detach().clone() for p in model.parameters()], held
+        held_out_loss = sum(loss_on(held_out, draw).item() for _ in range(20)) / 20
+    return first, [p.detach().clone() for p in model.parameters()], held_out_loss
 
 
 def measure(steps):
@@ -109,17 +109,19 @@ def measure(steps):
 
     data = standard_library(most=2_000_000).clamp_(max=VOCAB - 1)
     start = [p.detach().clone() for p in build_model().parameters()]
-    found, reference = {}, None
+    results, reference = {}, None
     for name, make in optimizers().items():
-        first, last, held = train(make, steps, data)
+        first, last, held_out_loss = train(make, steps, data)
         reference = reference or (first, last)
-        apart = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(last, reference[1], strict=True)))
+        distance = math.sqrt(
+            sum(float((a - b).square().sum()) for a, b in zip(last, reference[1], strict=True))
+        )
         way = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(reference[1], start, strict=True)))
         shares = [
             float((a - b).norm() / (b - s).norm()) for a, b, s in zip(first, reference[0], start, strict=True)
         ]
-        found[name] = (apart / way, float(torch.tensor(shares).median()), held)
-    return found
+        results[name] = (distance / way, float(torch.tensor(shares).median()), held_out_loss)
+    return results
 
 
 def main(arguments):

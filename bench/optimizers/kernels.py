@@ -117,8 +117,8 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """Where a branch or a call goes."""
-        found = re.findall(r"0x[0-9a-f]+", self.rest)
-        return int(found[-1], 16) if found and self.op.split(".")[0] in ("BRA", "CALL") else None
+        addresses = re.findall(r"0x[0-9a-f]+", self.rest)
+        return int(addresses[-1], 16) if addresses and self.op.split(".")[0] in ("BRA", "CALL") else None
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def compiled(case: Case, arch: int) -> Facts:
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers}
     source = ASTSource(variant.kernel, signature, constants, attributes)
     options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
-    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     loops = variant.pieces if variant.kernel.__name__ == "quantized_adamw_twice" else 1
-    return read(found.asm["cubin"], found.asm["ptx"], loops)
+    return read(compiled.asm["cubin"], compiled.asm["ptx"], loops)
 
 
 def read(cubin: bytes, ptx: str, loops: int) -> Facts:
@@ -216,23 +216,23 @@ def _usual(code: list[Instruction], loops: int) -> Counter[str]:
             starts.add(index[i.target])
     order = sorted(n for n in starts if n < len(code))
     ends = dict(zip(order, [*order[1:], len(code)], strict=True))
-    found, todo = set(), [0]
+    reached, todo = set(), [0]
     while todo:
         start = todo.pop()
-        if start in found or start not in ends:
+        if start in reached or start not in ends:
             continue
         last = code[ends[start] - 1]
         name = last.op.split(".")[0]
         if name == "CALL":
             continue
-        found.add(start)
+        reached.add(start)
         if name == "BRA" and last.target is not None:
             todo.append(index[last.target])
         if name not in ("BRA", "EXIT", "RET") or last.predicate or "," in last.rest:
             todo.append(ends[start])
     back = [i for i in code if i.op.startswith("BRA") and i.target is not None and i.target < i.address]
     counts: Counter[str] = Counter()
-    for start in found:
+    for start in reached:
         for i in code[start : ends[start]]:
             inside = any(b.target <= i.address <= b.address for b in back if b.target is not None)
             counts[i.op.split(".")[0]] += loops if inside else 1

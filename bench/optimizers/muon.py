@@ -202,7 +202,7 @@ def seconds(call, device, rounds=5):
     """The least time of a call, warm; of this thread's on CPU, where others may be running."""
     import torch
 
-    found, clock = [], time.perf_counter if device.type == "cuda" else time.thread_time
+    times, clock = [], time.perf_counter if device.type == "cuda" else time.thread_time
     for _ in range(rounds + 2):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -210,8 +210,8 @@ def seconds(call, device, rounds=5):
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(clock() - began)
-    return min(found[2:])
+        times.append(clock() - began)
+    return min(times[2:])
 
 
 def flops_of(rows, columns, device, method):
@@ -240,7 +240,7 @@ def newton_schulz_shares():
         out = torch.empty_like(a)
         limits[method] = 2 * large**3 / seconds(lambda a=a, out=out: torch.mm(a, a, out=out), device)
     scale = 8 if device.type == "cuda" else 1
-    found = []
+    times = []
     for rows, columns, count in ((512, 512, 1), (512, 2048, 1), (128, 128, 16)):
         rows, columns = rows * scale, columns * scale
         flops = {method: flops_of(rows, columns, device, method) for method in dtypes}
@@ -251,8 +251,8 @@ def newton_schulz_shares():
             spent = seconds(lambda s=stack, m=method: orthogonalize(s, method=m), device)
             rate = flops[method] * count / spent
             shape = f"{count} x {rows}x{columns}"
-            found.append((shape, method, str(dtype)[6:], rate / 1e12, rate / limits[method]))
-    return device, found
+            times.append((shape, method, str(dtype)[6:], rate / 1e12, rate / limits[method]))
+    return device, times
 
 
 @recorded_as("muon", track_least_share="of the limit", track_best_share="of the limit")
@@ -314,11 +314,11 @@ def main(arguments):
     parser = store.parser_of("muon", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     world_size = parser.parse_args(arguments).ranks
-    found = on_ranks(world_size, rounds=15)
+    results = on_ranks(world_size, rounds=15)
     print(f"{world_size} gloo ranks, {len(shapes())} matrices, medians of the slowest rank\n")
     rows = [
-        [system, f"{wall:.1f}", f"{cpu:.1f}", f"{sent / 2**20:.2f}", f"{wall / found['all-gather'][0]:.2f}"]
-        for system, (wall, cpu, sent) in found.items()
+        [system, f"{wall:.1f}", f"{cpu:.1f}", f"{sent / 2**20:.2f}", f"{wall / results['all-gather'][0]:.2f}"]
+        for system, (wall, cpu, sent) in results.items()
     ]
     print(store.table(["system", "step ms", "CPU ms", "sent MiB", "over all-gather"], rows))
     device, shares = newton_schulz_shares()

@@ -130,16 +130,16 @@ def systems(mesh):
 def measure(rounds):
     """`{name: milliseconds}`, medians."""
     with fake_ranks(RANKS) as mesh:
-        found = systems(mesh)
-        calls = {name: call for name, call in found.items() if callable(call)}
+        built = systems(mesh)
+        calls = {name: call for name, call in built.items() if callable(call)}
         times: dict[str, list[float]] = {name: [] for name in calls}
         order, shuffle = list(calls), random.Random(0).shuffle
         for turn in range(rounds + 3):
             shuffle(order)  # a step finds the caches as the one before left them
             for name in order:
                 call = calls[name]
-                if name in found["before"]:
-                    found["before"][name]()
+                if name in built["before"]:
+                    built["before"][name]()
                 start = time.thread_time()
                 call()
                 if turn >= 3:  # the first few warm up
@@ -179,7 +179,7 @@ def main(arguments):
     """Print the table."""
     parser = store.parser_of("optimizer", __doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    found = measure(parser.parse_args(arguments).rounds)
-    rows = [[name, f"{ms:.3f}", f"{ms / found[FLAT]:.2f}"] for name, ms in found.items()]
+    times = measure(parser.parse_args(arguments).rounds)
+    rows = [[name, f"{ms:.3f}", f"{ms / times[FLAT]:.2f}"] for name, ms in times.items()]
     print(store.table(["optimizer and parameters", "ms", "of one flat tensor's"], rows))
     return 0

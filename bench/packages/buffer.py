@@ -219,18 +219,18 @@ class Group:
         return {(w, d): measure(w, d, 7) for w in WORLD_SIZES for d in DTYPES}
 
     def track_host_ms(self, results, world_size, dtype):
-        found = results[world_size, dtype]
-        return sum(t - c for (name, phase), (t, c) in found.items() if name == "dbuffer" and phase != "write")
+        times = results[world_size, dtype]
+        return sum(t - c for (name, phase), (t, c) in times.items() if name == "dbuffer" and phase != "write")
 
     def track_copy_ms(self, results, world_size, dtype):
-        found = results[world_size, dtype]
-        return sum(c for (name, phase), (_, c) in found.items() if name == "dbuffer" and phase != "write")
+        times = results[world_size, dtype]
+        return sum(c for (name, phase), (_, c) in times.items() if name == "dbuffer" and phase != "write")
 
     def track_share_of_fsdp2(self, results, world_size, dtype):
         """All of ours, gradients' way into the buffer included, as a share of all of FSDP2's."""
-        found = results[world_size, dtype]
+        times = results[world_size, dtype]
         ours, theirs = (
-            sum(t for (name, _), (t, _) in found.items() if name == n) for n in ("dbuffer", "FSDP2")
+            sum(t for (name, _), (t, _) in times.items() if name == n) for n in ("dbuffer", "FSDP2")
         )
         return ours / theirs
 

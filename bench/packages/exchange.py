@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> int:
     rows = []
     for ranks in map(int, options.ranks.split(",")):
         for mib in map(float, options.mib.split(",")):
-            found = launch(run, ranks, {"rounds": options.rounds, "nbytes": int(mib * 2**20)})
-            for kind, by_transport in found.items():
+            results = launch(run, ranks, {"rounds": options.rounds, "nbytes": int(mib * 2**20)})
+            for kind, by_transport in results.items():
                 cells = [
                     "-" if both is None else f"{both[of]:.2f}"
                     for of in (0, 1)

@@ -48,12 +48,12 @@ def parameters(system, mesh):
             return DTensor.from_local(local, mesh, [Shard(0)], shape=whole[0], stride=whole[1])
         return local
 
-    found = []
+    tensors = []
     for whole in WORKLOADS["counts"].model("meta").parameters():
         param = torch.nn.Parameter(make(whole.shape))
         param.grad = make(whole.shape)
-        found.append(param)
-    return found
+        tensors.append(param)
+    return tensors
 
 
 def work(case, params):
@@ -131,7 +131,7 @@ def construction():
 
     local, shape, stride = torch.zeros(8, DIM), torch.Size([8 * WORLD_SIZE, DIM]), (DIM, 1)
     ours = [RaggedShard((0,), (1,) * WORLD_SIZE)]
-    found = {}
+    results = {}
     with fake_ranks(WORLD_SIZE, rank=RANK) as mesh:
         calls = {
             "ragged": lambda: RaggedDTensor.from_local(local, mesh, ours, shape=shape, stride=stride),
@@ -139,8 +139,8 @@ def construction():
         }
         for name, call in calls.items():
             runs = [timed(lambda call=call: [call() for _ in range(200)]) for _ in range(10)]
-            found[name] = statistics.median(runs) / 200 * 1e3
-    return found
+            results[name] = statistics.median(runs) / 200 * 1e3
+    return results
 
 
 @recorded_as("placement", track_from_local="us")
@@ -159,12 +159,12 @@ def main(arguments):
     store.parser_of("placement", __doc__).parse_args(arguments)
     rows = []
     for case in CASES:
-        found = compare(case, SYSTEMS, rounds=40)
+        results = compare(case, SYSTEMS, rounds=40)
         rows.append(
-            [case, *(f"{found[s]:.2f}" for s in SYSTEMS), f"{found['ragged'] / found['dtensor']:.2f}"]
+            [case, *(f"{results[s]:.2f}" for s in SYSTEMS), f"{results['ragged'] / results['dtensor']:.2f}"]
         )
-    found = construction()
-    ratio = f"{found['ragged'] / found['dtensor']:.2f}"
-    rows.append(["from_local, us", f"{found['ragged']:.2f}", f"{found['dtensor']:.2f}", "", ratio])
+    results = construction()
+    ratio = f"{results['ragged'] / results['dtensor']:.2f}"
+    rows.append(["from_local, us", f"{results['ragged']:.2f}", f"{results['dtensor']:.2f}", "", ratio])
     print(store.table(["", "ragged ms", "DTensor ms", "plain ms", "ragged / DTensor"], rows))
     return 0

@@ -35,8 +35,8 @@ def _shapes(parameters: float) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
     embedding = 2 * 32000 * WIDTH
     count = max(1, round((parameters - embedding) / sum(a * b for a, b in layer.values())))
-    found = {f"layers.{i}.{name}": shape for i in range(count) for name, shape in layer.items()}
-    return {"embed": (32000, WIDTH), **found, "head": (32000, WIDTH)}
+    shapes = {f"layers.{i}.{name}": shape for i in range(count) for name, shape in layer.items()}
+    return {"embed": (32000, WIDTH), **shapes, "head": (32000, WIDTH)}
 
 
 def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
@@ -44,13 +44,13 @@ def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
     import torch
     from safetensors.torch import save_file
 
-    total, held, number = 0, dict[str, Any](), 0
+    total, batch, number = 0, dict[str, Any](), 0
     for name, shape in shapes.items():
-        held[name] = torch.randn(shape, dtype=getattr(torch, dtype))
-        total += held[name].nbytes
-        if sum(t.nbytes for t in held.values()) > 1e9 or name == "head":
-            save_file(held, folder / f"part-{number}.safetensors")
-            held, number = {}, number + 1
+        batch[name] = torch.randn(shape, dtype=getattr(torch, dtype))
+        total += batch[name].nbytes
+        if sum(t.nbytes for t in batch.values()) > 1e9 or name == "head":
+            save_file(batch, folder / f"part-{number}.safetensors")
+            batch, number = {}, number + 1
     return total
 
 
@@ -111,7 +111,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     folder, shapes = Path(request["folder"]), request["shapes"]
     shard: Any = importlib.import_module("fsdp_runtime" if ours else "torch.distributed.fsdp").fully_shard
     model = _model(shapes, request["dtype"], shard)
-    found = {}
+    results = {}
     for what, act in (("load", _load), ("save", _save)):
         dist.barrier()
         began, peak = time.perf_counter(), Peak()
@@ -119,8 +119,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         own = {"peak": peak.end(), "read": read, "seconds": time.perf_counter() - began}
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
-        found[what] = every
-    return found
+        results[what] = every
+    return results
 
 
 def _load(way: str, model: Any, folder: Path) -> int:
@@ -198,11 +198,11 @@ def main(arguments: list[str]) -> int:
         for ranks in options.ranks:
             for way in LOAD:
                 request = {"way": way, "folder": folder, "shapes": shapes, "dtype": options.dtype}
-                found = launch(run, ranks, request)
+                results = launch(run, ranks, request)
                 for what, names in (("load", LOAD), ("save", SAVE)):
                     if way not in names and not (what == "save" and way == "torch, from rank 0"):
                         continue
-                    rows[what].append(_row(ranks, names.get(way, SAVE["torch"]), found[what], total, what))
+                    rows[what].append(_row(ranks, names.get(way, SAVE["torch"]), results[what], total, what))
     heads = ["ranks", "way", "peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
     print(store.table([*heads[:2], "read / file", *heads[2:]], rows["load"]))
     print()
@@ -210,8 +210,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _row(ranks: int, way: str, found: list[dict[str, Any]], total: int, what: str) -> list[str]:
-    most = max(one["peak"] for one in found)
-    read = [f"{sum(one['read'] for one in found) / total:.3f}"] if what == "load" else []
-    memory = [f"{most / MIB:.0f}", f"{found[0]['peak'] / MIB:.0f}", f"{most / total:.2f}"]
-    return [str(ranks), way, *read, *memory, f"{max(one['seconds'] for one in found):.1f}"]
+def _row(ranks: int, way: str, results: list[dict[str, Any]], total: int, what: str) -> list[str]:
+    most = max(result["peak"] for result in results)
+    read = [f"{sum(result['read'] for result in results) / total:.3f}"] if what == "load" else []
+    memory = [f"{most / MIB:.0f}", f"{results[0]['peak'] / MIB:.0f}", f"{most / total:.2f}"]
+    return [str(ranks), way, *read, *memory, f"{max(result['seconds'] for result in results):.1f}"]

@@ -29,13 +29,13 @@ def _about(found: dict[str, Any]) -> str:
 
 def speed_section(folder: Path, drawings: Path | None) -> list[str]:
     """Tables of every workload and number of ranks, and bars of the ratios."""
-    found = store.load_all("speed-", folder)
-    if not found:
+    runs = store.load_all("speed-", folder)
+    if not runs:
         return []
     out = ["## Speed and memory, all systems on the same work"]
     if drawings:
-        _speed_bars(drawings, found)
-    for item in found:
+        _speed_bars(drawings, runs)
+    for item in runs:
         figures = item["figures"]
         work = figures["workload"]
         out.append(
@@ -150,13 +150,13 @@ def _count_bars(folder: Path, name: str, figures: dict[str, Any]) -> None:
 
 def padding_section(folder: Path, drawings: Path | None) -> list[str]:
     """Curves of how much layouts pad real models."""
-    found = store.load("padding", folder)
-    if not found:
+    padding = store.load("padding", folder)
+    if not padding:
         return []
     out = [
         "## Padding of real models\n\nShare of the model's parameters that the buffers hold beyond them. Computed."
     ]
-    ranks, curves = found["figures"]["ranks"], found["figures"]["curves"]
+    ranks, curves = padding["figures"]["ranks"], padding["figures"]["curves"]
     if drawings:
         panels = [
             Panel(

@@ -47,8 +47,8 @@ class Job:
 
         device = request.get("device", "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        given = {key: request[key] for key in ("optimizer", "precision", "options") if key in request}
-        return cls(WORKLOADS[request["workload"]], mesh, device, **given)
+        options = {key: request[key] for key in ("optimizer", "precision", "options") if key in request}
+        return cls(WORKLOADS[request["workload"]], mesh, device, **options)
 
 
 @dataclass
@@ -118,8 +118,8 @@ def _ours(
 
     from fsdp_runtime.train.systems import Runtime
 
-    given = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
-    system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **given)
+    arguments = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
+    system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
     trainer = _finish(name, job, system, optimizers=optimizers, wrap=wrap)
     trainer.module.set_copy_gradients_late(late)
     return trainer
@@ -213,8 +213,8 @@ def _megatron(name: str, job: Job) -> Trainer:
     return _finish(name, job, system, wrap=wrap, optimizers=lambda module, job: made)
 
 
-def _config(job: Job, system: str) -> Any:
-    """A job as `fsdp_runtime.train` says it: nothing is clipped or checkpointed."""
+def _config(job: Job, system: Any) -> Any:
+    """The job as a `fsdp_runtime.train` config, without clipping and checkpoints."""
     from fsdp_runtime.train import RunConfig
 
     return RunConfig(
@@ -275,13 +275,13 @@ def _block_policy(job: Job) -> Any:
     import block_optim
     from layout_planner import Tile, parse_block
 
-    given = job.options.get("block_policy")
-    if isinstance(given, str):
-        block = parse_block(given)
+    policy = job.options.get("block_policy")
+    if isinstance(policy, str):
+        block = parse_block(policy)
         return lambda name, parameter: block if parameter.ndim > 1 else None
-    if given is None and job.optimizer == "adamw8bit":
+    if policy is None and job.optimizer == "adamw8bit":
         return block_optim.AdamW8bit.block_policy(block=Tile(*TILE))
-    return block_optim.Shampoo.block_policy() if given is None and job.optimizer == "shampoo" else given
+    return block_optim.Shampoo.block_policy() if policy is None and job.optimizer == "shampoo" else policy
 
 
 def make_optimizers(module: Any, job: Job) -> list[Any]:

@@ -90,7 +90,7 @@ class Gathering:
     @property
     def state(self) -> dict[Any, Any]:
         """Of all optimizers inside."""
-        return {key: value for one in self._optimizers for key, value in one.state.items()}
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
 
     def step(self) -> None:
         """Communicates two gathers for each parameter: its weights and its gradient."""

@@ -68,11 +68,11 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         ]
         skipped = "".join(f" {SYSTEMS[n].label} is not there: {why}." for n, why in raw["skipped"].items())
         out.append({"title": title, "text": text + skipped, "header": header, "rows": rows, "bars": bars})
-    found = figures["counts"]
+    counts = figures["counts"]
     rows = [
         [SYSTEMS[n].label, f"{f['padding']:.1%}", store.mib(f["wire_bytes"]), store.mib(f["copied"]["forward"]),
          store.mib(f["copied"]["backward"]), sum(f["calls"].values()), store.mib(f["peak"])]
-        for n, f in found.items()
+        for n, f in counts.items()
     ]  # fmt: skip
     header = [
         "runtime",
@@ -84,7 +84,7 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         "peak MiB",
     ]
     bars = [
-        {"title": title, "ticks": [""], "unit": "MiB", "series": {SYSTEMS[n].label: [of(f)] for n, f in found.items()}}
+        {"title": title, "ticks": [""], "unit": "MiB", "series": {SYSTEMS[n].label: [of(f)] for n, f in counts.items()}}
         for title, of in (
             ("Received by a rank in a step", lambda f: f["wire_bytes"] / 2**20),
             ("Copied in a step", lambda f: sum(f["copied"].values()) / 2**20),

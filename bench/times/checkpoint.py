@@ -25,7 +25,7 @@ def measure(workload: str, ranks: int, rounds: int) -> tuple[dict[str, Any], lis
     """Figures and why they are not to be trusted."""
     before = machine.busy_share()
     raw = launch(run, ranks, {"workload": workload, "systems": COMPARED, "rounds": rounds})
-    foreign = [s["foreign"] for found in raw["samples"].values() for s in found]
+    foreign = [s["foreign"] for times in raw["samples"].values() for s in times]
     return raw, machine.verdict(before, raw["calibration"], foreign)
 
 
@@ -91,9 +91,9 @@ def _round_trip(trainer: Trainer) -> tuple[dict[str, float], int]:
 def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's table."""
     rows = []
-    for name, found in raw["samples"].items():
-        save, load = (statistics.median(s[key] for s in found) for key in ("save", "load"))
-        spread = machine.spread([s["save"] for s in found])
+    for name, times in raw["samples"].items():
+        save, load = (statistics.median(s[key] for s in times) for key in ("save", "load"))
+        spread = machine.spread([s["save"] for s in times])
         cells = (f"{1e3 * save:.0f}", f"{1e3 * load:.0f}", store.mib(raw["bytes"][name]), f"{spread:.0%}")
         rows.append([SYSTEMS[name].label, *cells])
     text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state. "

@@ -48,14 +48,14 @@ def measure(elements: int, rounds: int) -> dict[str, float]:
 
         model = trained(fsdp_runtime.fully_shard)
         params = list(model.parameters())
-        theirs = list(trained(torch.distributed.fsdp.fully_shard).parameters())
+        fsdp2 = list(trained(torch.distributed.fsdp.fully_shard).parameters())
         plain = [nn.Parameter(param.to_local().detach().clone()) for param in params]
         for one, param in zip(plain, params, strict=True):
             one.grad = param.grad.to_local().clone()
         ways: dict[str, Callable[[], Any]] = {
             "plain tensors": lambda: nn.utils.clip_grad_norm_(plain, 1e9),
             "torch's function": lambda: nn.utils.clip_grad_norm_(params, 1e9),
-            "torch's function, FSDP2": lambda: nn.utils.clip_grad_norm_(theirs, 1e9),
+            "torch's function, FSDP2": lambda: nn.utils.clip_grad_norm_(fsdp2, 1e9),
             "fsdp_runtime.clip_grad_norm_": lambda: fsdp_runtime.clip_grad_norm_(params, 1e9),
             "model.clip_grad_norm_": lambda: model.clip_grad_norm_(1e9),
         }
@@ -75,8 +75,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--elements", type=int, default=1024, help="of each parameter")
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args(arguments)
-    found = measure(options.elements, options.rounds)
-    plain = found["plain tensors"]
-    rows = [[name, f"{took:.0f}", f"{took / plain:.2f}", GOALS.get(name, "")] for name, took in found.items()]
+    times = measure(options.elements, options.rounds)
+    plain = times["plain tensors"]
+    rows = [[name, f"{took:.0f}", f"{took / plain:.2f}", GOALS.get(name, "")] for name, took in times.items()]
     print(store.table([f"{PARAMS} parameters", "us", "of plain tensors'", "goal, at most"], rows))
     return 0

@@ -23,21 +23,21 @@ def run(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     job = Job.of(request)
     if reason := why_not(request["system"], job):
         return {"skipped": reason}
-    found = {"idle": machine.rss()}
+    rss = {"idle": machine.rss()}
     trainer = build(request["system"], job)
     gc.collect()
     clock = Clock(job)
     for _ in range(2):
         clock.mean_loss(trainer)
-    found["start"] = machine.peak_rss()
+    rss["start"] = machine.peak_rss()
     machine.reset_peak_rss()
     for _ in range(request.get("steps", 3)):
         loss = clock.mean_loss(trainer)
-    found["steady"] = machine.peak_rss()
-    found["start"] = max(found["start"], found["steady"])
+    rss["steady"] = machine.peak_rss()
+    rss["start"] = max(rss["start"], rss["steady"])
     if job.device == "cuda":
-        found["cuda_reserved"] = torch.cuda.max_memory_reserved()
-        found["cuda_allocated"] = torch.cuda.max_memory_allocated()
-    values = torch.tensor(list(found.values()), dtype=torch.float64, device=job.device)
+        rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
+        rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
+    values = torch.tensor(list(rss.values()), dtype=torch.float64, device=job.device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return {"loss": loss, **{name: int(value) for name, value in zip(found, values, strict=True)}}
+    return {"loss": loss, **{name: int(value) for name, value in zip(rss, values, strict=True)}}

@@ -45,9 +45,9 @@ def measure(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, float]]],
         for turn in range(rounds + 2):
             batch = batch_of(job.workload, turn, 0)
             for name, trainer in trainers.items():
-                found = _step(trainer, batch)
+                result = _step(trainer, batch)
                 if turn >= 2:
-                    samples[name].append(found)
+                    samples[name].append(result)
     return samples, skipped
 
 
@@ -60,8 +60,8 @@ def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
     marks.append(time.thread_time())
     trainer.update()
     marks.append(time.thread_time())
-    found = {part: end - begin for part, begin, end in zip(PARTS, marks, marks[1:], strict=False)}
-    return {**found, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
+    seconds = {part: end - begin for part, begin, end in zip(PARTS, marks, marks[1:], strict=False)}
+    return {**seconds, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
 
 
 def measure_units(rounds: int) -> dict[str, list[float]]:
@@ -170,15 +170,15 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's tables: medians, and what is added to the plain model within a round; tiny units."""
     rows = []
     for ranks, samples in figures["samples"].items():
-        for name, found in samples.items():
-            medians = {part: statistics.median(s[part] for s in found) for part in PARTS}
-            pairs = zip(found, samples["plain"], strict=True)
+        for name, times in samples.items():
+            medians = {part: statistics.median(s[part] for s in times) for part in PARTS}
+            pairs = zip(times, samples["plain"], strict=True)
             added = statistics.median(
                 a["forward"] + a["backward"] - b["forward"] - b["backward"] for a, b in pairs
             )
-            spread = machine.spread([s["forward"] + s["backward"] for s in found])
+            spread = machine.spread([s["forward"] + s["backward"] for s in times])
             cells = (f"{1e3 * medians[part]:.1f}" for part in PARTS)
-            faults = f"{statistics.median(s['faults'] for s in found):,.0f}"
+            faults = f"{statistics.median(s['faults'] for s in times):,.0f}"
             rows.append([ranks, SYSTEMS[name].label, *cells, f"{1e3 * added:.1f}", faults, f"{spread:.0%}"])
     header = [
         "simulated ranks",
@@ -200,8 +200,8 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     out = [{"title": "Host time with nothing on the wire", "text": text, "header": header, "rows": rows}]
     if units := figures.get("units"):
         rows = [
-            [SYSTEMS[name].label, f"{1e3 * statistics.median(found):.2f}", f"{machine.spread(found):.0%}"]
-            for name, found in units.items()
+            [SYSTEMS[name].label, f"{1e3 * statistics.median(times):.2f}", f"{machine.spread(times):.0%}"]
+            for name, times in units.items()
         ]
         text = (
             f"Forward and backward of {UNITS} linear units of {WIDTH} x {WIDTH}, thread CPU milliseconds: ours is "

@@ -31,7 +31,7 @@ def run(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     check_steps = request.get("check_steps", 3)
     losses = {name: clock.mean_losses(trainer, check_steps) for name, trainer in trainers.items()}
     if simulation is None:  # in a simulated world layouts differ in what they repeat, so losses do
-        compared = {name: found for name, found in losses.items() if SYSTEMS[name].communicates}
+        compared = {name: curve for name, curve in losses.items() if SYSTEMS[name].communicates}
         differ = compare_losses(compared, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
         skipped.update(differ)
         for name in differ:
@@ -80,9 +80,9 @@ def no_delay(simulation: Any) -> Iterator[None]:
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str, str]:
     """Who differs from the first system, the reference, by more than `tolerance` of the loss, and how."""
     differ = {}
-    for name, found in losses.items():
+    for name, curve in losses.items():
         reference, expected = next(iter(losses.items()))
-        gap = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        gap = max(abs(a - b) / abs(b) for a, b in zip(curve, expected, strict=True))
         if not gap <= tolerance:
-            differ[name] = f"its losses {found} differ from {reference}'s {expected}"
+            differ[name] = f"its losses {curve} differ from {reference}'s {expected}"
     return differ

@@ -55,22 +55,22 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
     samples = raw["samples"]
     tokens = raw["workload"]["tokens_per_rank"] * raw["ranks"]
     out = {}
-    for name, found in samples.items():
-        medians = {key: statistics.median(r[key] for r in found) for key in found[0] if key != "foreign"}
+    for name, runs in samples.items():
+        medians = {key: statistics.median(r[key] for r in runs) for key in runs[0] if key != "foreign"}
         out[name] = {
             **medians,
             "tokens_per_second": tokens / medians["wall"],
-            "spread": machine.spread([r["wall"] for r in found]),
+            "spread": machine.spread([r["wall"] for r in runs]),
         }
         if raw.get("free", {}).get(name):
-            pairs = zip(found, raw["free"][name], strict=True)
+            pairs = zip(runs, raw["free"][name], strict=True)
             out[name]["exposed"] = statistics.median(
                 with_wire["wall"] - without["wall"] for with_wire, without in pairs
             )
         for peer in PEERS:
             if peer in samples:
                 for key in ("wall", "cpu"):
-                    pairs = zip(samples[peer], found, strict=True)
+                    pairs = zip(samples[peer], runs, strict=True)
                     out[name][f"{key}_ratio_{peer}"] = statistics.median(p[key] / r[key] for p, r in pairs)
     return out
 

@@ -122,8 +122,8 @@ class Bench:
         command = [sys.executable, "-m", "torch.distributed.run", *meeting, *size, *program]
         running = {}
         for host in hosts:
-            mine = {"OMP_NUM_THREADS": "1", **environment(host)}
-            running[host.name] = host.start(command, self.folder / f"{host.name}.log", mine)
+            variables = {"OMP_NUM_THREADS": "1", **environment(host)}
+            running[host.name] = host.start(command, self.folder / f"{host.name}.log", variables)
         return Launch(running, {host.name: host for host in hosts}, self.folder)
 
     def reach(self, step: int) -> None:
@@ -132,16 +132,16 @@ class Bench:
 
     def result(self, case: str, begun: float, logs: str, expected: str, wrong: str = "") -> Result:
         """What came of a case. `expected`: a pattern of the error; "" if training is to finish."""
-        mine = losses(self.run)
-        shared = mine.keys() & self.reference.keys()
-        distance = max((abs(mine[n] / self.reference[n] - 1) for n in shared), default=0.0)
-        finished = len(mine) == STEPS
+        curve = losses(self.run)
+        shared = curve.keys() & self.reference.keys()
+        distance = max((abs(curve[n] / self.reference[n] - 1) for n in shared), default=0.0)
+        finished = len(curve) == STEPS
         valid = self._verified()
         lines = errors(logs)
-        found = [line for line in lines if re.search(expected, line)] if expected else lines
+        matching = [line for line in lines if re.search(expected, line)] if expected else lines
         if not wrong:
-            wrong = "; ".join(self._doubts(finished, distance, valid, found, expected))
-        line = (found or reports(logs) or [""])[0].removeprefix("fsdp-train: ")
+            wrong = "; ".join(self._doubts(finished, distance, valid, matching, expected))
+        line = (matching or reports(logs) or [""])[0].removeprefix("fsdp-train: ")
         return Result(case, finished, time.monotonic() - begun, distance, line, valid, wrong)
 
     def _doubts(
@@ -158,9 +158,9 @@ class Bench:
 
     def _verified(self) -> tuple[int, int]:
         command = [sys.executable, "-m", "fsdp_runtime.train", "verify", str(self.run)]
-        said = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
         complete = [path for path in (self.run / "checkpoints").glob("step-*") if path.suffix != ".part"]
-        return sum("as written" in line for line in said), len(complete)
+        return sum("as written" in line for line in lines), len(complete)
 
 
 def options(text: Path, *more: str) -> list[str]:
@@ -199,7 +199,7 @@ def reports(log: str) -> list[str]:
 
 def ranks_of(host: Host) -> dict[int, int]:
     """The processes of the ranks on a host."""
-    found = {}
+    results = {}
     for pid in host.processes():
         try:
             pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -207,8 +207,8 @@ def ranks_of(host: Host) -> dict[int, int]:
             continue
         variables = dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
         if b"TORCHELASTIC_RUN_ID" in variables and b"RANK" in variables:
-            found[int(variables[b"RANK"])] = pid
-    return found
+            results[int(variables[b"RANK"])] = pid
+    return results
 
 
 def write_text(folder: Path) -> None:

@@ -101,11 +101,11 @@ class Host:
     ) -> "subprocess.Popen[bytes]":
         """Run a command on this host, in its temporary folder; what it prints is added to `log`."""
         temporary = SHARED.parent / "tmp"
-        mine = {**os.environ, "TMPDIR": str(temporary), **(environment or {})}
+        variables = {**os.environ, "TMPDIR": str(temporary), **(environment or {})}
         with log.open("ab") as file:
             running = subprocess.Popen(
                 [*self._enter(), f"--wdns={temporary}", *command],
-                env=mine,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -125,15 +125,15 @@ class Host:
 
     def processes(self) -> list[int]:
         """All processes of this host, by their numbers outside, without the one that holds it."""
-        mine = os.stat(f"/proc/{self._init}/ns/pid").st_ino
-        found = []
+        namespace = os.stat(f"/proc/{self._init}/ns/pid").st_ino
+        processes = []
         for entry in os.listdir("/proc"):
             try:
-                if entry.isdigit() and os.stat(f"/proc/{entry}/ns/pid").st_ino == mine:
-                    found.append(int(entry))
+                if entry.isdigit() and os.stat(f"/proc/{entry}/ns/pid").st_ino == namespace:
+                    processes.append(int(entry))
             except OSError:  # ended meanwhile
                 continue
-        return [pid for pid in found if pid != self._init]
+        return [pid for pid in processes if pid != self._init]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of this host: SIGSTOP freezes it, SIGCONT thaws it."""

@@ -50,13 +50,13 @@ def advise(model: ModelShape, measures: Sequence[Measure], options: Options) -> 
         measures: the results of the sweep, at least one.
         options: how it was planned.
     """
-    world_size = max(found.world_size for found in measures)
-    largest = [found for found in measures if found.world_size == world_size]
+    world_size = max(entry.world_size for entry in measures)
+    largest = [entry for entry in measures if entry.world_size == world_size]
     yield _on_blocks(model, largest, options)
-    for found in largest:
-        yield _on_world_sizes(model, found, [m for m in measures if m.block == found.block], options)
-        yield _on_shard_groups(model, found, options)
-        yield _on_merging(model, found, options)
+    for entry in largest:
+        yield _on_world_sizes(model, entry, [m for m in measures if m.block == entry.block], options)
+        yield _on_shard_groups(model, entry, options)
+        yield _on_merging(model, entry, options)
 
 
 def _on_blocks(model: ModelShape, largest: Sequence[Measure], options: Options) -> Advice:
@@ -108,20 +108,20 @@ def _on_world_sizes(
 def _on_shard_groups(model: ModelShape, largest: Measure, options: Options) -> Advice:
     world_size, block = largest.world_size, largest.block
     groups = [d for d in range(world_size // 2, 1, -1) if world_size % d == 0]
-    found = [largest, *(measure(model, group, block, options) for group in groups)]
+    measures = [largest, *(measure(model, group, block, options) for group in groups)]
     text = f"shard group under HSDP with {block} on {world_size} ranks: "
-    fine = [m for m in found if m.padding() <= _FINE]
-    if largest in fine or len(found) == 1:
+    fine = [m for m in measures if m.padding() <= _FINE]
+    if largest in fine or len(measures) == 1:
         text += f"all {world_size} ranks in one shard group pad {_cost(largest)}"
-        shown = found[1:3]
+        shown = measures[1:3]
     else:
         text += f"{world_size} (no replicas) pads {_cost(largest)}; " + (
             f"prefer {_group(fine[0], world_size)}" if fine else f"none is within {_FINE:.0%}"
         )
-        shown = [m for m in found[1:4] if m not in fine[:1]]
+        shown = [m for m in measures[1:4] if m not in fine[:1]]
     if shown:
         text += "; next to it " + " and ".join(_group(m, world_size) for m in shown)
-    best = sorted(found, key=lambda m: (m.padding(), -m.world_size))
+    best = sorted(measures, key=lambda m: (m.padding(), -m.world_size))
     return Advice("shard group", text + ".", tuple(_option(m) for m in best[:8]))
 
 
@@ -140,19 +140,19 @@ def _on_merging(model: ModelShape, largest: Measure, options: Options) -> Advice
     counts = [layers for layers in _MERGED if any(group.count >= layers for group in model.groups)]
     if not counts:
         return Advice("merged layers", text + "no two layers of this model are alike.", ())
-    found = {1: largest}
+    by_count = {1: largest}
     for layers in counts:
-        found[layers] = measure(merged(model, layers), world_size, block, options)
+        by_count[layers] = measure(merged(model, layers), world_size, block, options)
     parts = []
-    for layers, m in found.items():
+    for layers, m in by_count.items():
         gathered = BF16 * max(group.numel for group in merged(model, layers).groups)
         per_group = "layer per group" if layers == 1 else "layers per group"
         parts.append(f"{layers} {per_group} {percent(m.padding())} and {size(gathered)} gathered at once")
-    least = min(found, key=lambda layers: (round(found[layers].padding(), 4), layers))
-    gain = largest.padding() - found[least].padding()
+    least = min(by_count, key=lambda layers: (round(by_count[layers].padding(), 4), layers))
+    gain = largest.padding() - by_count[least].padding()
     verdict = f"prefer {least} layers per group" if gain > _FINE / 10 else "not worth it"
-    listed = sorted(found, key=lambda layers: found[layers].padding())
-    numbers = tuple({**_option(found[layers]), "layers_per_group": layers} for layers in listed)
+    listed = sorted(by_count, key=lambda layers: by_count[layers].padding())
+    numbers = tuple({**_option(by_count[layers]), "layers_per_group": layers} for layers in listed)
     return Advice("merged layers", f"{text}{verdict}: {', '.join(parts)}.", numbers)
 
 

@@ -62,10 +62,10 @@ def blocks(text: str) -> tuple[Block, ...]:
 
 def tile(text: str) -> tuple[int, int]:
     """`128x128`: rows and columns that share a scale."""
-    found = parse_block(f"tile:{text}") if text.count("x") == 1 else None
-    if not isinstance(found, Tile):
+    block = parse_block(f"tile:{text}") if text.count("x") == 1 else None
+    if not isinstance(block, Tile):
         raise ValueError(f"{text!r} is not a tile; write its rows and columns, such as 128x128")
-    return (found.rows, found.columns)
+    return (block.rows, block.columns)
 
 
 def tiles(text: str) -> tuple[tuple[int, int], ...]:
@@ -111,11 +111,13 @@ def parser() -> Parser:
         prog="layout-planner", description="Plan how sharded training lays out parameters.", epilog=_EPILOG
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="plan|sweep|draw")
-    one = commands.add_parser("plan", help="plan each group of a model at one world size", epilog=_EPILOG)
-    _source(one)
-    _add(one, "--world-size", number, required=True, help="ranks that share each parameter")
-    _planning(one)
-    _add(one, "--tile", tile, help="also show the bytes of quantized gathers with this tile, such as 128x128")
+    plan = commands.add_parser("plan", help="plan each group of a model at one world size", epilog=_EPILOG)
+    _source(plan)
+    _add(plan, "--world-size", number, required=True, help="ranks that share each parameter")
+    _planning(plan)
+    _add(
+        plan, "--tile", tile, help="also show the bytes of quantized gathers with this tile, such as 128x128"
+    )
     many = commands.add_parser(
         "sweep", help="padding over world sizes and blocks, with advice", epilog=_EPILOG
     )

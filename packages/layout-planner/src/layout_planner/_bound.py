@@ -45,13 +45,13 @@ class Bound:
 def lower_bound(tensors: Sequence[TensorSpec], world_size: int, align: int) -> Bound:
     """The best of the two bounds and the number of elements."""
     fluid = _fluid(tensors, world_size, align)
-    found = {
+    bounds = {
         "elements": fluid,
         "blocks": blocks_bound(tensors, world_size, align),
         "grids": _grids_bound(tensors, world_size, align, fluid),
     }
-    reason = max(found, key=lambda name: found[name])  # of equals the first, which is the simplest argument
-    return Bound(world_size * found[reason], reason)
+    reason = max(bounds, key=lambda name: bounds[name])  # of equals the first, which is the simplest argument
+    return Bound(world_size * bounds[reason], reason)
 
 
 def effective_block(spec: TensorSpec, align: int) -> int:

@@ -7,8 +7,8 @@ MOST_RANKS = 1 << 20  # anything above is a typing error, and would take memory 
 
 def shortened(text: object) -> str:
     """A message that quotes what was read, cut to a few hundred characters."""
-    said = str(text)
-    return said if len(said) <= 600 else f"{said[:300]} ... {said[-300:]}"
+    shown = str(text)
+    return shown if len(shown) <= 600 else f"{shown[:300]} ... {shown[-300:]}"
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:

@@ -28,9 +28,9 @@ from layout_planner.models import GroupShape, ModelShape
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 2 for bad input, 1 if the reader of stdout has gone."""
-    found = arguments.parser().parse_args(argv)
+    options = arguments.parser().parse_args(argv)
     try:
-        for line in _COMMANDS[found.command](found):
+        for line in _COMMANDS[options.command](options):
             print(line, flush=True)
     except BrokenPipeError:
         os.dup2(
@@ -66,9 +66,9 @@ def _plan(found: argparse.Namespace) -> Iterator[str]:
     yield markdown(headers, rows)
     yield ""
     most = max(layout.padded_numel for _, layout in planned)
-    held, waste = BF16 * padded / found.world_size, BF16 * (padded - model.numel) / found.world_size
+    shard_bytes, waste = BF16 * padded / found.world_size, BF16 * (padded - model.numel) / found.world_size
     gathered = size(BF16 * most)
-    yield f"bf16: {size(held)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
+    yield f"bf16: {size(shard_bytes)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
     yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
     if found.tile:
         yield f"\n{_GATHERS}, of one layer:\n"
@@ -177,8 +177,8 @@ def _draw(found: argparse.Namespace) -> Iterator[str]:
     model = arguments.model(found)
     group = model.group(found.group) if found.group else max(model.groups, key=lambda g: g.count * g.numel)
     layout = plan_group(group, found.world_size, found.block, arguments.options(found))
-    one = f"one of {group.count} equal layers, " if group.count > 1 else ""
-    title = f"{model.name} {group.name}: {one}{found.world_size} ranks, {found.block}"
+    prefix = f"one of {group.count} equal layers, " if group.count > 1 else ""
+    title = f"{model.name} {group.name}: {prefix}{found.world_size} ranks, {found.block}"
     picture = layout.to_svg(title=title, ranks=found.ranks)
     if found.output == "-":
         yield picture.rstrip("\n")

@@ -68,14 +68,14 @@ def measure_gathers(
     """Plan each group's matrices and add the bytes up, each times its number of layers."""
     totals = [0] * 5
     for group in model.groups:
-        found = plan_matrices(group, world_size, block, tile, options)
-        if found is not None:
+        planned = plan_matrices(group, world_size, block, tile, options)
+        if planned is not None:
             sizes = (
-                found.bf16_bytes,
-                found.whole_bytes,
-                found.shared_bytes,
-                found.bytes_of(found.cut),
-                found.amax_bytes,
+                planned.bf16_bytes,
+                planned.whole_bytes,
+                planned.shared_bytes,
+                planned.bytes_of(planned.cut),
+                planned.amax_bytes,
             )
             totals = [total + group.count * more for total, more in zip(totals, sizes, strict=True)]
     return GatherMeasure(world_size, tile, block, *totals)

@@ -242,12 +242,12 @@ class Layout:
         Raises:
             ValueError: `ranks` is empty or reaches outside the layout.
         """
-        held = self.numel > 0
+        any_elements = self.numel > 0
         figures = [
             ("elements", number(self.numel)),
             ("with padding", number(self.padded_numel)),
-            ("padding", percent(self.padding_ratio) if held else "0 %"),
+            ("padding", percent(self.padding_ratio) if any_elements else "0 %"),
             (f"lower bound, by {self.bound.reason}", number(self.lower_bound)),
-            ("gap to the bound", percent(self.gap) if held else "0 %"),
+            ("gap to the bound", percent(self.gap) if any_elements else "0 %"),
         ]
         return draw(self.segments, self._by_name, self.world_size, figures, title=title, ranks=ranks)

@@ -51,14 +51,14 @@ def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) 
         align: elements that the shard size and offsets are multiples of.
         thorough: also search for orders, exactly or locally; otherwise only the fixed orders are tried.
     """
-    given = sorted(items, key=attrgetter("index"))
-    if found := _at_once(given, world_size, align):
-        return found
+    in_order = sorted(items, key=attrgetter("index"))
+    if packed := _at_once(in_order, world_size, align):
+        return packed
     start = blocks_bound([item.spec for item in items], world_size, align)
     best, failed = _quick(items, world_size, align, start)
     if thorough:
         best = _improve(items, world_size, best, failed)
-    return _in_order(given, best.shard, world_size) or best
+    return _in_order(in_order, best.shard, world_size) or best
 
 
 def _at_once(given: Sequence[Item], world_size: int, align: int) -> Packing | None:
@@ -85,8 +85,8 @@ def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tu
     def first_fit(sizes: Iterable[int]) -> Packing | None:
         for shard in sizes:
             for order in orders:
-                if found := _in_order(order, shard, world_size):
-                    return found
+                if packed := _in_order(order, shard, world_size):
+                    return packed
             failed.append(shard)
         return None
 
@@ -111,21 +111,21 @@ def _improve(items: Sequence[Item], world_size: int, best: Packing, failed: list
     for shard in sorted(failed)[: max(1, _MAX_PLACEMENTS // cost)]:
         if shard >= best.shard:
             break
-        if found := search(items, shard, world_size):
-            return found
+        if packed := search(items, shard, world_size):
+            return packed
     return best
 
 
 def _fixed_orders(items: Sequence[Item]) -> list[list[Item]]:
     """The given order first; then by block, by size, and large tensors with small ones as fillers in between."""
-    given = sorted(items, key=lambda item: item.index)
-    by_block = sorted(given, key=lambda item: (-(item.step or item.spec.grid.period), -item.size))
-    by_size = sorted(given, key=lambda item: -item.size)
+    in_order = sorted(items, key=lambda item: item.index)
+    by_block = sorted(in_order, key=lambda item: (-(item.step or item.spec.grid.period), -item.size))
+    by_size = sorted(in_order, key=lambda item: -item.size)
     large, small = by_size[: (len(by_size) + 1) // 2], by_size[(len(by_size) + 1) // 2 :]
     filled = [item for pair in zip(large, small, strict=False) for item in pair] + large[len(small) :]
     orders = {
         tuple(item.index for item in order): order
-        for order in (filled, by_size[::-1], by_size, by_block, given)
+        for order in (filled, by_size[::-1], by_size, by_block, in_order)
     }
     return list(orders.values())[::-1]
 

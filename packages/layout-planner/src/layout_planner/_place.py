@@ -88,12 +88,12 @@ def _periodic(grid: BlockGrid, align: int, shard: int) -> Placer:
     def largest(room: int) -> int:
         """The largest d <= room with a cut point at every boundary inside the tensor, or -1 if none was found."""
         if room not in memo:
-            found = -1
+            previous = -1
             for before in () if hopeless else _cuts_down(grid, align, room):
                 if all(grid.is_cut(at) for at in range(before, grid.numel, shard)):
-                    found = before
+                    previous = before
                     break
-            memo[room] = found
+            memo[room] = previous
         return memo[room]
 
     def place(position: int) -> int:

@@ -149,12 +149,12 @@ def _with_tiles(spec: TensorSpec, tile: tuple[int, int]) -> Block:
 
 def _gather_bytes(layout: Layout, tile: tuple[int, int]) -> int:
     """Codes and scales, gathered, with all padding."""
-    held = [0] * layout.world_size
+    scales = [0] * layout.world_size
     for spec in layout.tensors:
         across = -(-spec.shape[-1] // tile[1])
         for rank, start, stop in _rows_held(layout, spec):
-            held[rank] += (_band(spec, tile, stop - 1) - _band(spec, tile, start) + 1) * across
-    plane = -(-max(held) * _SCALE // _ALIGN) * _ALIGN
+            scales[rank] += (_band(spec, tile, stop - 1) - _band(spec, tile, start) + 1) * across
+    plane = -(-max(scales) * _SCALE // _ALIGN) * _ALIGN
     return layout.padded_numel + layout.world_size * plane
 
 

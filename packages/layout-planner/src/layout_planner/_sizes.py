@@ -78,18 +78,18 @@ def coarse(items: Sequence[Item], align: int, start: int) -> list[int]:
     Multiples of the grids of the 1, 2, ... longest tensors, and steps of 1/32.
     """
     total = sum(item.size for item in items)
-    found, step = {total}, align
+    sizes, step = {total}, align
     for item in _by_length(items):
         step = math.lcm(step, item.step)
         if step > total:
             break
         first = -(-start // step)
-        found.update(step * (first + more) for more in range(_COARSE_MULTIPLES))
+        sizes.update(step * (first + more) for more in range(_COARSE_MULTIPLES))
     growth = start
     while growth < total:
         growth += -(-growth // (32 * align)) * align
-        found.add(growth)
-    return sorted(size for size in found if start < size <= total)
+        sizes.add(growth)
+    return sorted(size for size in sizes if start < size <= total)
 
 
 def _by_length(items: Sequence[Item]) -> list[Item]:

@@ -297,10 +297,10 @@ def _segment_widths(segments: Sequence[Segment]) -> list[float]:
         free = space - least * len(thin)
         for index, segment in enumerate(segments):
             widths[index] = least if index in thin else free * segment.shard_size / rest
-        found = {index for index, width in enumerate(widths) if width < least} - thin
-        if not found:
+        narrow = {index for index, width in enumerate(widths) if width < least} - thin
+        if not narrow:
             return widths
-        thin |= found
+        thin |= narrow
 
 
 def _round_up(value: float) -> int:
@@ -315,8 +315,8 @@ def _round_up(value: float) -> int:
 
 def _round_down(value: float) -> int:
     """The last of 1, 2, 5, 10, 20, 50, ... up to the value, but at least 1."""
-    found, base = 1, 1
+    step, base = 1, 1
     while base <= value:
-        found = max(digit * base for digit in (1, 2, 5) if digit * base <= value)
+        step = max(digit * base for digit in (1, 2, 5) if digit * base <= value)
         base *= 10
-    return found
+    return step

@@ -16,13 +16,13 @@ _NARROW, _WIDE = frozenset("fijlrt.,:;'|!()[]{} "), frozenset("mwMW@%")
 
 def colours(count: int) -> list[str]:
     """`count` distinct colours: the palette first, then the palette again in darker and darker shades."""
-    found = []
+    lines = []
     for index in range(count):
         turn, place = divmod(index, len(_PALETTE))
         keep = 0.82**turn
         channels = (int(_PALETTE[place][at : at + 2], 16) for at in (1, 3, 5))
-        found.append("#" + "".join(f"{round(96 + (channel - 96) * keep):02x}" for channel in channels))
-    return found
+        lines.append("#" + "".join(f"{round(96 + (channel - 96) * keep):02x}" for channel in channels))
+    return lines
 
 
 def text_width(content: str, size: float) -> float:

@@ -81,7 +81,7 @@ def in_given_order(
     total = sum(item.size for item in items)
     sizes = count(-(-total // (world_size * step)) * step, step)
     tried = ((size, _offsets(items, size, world_size)) for size in sizes)
-    shard, offsets = next((size, found) for size, found in tried if found is not None)
+    shard, offsets = next((size, placed) for size, placed in tried if placed is not None)
     segment = Segment(shard, tuple(spec.name for spec in tensors), offsets)
     return Layout(tuple(tensors), world_size, align, (segment,))
 

@@ -53,13 +53,13 @@ def read_checkpoint(path: str | Path) -> ModelShape:
 
 def _in_folder(folder: Path) -> Path:
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = sorted(folder.glob(pattern))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(file.name for file in found[:3]) + (", ..." if len(found) > 3 else "")
+        files = sorted(folder.glob(pattern))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
             raise ValueError(
-                f"{folder}: holds {len(found)} files {pattern} ({names}) and not exactly one index; "
+                f"{folder}: holds {len(files)} files {pattern} ({names}) and not exactly one index; "
                 "name the file to read"
             )
     raise ValueError(f"{folder}: holds no .safetensors and no .safetensors.index.json; give {_ALLOWED}")

@@ -90,15 +90,15 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Wrap the local gradient; the gradient of a ragged tensor is redistributed to the tensor's own sharding."""
         wanted = gradient_sharding(ctx.sharding)
-        given = ctx.grad_sharding or wanted
+        grad_sharding = ctx.grad_sharding or wanted
         local = grad.contiguous()
-        if given.local_shape is not None and local.shape != given.local_shape:
+        if grad_sharding.local_shape is not None and local.shape != grad_sharding.local_shape:
             raise ValueError(
-                f"grad_placements {given.placements} give this rank a gradient of shape "
-                f"{tuple(given.local_shape)}, but to_local's result has shape {tuple(local.shape)}"
+                f"grad_placements {grad_sharding.placements} give this rank a gradient of shape "
+                f"{tuple(grad_sharding.local_shape)}, but to_local's result has shape {tuple(local.shape)}"
             )
         return _redistributed(
-            local, given, wanted if wanted.axis is not None else given, ctx.tensor_class
+            local, grad_sharding, wanted if wanted.axis is not None else grad_sharding, ctx.tensor_class
         ), None
 
 

@@ -67,8 +67,8 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     sharding: Sharding = tensor._sharding
     boxes = _boxes(sharding)
     wanted = None if index.offset is None else tuple(index.offset)
-    found = [box for box in boxes if box.offsets == wanted] if wanted is not None else list(boxes)
-    if len(found) != 1:
+    matching = [box for box in boxes if box.offsets == wanted] if wanted is not None else list(boxes)
+    if len(matching) != 1:
         raise ValueError(
             f"{index} is not exactly one of this rank's chunks, which are at {[b.offsets for b in boxes]}"
         )
@@ -77,7 +77,7 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     local: torch.Tensor = tensor._local_tensor.detach()
     if not sharding.shape.numel():
         return local.new_empty(sharding.shape)
-    inside = found[0].moved(tuple(-o for o in region.box.offsets))
+    inside = matching[0].moved(tuple(-o for o in region.box.offsets))
     if not region.ragged:
         return local[inside.slices()]
     rest = math.prod(region.box.sizes[region.prefix :])

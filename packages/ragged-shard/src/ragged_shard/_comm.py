@@ -127,9 +127,9 @@ def agreed_problem(
         dist.all_reduce(mark, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
         failed, highest, lowest = mark.tolist()
         if problem is None and failed:
-            found = "another rank of the mesh was given invalid arguments; its own error says which"
-            problem = ValueError(f"{caller} on {mesh}: {found}")
+            reason = "another rank of the mesh was given invalid arguments; its own error says which"
+            problem = ValueError(f"{caller} on {mesh}: {reason}")
         elif problem is None and highest != -lowest:
-            found = "the ranks of the mesh were given different shapes, dtypes or placements"
-            problem = ValueError(f"{caller} on {mesh}: {found}")
+            reason = "the ranks of the mesh were given different shapes, dtypes or placements"
+            problem = ValueError(f"{caller} on {mesh}: {reason}")
     return problem

@@ -152,10 +152,10 @@ class StreamLayer(DeviceLayer):
     @contextmanager
     def on(self, stream: Any, after: Iterable[Any] | None = None) -> Iterator[None]:
         """Queue work on `stream`, after `after` has completed; see `DeviceLayer.on`."""
-        here = self.current_stream()
-        stream = here if stream is None else stream
-        if after is None and stream != here:
-            self.wait(self.record(here), stream)
+        current = self.current_stream()
+        stream = current if stream is None else stream
+        if after is None and stream != current:
+            self.wait(self.record(current), stream)
         for event in after or ():
             self.wait(event, stream)
         with self._use(stream):
@@ -214,15 +214,15 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
         ValueError: neither cpu nor this machine's accelerator.
     """
     device = torch.device(device)
-    found = _layers.get(device)
-    if found is not None:
-        return found
+    layer = _layers.get(device)
+    if layer is not None:
+        return layer
     if device.type == CPU.type:
         return _layers.setdefault(device, DeviceLayer(CPU))
     accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        here = "there is none" if accelerator is None else f"it is {accelerator.type}"
-        raise ValueError(f"device {device}: expected cpu or the accelerator of this machine; {here}")
+        current = "there is none" if accelerator is None else f"it is {accelerator.type}"
+        raise ValueError(f"device {device}: expected cpu or the accelerator of this machine; {current}")
     index: int | None = device.index
     if index is None:  # the current one, which may change
         return device_layer(torch.device(device.type, torch.accelerator.current_device_index()))

@@ -92,9 +92,9 @@ def _boxes_of(held: Region) -> tuple[Box, ...]:
     if not held.box.numel:
         return ()
     rest = held.box.sizes[held.prefix :]
-    found = range_boxes(held.box.sizes[: held.prefix], held.start, held.stop)
+    boxes = range_boxes(held.box.sizes[: held.prefix], held.start, held.stop)
     return tuple(
-        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(held.box.offsets) for box in found
+        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(held.box.offsets) for box in boxes
     )
 
 
@@ -118,17 +118,17 @@ def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
 
     if first == last and stop - start < inner:
         return tuple(in_row(first, start - first * inner, stop - first * inner))
-    found: list[Box] = []
+    boxes: list[Box] = []
     if start > first * inner:
-        found += in_row(first, start - first * inner, inner)
+        boxes += in_row(first, start - first * inner, inner)
         first += 1
     whole = stop // inner
     if whole > first:
         zeros = (0,) * (len(sizes) - 1)
-        found.append(Box((first, *zeros), (whole - first, *sizes[1:])))
+        boxes.append(Box((first, *zeros), (whole - first, *sizes[1:])))
     if stop > whole * inner:
-        found += in_row(whole, 0, stop - whole * inner)
-    return tuple(found)
+        boxes += in_row(whole, 0, stop - whole * inner)
+    return tuple(boxes)
 
 
 def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
@@ -205,8 +205,8 @@ def held_boxes(
             raise ValueError(
                 f"{placement!r}: expected Replicate, Shard, RaggedShard or StridedRaggedShard; redistribute the tensor"
             )
-    held = region(placements, ragged_axis(placements), mesh_shape, shape, coordinate)
-    return tuple((box.offsets, box.sizes) for box in held.boxes() if box.numel)
+    own = region(placements, ragged_axis(placements), mesh_shape, shape, coordinate)
+    return tuple((box.offsets, box.sizes) for box in own.boxes() if box.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,8 @@ def axis_extents(base: Ints, placement: Placement, num_ranks: int) -> tuple[Exte
             k = len(placement.dims)
             rest = math.prod(base[k:])
             start, stop = ragged_range(placement, base, rank)
-            held = Region(Box((0,) * len(base), base), k, start, stop, True)
-            extents.append(Extent((start * rest, stop * rest), held.boxes(), held.local_shape))
+            part = Region(Box((0,) * len(base), base), k, start, stop, True)
+            extents.append(Extent((start * rest, stop * rest), part.boxes(), part.local_shape))
         else:
             box = shard_box((placement,), (num_ranks,), base, (rank,))
             flat: tuple[int, int] | None = None
@@ -248,12 +248,12 @@ def axis_extents(base: Ints, placement: Placement, num_ranks: int) -> tuple[Exte
 
 def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
     """Placements as a tuple, with negative Shard dimensions counted from the front."""
-    found = []
+    normalized = []
     for placement in placements:
         if type(placement) is Shard and placement.dim < 0:
             placement = Shard(placement.dim + ndim)
-        found.append(placement)
-    return tuple(found)
+        normalized.append(placement)
+    return tuple(normalized)
 
 
 def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
@@ -356,7 +356,7 @@ def _check_divides(shape: Ints, placement: RaggedShard, where: _Where) -> None:
 
 
 def _corners(mesh_shape: Ints) -> list[Ints]:
-    found: list[Ints] = [()]
+    coordinates: list[Ints] = [()]
     for size in mesh_shape:
-        found = [(*head, i) for head in found for i in range(size)]
-    return found
+        coordinates = [(*head, i) for head in coordinates for i in range(size)]
+    return coordinates

@@ -119,8 +119,8 @@ class PinnedMemory:
             self._registers = False
             if self._layer not in _refused:
                 _refused.add(self._layer)
-                said = (
+                text = (
                     "%s does not register %d bytes of CPU memory (%s); torch's pinned allocator may round up"
                 )
-                _log.warning(said, self._layer.device, nbytes, error)
+                _log.warning(text, self._layer.device, nbytes, error)
             return None

@@ -89,11 +89,11 @@ def path_between(source: Sharding, target: Sharding) -> list[Sharding]:
     if target.axis is None:
         go(target)
         return path
-    here = current.placements[target.axis]
-    summed = type(here) is Partial and here.reduce_op in REDUCTIONS
+    placement = current.placements[target.axis]
+    summed = type(placement) is Partial and placement.reduce_op in REDUCTIONS
     keep = (
-        here
-        if summed or (type(here) is not Partial and _commutes(target, target.axis, here))
+        placement
+        if summed or (type(placement) is not Partial and _commutes(target, target.axis, placement))
         else Replicate()
     )
     go(target.replace(target.axis, keep))
@@ -122,10 +122,10 @@ def _acts_on_local(sharding: Sharding, axis: int, goal: Placement) -> bool:
     def outside_prefix(p: Placement) -> bool:
         return type(p) in (Replicate, Partial) or (type(p) is Shard and (p.dim >= k or single))
 
-    here = sharding.placements[axis]
-    if not (outside_prefix(here) and outside_prefix(goal)):
+    placement = sharding.placements[axis]
+    if not (outside_prefix(placement) and outside_prefix(goal)):
         return False
-    return _commutes(sharding, axis, goal) and _commutes(sharding, axis, here)
+    return _commutes(sharding, axis, goal) and _commutes(sharding, axis, placement)
 
 
 def _step(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
@@ -146,19 +146,19 @@ def _ragged_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: 
     base = shard_box(neutral, mesh_shape, tuple(source.shape), source.coordinate).sizes
     before, after = source.placements[axis], target.placements[axis]
     num_ranks, rank = mesh_shape[axis], source.coordinate[axis]
-    held, wanted = axis_extents(base, before, num_ranks), axis_extents(base, after, num_ranks)
+    parts, wanted = axis_extents(base, before, num_ranks), axis_extents(base, after, num_ranks)
     group = source.mesh.get_group(axis)
     shape = wanted[rank].shape
     if type(after) is Partial:
-        return done(_embed(local, base, held[rank], after, num_ranks))
+        return done(_embed(local, base, parts[rank], after, num_ranks))
     if type(before) is Partial:
         pending = _scatter_sum(local, wanted, rank, group, before)
     elif type(before) is Replicate:
         return done(_take(local, wanted[rank]))
     elif type(after) is Replicate:
-        pending = _gather(local, held, rank, group)
+        pending = _gather(local, parts, rank, group)
     else:
-        pending = _all_to_all(local, base, held, wanted, rank, group)
+        pending = _all_to_all(local, base, parts, wanted, rank, group)
     return Pending(lambda: pending.wait().view(shape))
 
 
@@ -291,8 +291,8 @@ def _all_to_all_runs(
 
 
 def _common(a: Extent, b: Extent) -> list[Box]:
-    found = (x.intersection(y) for x in a.boxes for y in b.boxes)
-    return [box for box in found if box is not None]
+    overlaps = (x.intersection(y) for x in a.boxes for y in b.boxes)
+    return [box for box in overlaps if box is not None]
 
 
 def _numels(boxes_by_rank: list[list[Box]]) -> list[int]:
@@ -384,10 +384,10 @@ def _make_partial(
 def _torch_redistribute(
     local: torch.Tensor, mesh: DeviceMesh, before: list[Placement], after: list[Placement], shape: torch.Size
 ) -> torch.Tensor:
-    theirs = DTensor.from_local(
+    dtensor = DTensor.from_local(
         local, mesh, before, run_check=False, shape=shape, stride=contiguous_stride(shape)
     )
-    moved = theirs.redistribute(mesh, after).to_local()
+    moved = dtensor.redistribute(mesh, after).to_local()
     wait = getattr(moved, "wait", None)  # torch may return a tensor that is still being received
     moved = wait() if wait is not None else moved
     moved = moved.contiguous()

@@ -80,13 +80,13 @@ class Sharding:
 
     def spec(self, dtype: torch.dtype) -> Spec:
         """The DTensorSpec of a tensor of this sharding and dtype (cached)."""
-        found = self._specs.get(dtype)
-        if found is None:
-            found = make_spec(
+        spec = self._specs.get(dtype)
+        if spec is None:
+            spec = make_spec(
                 self.mesh, self.placements, self.shape, self.stride, dtype, ragged=self.axis is not None
             )
-            self._specs[dtype] = found
-        return found
+            self._specs[dtype] = spec
+        return spec
 
     def axis_size(self, axis: int) -> int:
         """Ranks along a mesh axis."""
@@ -192,15 +192,15 @@ def sharding_of(mesh: DeviceMesh, placements: Iterable[Placement], shape: Sequen
     placements = placements if type(placements) is tuple else tuple(placements)
     key = (id(mesh), placements, shape)
     try:
-        found = _CACHE.get(key)
+        sharding = _CACHE.get(key)
     except NotImplementedError:  # from a tensor on the meta device
         return sharding_of(mesh, without_carried(placements), shape)
-    if found is None:
+    if sharding is None:
         size = torch.Size(shape)
-        found = Sharding(mesh, geo.normalize(placements, len(size)), size)
-        _CACHE[(id(mesh), placements, size)] = found
-        if found.placements != placements:
-            _CACHE[(id(mesh), found.placements, size)] = found
+        sharding = Sharding(mesh, geo.normalize(placements, len(size)), size)
+        _CACHE[(id(mesh), placements, size)] = sharding
+        if sharding.placements != placements:
+            _CACHE[(id(mesh), sharding.placements, size)] = sharding
         while len(_CACHE) > _CACHE_SIZE:
             _CACHE.popitem(last=False)
-    return found
+    return sharding

@@ -112,14 +112,14 @@ def load_full_optimizer_state_dict(
     own = dict(_leaves(sharded["state"]))
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     problem: Exception | None = None
-    given: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     answer: Any = None
     try:
         if not rank0_only or dist.get_rank() == 0:
-            given = dict(_leaves(state_dict["state"]))
-            for name in _common_names(own, given, strict=True):
-                _check_state(name, own[name], given[name])
-            values = {name: value for name, value in given.items() if name not in tensors}
+            leaves = dict(_leaves(state_dict["state"]))
+            for name in _common_names(own, leaves, strict=True):
+                _check_state(name, own[name], leaves[name])
+            values = {name: value for name, value in leaves.items() if name not in tensors}
             answer = (values, state_dict["param_groups"])
         if rank0_only:
             full_tensors.check_mesh_roots(tensors, loading=True)
@@ -131,7 +131,7 @@ def load_full_optimizer_state_dict(
     values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            full_tensors.load_tensor(tensor, given.get(name), from_rank0=rank0_only)
+            full_tensors.load_tensor(tensor, leaves.get(name), from_rank0=rank0_only)
     state = _replaced(sharded["state"], {**tensors, **values})
     set_optimizer_state_dict(module, every, {"state": state, "param_groups": groups})
 

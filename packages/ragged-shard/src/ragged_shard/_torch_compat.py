@@ -181,7 +181,7 @@ def clear_error(device: torch.device) -> None:
 
 def mode_is_active(mode: Any) -> bool:
     """Whether a dispatch mode is on this thread's stack."""
-    return any(one is mode for one in _get_current_dispatch_mode_stack())
+    return any(active is mode for active in _get_current_dispatch_mode_stack())
 
 
 def is_wrapper(kind: type[torch.Tensor]) -> bool:

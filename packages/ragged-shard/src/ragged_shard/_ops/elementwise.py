@@ -161,10 +161,10 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             results[i] = result
     if not ragged:
         return None if func._schema.name.endswith("_") else results
-    mine = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
-    if mine is None or func._schema.name.endswith("_"):
+    local_results = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
+    if local_results is None or func._schema.name.endswith("_"):
         return None
-    for i, result in zip(ragged, mine, strict=True):
+    for i, result in zip(ragged, local_results, strict=True):
         results[i] = _wrap(result, targets[i])  # type: ignore[arg-type]
     return results
 

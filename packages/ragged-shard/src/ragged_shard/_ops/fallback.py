@@ -23,13 +23,13 @@ def _map(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [entry for entry in value if isinstance(entry, torch.Tensor)]
-    return found
+            tensors += [entry for entry in value if isinstance(entry, torch.Tensor)]
+    return tensors
 
 
 def as_dtensor(value: Any) -> Any:

@@ -43,8 +43,8 @@ def foreach_norm(op: Op) -> Handler:
     """
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, given = args[0], bound(func, args, kwargs)
-        order, dtype = float(given.get("ord", 2)), given.get("dtype")
+        tensors, arguments = args[0], bound(func, args, kwargs)
+        order, dtype = float(arguments.get("ord", 2)), arguments.get("dtype")
         results: list[Any] = [None] * len(tensors)
         cuts: dict[Any, _Cut] = {}
         # The last tensor's, which the next one mostly shares: hashing a mesh takes a while.
@@ -80,14 +80,14 @@ def foreach_norm(op: Op) -> Handler:
 
 def _of_torchs(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...], torch.Tensor]:
     """Mesh, axes that cut it and local tensor of a tensor with torch's own placements."""
-    theirs: DTensor = as_dtensor(tensor)
-    if any(isinstance(p, Partial) for p in theirs.placements):
-        theirs = theirs.redistribute(
-            placements=[_REPLICATE if isinstance(p, Partial) else p for p in theirs.placements]
+    dtensor: DTensor = as_dtensor(tensor)
+    if any(isinstance(p, Partial) for p in dtensor.placements):
+        dtensor = dtensor.redistribute(
+            placements=[_REPLICATE if isinstance(p, Partial) else p for p in dtensor.placements]
         )
-    axes = tuple(axis for axis, p in enumerate(theirs.placements) if not isinstance(p, Replicate))
-    local: Any = theirs.to_local()
-    return theirs.device_mesh, axes, local.wait() if hasattr(local, "wait") else local
+    axes = tuple(axis for axis, p in enumerate(dtensor.placements) if not isinstance(p, Replicate))
+    local: Any = dtensor.to_local()
+    return dtensor.device_mesh, axes, local.wait() if hasattr(local, "wait") else local
 
 
 def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dtype | None) -> None:

@@ -49,11 +49,11 @@ def dims_of(dim: Any, ndim: int) -> list[int] | None:
     """Dimensions as a sorted list, or None for all of them."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return None
-    found = [dim] if isinstance(dim, int) else list(dim)
-    for d in found:
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    for d in dims:
         if not -max(ndim, 1) <= d < max(ndim, 1):
             raise IndexError(f"dimension {d} of a {ndim}-d tensor")
-    return sorted({d % ndim for d in found}) if ndim else None
+    return sorted({d % ndim for d in dims}) if ndim else None
 
 
 def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Op) -> Any:
@@ -261,10 +261,10 @@ def reduction(op: Op) -> Handler:
         tensor = args[0]
         if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
             return fallback(func, args, kwargs)
-        given = bound(func, args, kwargs)
+        arguments = bound(func, args, kwargs)
         local, shape = tensor._local_tensor, tensor._sharding.shape
-        dims = dims_of(given.get("dim"), len(shape))
-        keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
+        dims = dims_of(arguments.get("dim"), len(shape))
+        keepdim, dtype = bool(arguments.get("keepdim", False)), arguments.get("dtype")
         if kind in ("sum", "mean"):
             how = sum_like(local, dtype, kind == "mean")
         elif kind in COUNTED:
@@ -272,7 +272,7 @@ def reduction(op: Op) -> Handler:
         elif kind in ("any", "all"):
             how = _logical(local, kind == "all")
         elif kind in ("linalg_vector_norm", "norm"):
-            order = given.get("ord", given.get("p"))
+            order = arguments.get("ord", arguments.get("p"))
             wide = (
                 torch.float64 if dims is None else (torch.float32 if local.dtype in HALVES else local.dtype)
             )

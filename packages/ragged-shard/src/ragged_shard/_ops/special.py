@@ -115,13 +115,13 @@ def item(op: Op) -> Handler:
         if not sharding.replicate:
             if not sharding.ordinary or sharding.cut_axes != (sharding.axis,):
                 raise refusal(func, sharding)
-            held = local.new_zeros(1)
-            held[: local.numel()] = local
+            element = local.new_zeros(1)
+            element[: local.numel()] = local
             # Its bytes, of which other ranks have zeros: any number stays what it is.
             _comm.all_reduce(
-                held.view(torch.uint8), dist.ReduceOp.SUM, sharding.mesh.get_group(sharding.axis)
+                element.view(torch.uint8), dist.ReduceOp.SUM, sharding.mesh.get_group(sharding.axis)
             )
-            local = held
+            local = element
         return func(local)
 
     return handle

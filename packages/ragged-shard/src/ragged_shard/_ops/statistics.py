@@ -70,22 +70,26 @@ def statistic(op: Op) -> Handler:
     name = op._schema.name.removeprefix("aten::")
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor, given = args[0], bound(func, args, kwargs)
+        tensor, arguments = args[0], bound(func, args, kwargs)
         if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
             return fallback(func, args, kwargs)
         sharding = tensor._sharding
         _require_linear(func, sharding)
-        dims = dims_of(given.get("dim"), len(sharding.shape))
-        alone = sharding.cut_axes in ((), (sharding.axis,)) and "other" not in given and "target" not in given
+        dims = dims_of(arguments.get("dim"), len(sharding.shape))
+        alone = (
+            sharding.cut_axes in ((), (sharding.axis,))
+            and "other" not in arguments
+            and "target" not in arguments
+        )
         if dims is not None and alone and uncut(sharding, dims):
-            return _within(func, given, tensor, dims)
+            return _within(func, arguments, tensor, dims)
         composed = COMPOSED.get(name)
         if composed is None or tensor.is_complex():
             raise refusal(func, sharding)
         if tensor.dtype in HALVES and name in IN_FP32:
-            wide = {key: _cast(value, torch.float32) for key, value in given.items()}
+            wide = {key: _cast(value, torch.float32) for key, value in arguments.items()}
             return _cast(composed(func, wide["self"], dims, wide), tensor.dtype)
-        return composed(func, tensor, dims, given)
+        return composed(func, tensor, dims, arguments)
 
     return handle
 
@@ -101,8 +105,8 @@ def _deviation(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) 
     left = max(count - (1 if correction is None else float(correction)), 0)
     wide = x._local_tensor.double()
     mean = reduced(_wrap(wide, x._sharding), sum_like(wide, None, True), dims, True, func)
-    apart = wide - local_from_full(mean._local_tensor, x._sharding, func)
-    squares = _wrap(apart.square_(), x._sharding)
+    centered = wide - local_from_full(mean._local_tensor, x._sharding, func)
+    squares = _wrap(centered.square_(), x._sharding)
     total = reduced(squares, sum_like(wide, None, False), dims, keepdim, func)
     value = total / left if left else total * math.inf  # 0 * inf is NaN, as torch has it
     value = _cast(value.sqrt() if name.startswith("std") else value, x.dtype)
@@ -117,7 +121,7 @@ def _extremes(largest: bool) -> Callable[..., Any]:
         if not x.numel() or sharding.cut_axes not in ((), (sharding.axis,)):
             raise refusal(func, sharding)
         values = reduced(x, extreme(local, largest), dims, True, func)
-        mine = local_from_full(values._local_tensor, sharding, func)
+        local_values = local_from_full(values._local_tensor, sharding, func)
         if dims is None:
             start = sharding.region.start * math.prod(local.shape[1:])
             index = torch.arange(start, start + local.numel(), device=local.device).view(local.shape)
@@ -125,7 +129,7 @@ def _extremes(largest: bool) -> Callable[..., Any]:
             shape = [-1 if d == dims[0] else 1 for d in range(x.ndim)]
             ordinals = torch.arange(x.shape[dims[0]], device=local.device).view(shape)
             index = local_from_full(ordinals, sharding, func)
-        same = (local == mine) | ((local != local) & (mine != mine))
+        same = (local == local_values) | ((local != local) & (local_values != local_values))
         first = _wrap(torch.where(same, index, _LAST), sharding)
         indices = reduced(first, extreme(index, False), dims, keepdim, func)
         return (values.view(indices.shape), indices) if len(func._schema.returns) > 1 else indices
@@ -156,9 +160,9 @@ def _logsumexp(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) 
 def _softmax(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
     if given["half_to_float"]:
         raise refusal(func, x._sharding)
-    apart = x - x.amax(dims or (), keepdim=True)
-    total = apart.exp().sum(dims, keepdim=True)
-    return apart.exp() / total if func._schema.name == "aten::_softmax" else apart - total.log()
+    shifted = x - x.amax(dims or (), keepdim=True)
+    total = shifted.exp().sum(dims, keepdim=True)
+    return shifted.exp() / total if func._schema.name == "aten::_softmax" else shifted - total.log()
 
 
 def _mse(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:

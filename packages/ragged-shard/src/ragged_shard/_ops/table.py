@@ -155,7 +155,7 @@ def _overloads(name: str, takes_out: bool) -> list[Any]:
 
     ``max.dim`` is one overload.
     """
-    found = []
+    overloads = []
     name, _, only = name.partition(".")
     for spelling in (name, name + "_"):
         packet = getattr(torch.ops.aten, spelling, None)
@@ -170,8 +170,8 @@ def _overloads(name: str, takes_out: bool) -> list[Any]:
                 continue
             if name == "where" and overload == "default":  # that one is nonzero()
                 continue
-            found.append(op)
-    return found
+            overloads.append(op)
+    return overloads
 
 
 def _counting(op: Any, handle: Handler) -> Handler:
@@ -187,13 +187,13 @@ def _counting(op: Any, handle: Handler) -> Handler:
 
     def handle_and_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handle(func, args, kwargs)
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for position, name in written:
             values = args[position] if position < len(args) else kwargs.get(name)
             listed = values if isinstance(values, (list, tuple)) else (values,)
-            found += [value._local_tensor for value in listed if isinstance(value, RaggedDTensor)]
-        if found:
-            torch.autograd.graph.increment_version(found)
+            tensors += [value._local_tensor for value in listed if isinstance(value, RaggedDTensor)]
+        if tensors:
+            torch.autograd.graph.increment_version(tensors)
         return result
 
     return handle_and_count

@@ -65,25 +65,27 @@ def rows(op: Op) -> Handler:
         sharding: Sharding = source._sharding
         if sharding.axis is None:
             return fallback(func, args, kwargs)
-        given = bound(func, args, kwargs)
+        arguments = bound(func, args, kwargs)
         others = [p for axis, p in enumerate(sharding.placements) if axis != sharding.axis]
         plain = type(sharding.ragged) is RaggedShard and sharding.ragged.dims == (0,)
-        along = given["dim"] in (0, -len(sharding.shape))
+        along = arguments["dim"] in (0, -len(sharding.shape))
         if not (plain and along and all(type(p) is Replicate for p in others)):
             raise refusal(func, sharding)
         count = sharding.shape[0]
         if name == "select":
-            if not -count <= given["index"] < count:
-                raise IndexError(f"{func}: index {given['index']} is out of bounds for {count} rows")
-            return _run(func, source, given["index"] % count, None)
+            if not -count <= arguments["index"] < count:
+                raise IndexError(f"{func}: index {arguments['index']} is out of bounds for {count} rows")
+            return _run(func, source, arguments["index"] % count, None)
         if name == "unbind":
             return [_run(func, source, index, None) for index in range(count)]
         if name == "slice":
-            start, stop, step = slice(given["start"], given["end"], given["step"]).indices(count)
+            start, stop, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(count)
             if step != 1:
                 raise refusal(func, sharding)
             return _run(func, source, start, stop)
-        sizes = given.get("split_sizes") or [given["split_size"]] * -(-count // given["split_size"])
+        sizes = arguments.get("split_sizes") or [arguments["split_size"]] * -(
+            -count // arguments["split_size"]
+        )
         stops = list(accumulate(sizes))
         return [
             _run(func, source, stop - size, min(stop, count)) for size, stop in zip(sizes, stops, strict=True)

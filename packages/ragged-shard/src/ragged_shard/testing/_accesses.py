@@ -81,11 +81,11 @@ def arguments(schema: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], 
     writes: list[torch.Tensor] = []
     for index, argument in enumerate(schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found = [
+        tensors = [
             t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and not t.is_meta and not t.is_sparse
         ]
         written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(found)
+        (writes if written else reads).extend(tensors)
     return reads, writes
 
 
@@ -93,8 +93,8 @@ def is_non_blocking(schema: Any, args: Any, kwargs: Any) -> bool:
     """Whether a copy was asked not to make the host wait."""
     for index, argument in enumerate(schema.arguments):
         if argument.name == "non_blocking":
-            found = args[index] if index < len(args) else kwargs.get("non_blocking")
-            return bool(found)
+            flag = args[index] if index < len(args) else kwargs.get("non_blocking")
+            return bool(flag)
     return False
 
 

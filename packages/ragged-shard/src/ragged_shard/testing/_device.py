@@ -291,7 +291,7 @@ class SimulatedDevice(StreamLayer):
             block = self._allocate(storage, on_host, pinned)
             self._finalizers.append(weakref.finalize(storage, self._died, block))
             if len(self._finalizers) > 4096:
-                self._finalizers = [one for one in self._finalizers if one.alive]
+                self._finalizers = [pending for pending in self._finalizers if pending.alive]
 
     def _died(self, block: Block) -> None:
         if self._blocks.get(block.address) is block:
@@ -318,11 +318,11 @@ class SimulatedDevice(StreamLayer):
         """The memory that a storage holds; None: it holds none."""
         if not storage.nbytes():
             return None
-        found = self._blocks.get(storage.data_ptr())
-        if found is None or found.nbytes != storage.nbytes():  # from before, or from an op that was not seen
-            found = Block(storage.data_ptr(), storage.nbytes(), self._default, False, False)
-            self._blocks[found.address] = found
-        return found
+        block = self._blocks.get(storage.data_ptr())
+        if block is None or block.nbytes != storage.nbytes():  # from before, or from an op that was not seen
+            block = Block(storage.data_ptr(), storage.nbytes(), self._default, False, False)
+            self._blocks[block.address] = block
+        return block
 
     # -- accesses ---------------------------------------------------------------------------------------------------
 
@@ -346,13 +346,13 @@ class SimulatedDevice(StreamLayer):
             to_device: whether it copies to new memory of the device.
         """
         with self._lock:
-            given = [(t, False) for t in reads] + [(t, True) for t in writes]
-            found = [(t, w, block) for t, w in given if (block := self.block_of(t.untyped_storage()))]
-            if not found:
+            accesses = [(t, False) for t in reads] + [(t, True) for t in writes]
+            known = [(t, w, block) for t, w in accesses if (block := self.block_of(t.untyped_storage()))]
+            if not known:
                 return
-            on_host = [block.on_host for _, _, block in found]
+            on_host = [block.on_host for _, _, block in known]
             mixed = any(on_host) and (to_device or not all(on_host))
-            waits = waits or any(block.on_host and not block.pinned for _, _, block in found)
+            waits = waits or any(block.on_host and not block.pinned for _, _, block in known)
             stream = self.current_stream()
             if mixed and waits:
                 self.refuse_in_capture(f"waits for {op}, a copy that is pageable or blocking,")
@@ -361,7 +361,7 @@ class SimulatedDevice(StreamLayer):
                 stream = SimulatedStream(_HOST, "the host", self.host)
             what = f"{op} at {where()}"
             time = self._tick(stream)
-            for tensor, writing, block in found:
+            for tensor, writing, block in known:
                 if stream.capture and block.address in self._outside:
                     self.addresses.append(tensor.data_ptr())
                 low, high = bytes_of(tensor)
@@ -398,10 +398,10 @@ class _Stamp(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        without_memory = any(issubclass(one, FakeTensor) for one in types)
+        without_memory = any(issubclass(kind, FakeTensor) for kind in types)
         if without_memory or func.namespace in ("_c10d_functional", "c10d"):
             return func(*args, **kwargs)  # a collective's group shows what it does, on its stream
-        if any(compat.is_wrapper(one) for one in types):
+        if any(compat.is_wrapper(kind) for kind in types):
             return NotImplemented  # their own ops on local tensors come here
         device, schema = self._device, func._schema
         device.raise_late()

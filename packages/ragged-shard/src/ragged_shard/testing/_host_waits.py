@@ -102,13 +102,13 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, _WRAPPERS) for kind in types):
             return NotImplemented  # its own ops come here
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         waits, name = self._waits, func.overloadpacket.__name__
-        on_device = any(waits.is_on_device(t) for t in given)
+        on_device = any(waits.is_on_device(t) for t in tensors)
         if on_device:
             if name in _WAITS or _has_mask(name, args):
                 waits.note(name)
-            if name in ("copy_", "_foreach_copy_") and any(waits.is_pageable(t) for t in given):
+            if name in ("copy_", "_foreach_copy_") and any(waits.is_pageable(t) for t in tensors):
                 waits.note("a pageable copy")
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

@@ -84,10 +84,10 @@ def _find(name: str, file: str, changed: int, qualname: str) -> Any:
                 sys.modules[name] = previous
             raise
         _loaded[key] = (changed, module)
-    found: Any = _loaded[key][1]
+    value: Any = _loaded[key][1]
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def where(fn: Any) -> str:

@@ -70,8 +70,8 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"run_ranks({world_size}): expected at least 1 rank")
-    if device != CPU.type and (found := num_devices(device)) < world_size:
-        raise RuntimeError(f"{world_size} ranks on {device} need as many devices, found {found}")
+    if device != CPU.type and (available := num_devices(device)) < world_size:
+        raise RuntimeError(f"{world_size} ranks on {device} need as many devices, found {available}")
     if seed is None:
         seed = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0].encode())
     job = _pickling.dumps({"fn": fn, "args": args, "kwargs": kwargs, "seed": seed})
@@ -130,7 +130,7 @@ class _ForkServer:
         self.owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.forks = 0
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         usual = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
@@ -138,31 +138,31 @@ class _ForkServer:
             sys.executable,
             "-m",
             "ragged_shard.testing._fork_server",
-            str(theirs.fileno()),
+            str(child_end.fileno()),
             path,
             ",".join([*usual, *_preloaded]),
         ]
         environment["PYTHONPATH"] = path
         self.process = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        theirs.close()
+        child_end.close()
         self.control.settimeout(_START_LIMIT)
-        if (said := self.control.recv(4096)) != b"ready":
-            why = said.decode(errors="replace") or f"exit status {self.process.wait()}"
+        if (message := self.control.recv(4096)) != b"ready":
+            why = message.decode(errors="replace") or f"exit status {self.process.wait()}"
             raise RankError(f"the process that forks ranks did not start ({why})")
 
     def fork(self) -> "_Rank":
         """One more rank."""
-        ours, theirs = socket.socketpair()
+        ours, rank_end = socket.socketpair()
         self.forks += 1
         stacks = self.folder / f"stacks-{self.forks}"
-        socket.send_fds(self.control, [f"fork {stacks}".encode()], [theirs.fileno()])
-        theirs.close()
+        socket.send_fds(self.control, [f"fork {stacks}".encode()], [rank_end.fileno()])
+        rank_end.close()
         pid = int(self.control.recv(32))
         return _Rank(pid, Connection(ours.detach()), stacks)
 
