@@ -62,7 +62,8 @@ class Case:
         """What `Launch` would compile."""
         import torch
 
-        from block_optim.adam.variants import Types, quantized_variant, wide_variant
+        from block_optim.adam.q8.variants import quantized_variant
+        from block_optim.adam.variants import Types, wide_variant
 
         named = {"fp32": torch.float32, "bf16": torch.bfloat16}
         param, grad = (named[d] for d in self.dtypes)
@@ -159,9 +160,9 @@ def compiled(case: Case, arch: int) -> Facts:
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers}
     source = ASTSource(variant.kernel, signature, constants, attributes)
     options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    loops = variant.pieces if variant.kernel.__name__ == "quantized_adamw_twice" else 1
-    return read(compiled.asm["cubin"], compiled.asm["ptx"], loops)
+    build = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    loops = variant.pieces if variant.constants.get("PASSES") == 2 else 1
+    return read(build.asm["cubin"], build.asm["ptx"], loops)
 
 
 def read(cubin: bytes, ptx: str, loops: int) -> Facts:

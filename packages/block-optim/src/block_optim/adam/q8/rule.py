@@ -26,7 +26,8 @@ from block_optim.adam.q8.grid import (
     stretches_of,
 )
 from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
-from block_optim.adam.variants import Types, Variant, quantized_variant
+from block_optim.adam.q8.variants import quantized_variant
+from block_optim.adam.variants import Types, Variant
 from block_optim.core._torch_compat import local_of
 from block_optim.core.active import Active
 from block_optim.core.device import per_device
