@@ -6,7 +6,7 @@ from routing_helpers import Model
 from torch import nn
 
 from block_optim import Muon, block_policy_for
-from block_optim.core.policy import Wish, grant
+from block_optim.core.policy import BlockRequest, fit_requests
 from block_optim.muon.matrices import block_of_matrices
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 
@@ -61,16 +61,21 @@ def test_with_units_matrices_are_kept_whole_only_where_padding_stays_small(world
 
 def test_more_padding_allows_more_whole_matrices():
     shapes = {name: tuple(p.shape) for name, p in Layer().named_parameters()}
-    wishes = [Wish(name, shape, block_of_matrices(name, shape, "auto")) for name, shape in shapes.items()]
-    granted = [grant(wishes, 5, allowance) for allowance in (0.0, 0.3, 10.0)]
+    requests = [
+        BlockRequest(name, shape, block_of_matrices(name, shape, "auto")) for name, shape in shapes.items()
+    ]
+    granted = [fit_requests(requests, 5, allowance) for allowance in (0.0, 0.3, 10.0)]
     kept = [sum(block is not None for block in blocks.values()) for blocks in granted]
     assert kept == sorted(kept)
     assert kept[-1] == 7
 
 
-def test_blocks_that_are_no_wish_but_a_need_are_never_given_up():
-    wishes = [Wish("matrix", (64, 64), Whole()), Wish("codes", (64, 64), Elements(2048), optional=False)]
-    assert grant(wishes, 64, 0.0) == {"matrix": None, "codes": Elements(2048)}
+def test_blocks_that_an_optimizer_requires_are_never_given_up():
+    requests = [
+        BlockRequest("matrix", (64, 64), Whole()),
+        BlockRequest("codes", (64, 64), Elements(2048), optional=False),
+    ]
+    assert fit_requests(requests, 64, 0.0) == {"matrix": None, "codes": Elements(2048)}
 
 
 def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block():

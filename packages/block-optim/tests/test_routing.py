@@ -11,14 +11,14 @@ from routing_helpers import Model, full_gradients, make_model
 from runs import full, placed, world_mesh
 from torch import nn
 
-from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, param_groups_for
+from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, mixed_optimizer_for
 from block_optim.routing.routes import routes_of
 from layout_planner import Tile
 from ragged_shard.testing import record_collectives, run_ranks
 
 
 def routed(model, **options):
-    return param_groups_for(model, verbose=False, **options)
+    return mixed_optimizer_for(model, verbose=False, **options)
 
 
 def where(model, **overrides):
@@ -130,7 +130,7 @@ def test_what_fits_nothing_is_refused(options, message):
 
 
 def test_what_went_where_is_printed_with_layers_folded(capsys):
-    param_groups_for(make_model(tied=True))
+    mixed_optimizer_for(make_model(tied=True))
     text = capsys.readouterr().out
     assert "tok.weight = to_logits.weight" in text
     (line,) = [line for line in text.splitlines() if line.startswith("blocks.*.up.weight")]

@@ -3,22 +3,21 @@
 from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
 from block_optim.core._torch_compat import local_of
-from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
 from block_optim.muon.muon import Muon
 from block_optim.muon.newton_schulz import orthogonalize
 from block_optim.muon.qk_clip import qk_clip_
 from block_optim.routing.mixed import Mixed
 from block_optim.routing.policy import block_policy_for
-from block_optim.routing.routes import param_groups_for
+from block_optim.routing.routes import mixed_optimizer_for
 from block_optim.shampoo.shampoo import Shampoo
 from block_optim.shampoo.soap import SOAP
 
 __version__ = "0.1.0"
 __all__ = [
     "SOAP",
-    "Active",
     "AdamW",
     "AdamW8bit",
     "BlockOptimizer",
@@ -26,9 +25,10 @@ __all__ = [
     "Muon",
     "Param",
     "Shampoo",
+    "StepGradients",
     "block_policy_for",
     "local_of",
+    "mixed_optimizer_for",
     "orthogonalize",
-    "param_groups_for",
     "qk_clip_",
 ]

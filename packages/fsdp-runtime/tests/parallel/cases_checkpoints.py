@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from block_optim import SOAP, Shampoo, param_groups_for
+from block_optim import SOAP, Shampoo, mixed_optimizer_for
 from ragged_shard import distribute_like
 
 SECTION = "Checkpoints from dp2 x tp2 to pp2 x dp2 to ep2 x dp2 to plain to dp4, model and optimizer"
@@ -154,9 +154,9 @@ NOT_FSDP2 = "not for FSDP2's placements"
 TURNS: dict[str, Any] = {"max_preconditioner_dim": 8, "precondition_frequency": 2, "stagger": False}
 
 
-@case(SECTION, "Muon and AdamW by `param_groups_for`", bound=0.0, only_ours=NOT_FSDP2)
+@case(SECTION, "Muon and AdamW by `mixed_optimizer_for`", bound=0.0, only_ours=NOT_FSDP2)
 def checkpoint_mixed(fsdp: Any) -> Outcome:
-    return run(fsdp, lambda model: param_groups_for(model, lr=0.1, verbose=False))
+    return run(fsdp, lambda model: mixed_optimizer_for(model, lr=0.1, verbose=False))
 
 
 @case(SECTION, "Shampoo", bound=0.0, only_ours=NOT_FSDP2)

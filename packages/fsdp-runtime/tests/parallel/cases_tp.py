@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo, param_groups_for
+from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo, mixed_optimizer_for
 from layout_planner import Block, Rows, Tile, Whole
 
 TP = "Tensor parallelism"
@@ -439,13 +439,13 @@ def muon_whole(fsdp: Any) -> Outcome:
 
 @case(
     OPTIMIZERS,
-    "Muon and AdamW by `param_groups_for`, tp 2 x fsdp 2",
+    "Muon and AdamW by `mixed_optimizer_for`, tp 2 x fsdp 2",
     bound=0.0,
     only_ours=NOT_FSDP2,
     counts={"all_reduce": 3, "all_to_all": 2},
 )
 def mixed(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: param_groups_for(model, lr=0.02, verbose=False))
+    return bits(fsdp, lambda model: mixed_optimizer_for(model, lr=0.02, verbose=False))
 
 
 @case(

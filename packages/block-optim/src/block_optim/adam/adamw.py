@@ -5,8 +5,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from block_optim.adam.rule import AdamWRule, check_dense
-from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_flag, check_range
 from block_optim.core.params import Group, Param
 
@@ -65,7 +65,7 @@ class AdamW(BlockOptimizer):
 
     @property
     @override
-    def takes_found_inf(self) -> bool:
+    def supports_found_inf(self) -> bool:
         """True: both kernels check `found_inf` on the device, so the step does not synchronize."""
         return True
 
@@ -98,7 +98,7 @@ class AdamW(BlockOptimizer):
         self._rule.bind(self.trained, self._made)
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         self._rule.update(active)
 
 

@@ -11,9 +11,9 @@ from block_optim.adam.adamw import check_adamw_options
 from block_optim.adam.q8.grid import check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule, check_dense
-from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_count
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
@@ -92,7 +92,7 @@ class AdamW8bit(BlockOptimizer):
 
     @property
     @override
-    def takes_found_inf(self) -> bool:
+    def supports_found_inf(self) -> bool:
         return True
 
     @override
@@ -144,7 +144,7 @@ class AdamW8bit(BlockOptimizer):
             rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow], self._made)
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         self._narrow.update(active)
         self._wide.update(active)
 

@@ -9,7 +9,7 @@ import torch
 from block_optim.adam.launch import Launch, Scalars
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
-from block_optim.core.active import Active
+from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Group, Param
 from block_optim.core.runs import find_runs
 from block_optim.core.snapshot import same_objects
@@ -93,7 +93,7 @@ class Step:
         grads: the local gradients, in the plan's order.
         rates: the options and scalars of each class of parameters.
         keep: views of gradients may be kept while this stays the same, unless it is 0.
-        found_inf: as in `Active`.
+        found_inf: as in `StepGradients`.
     """
 
     grads: list[torch.Tensor]
@@ -109,7 +109,7 @@ class StepPlan(Generic[EntryT]):
     A subclass prepares its calls in `_build` and makes them in `_run`.
     """
 
-    def __init__(self, entries: dict[torch.Tensor, EntryT], counts: Counts, active: Active) -> None:
+    def __init__(self, entries: dict[torch.Tensor, EntryT], counts: Counts, active: StepGradients) -> None:
         self.version = active.version
         self.positions = [i for i, p in enumerate(active.params) if p.tensor in entries]
         self.entries = [entries[active.params[i].tensor] for i in self.positions]
@@ -139,7 +139,7 @@ class StepPlan(Generic[EntryT]):
             for launch in launches:
                 launch(step.grads, scalars, step.found_inf)
 
-    def step(self, active: Active) -> None:
+    def step(self, active: StepGradients) -> None:
         """Count, and update."""
         if not self.entries:
             return
@@ -154,7 +154,7 @@ class StepPlan(Generic[EntryT]):
         if active.found_inf is not None and self.counts.on_device:
             self.counts.take_back(self.counters, active.found_inf)
 
-    def _odd_gradients(self, active: Active) -> list[tuple[int, torch.Tensor]]:
+    def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
         """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
         odd = []
         for i, (position, local) in enumerate(zip(self.positions, self.locals, strict=True)):
@@ -209,10 +209,10 @@ class Rule(Generic[EntryT]):
         """A parameter with its states; ``slot`` is the number of its step count."""
         raise NotImplementedError
 
-    def _plan_of(self, active: Active) -> StepPlan[EntryT]:
+    def _plan_of(self, active: StepGradients) -> StepPlan[EntryT]:
         raise NotImplementedError
 
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         """One step of those parameters of this rule that have gradients."""
         plan = self._plan
         if plan is None or plan.version != active.version or plan.rounding != rounding_of(plan.groups):

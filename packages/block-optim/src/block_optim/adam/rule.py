@@ -22,7 +22,7 @@ from block_optim.adam.launch import Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.variants import VECTOR, Types, Variant, wide_variant
 from block_optim.core._torch_compat import local_of
-from block_optim.core.active import Active
+from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
 from block_optim.core.precision import Origin, origin_of
 from block_optim.core.runs import FlatSpace, Run, gap_index, is_dense, joint_runs
@@ -70,7 +70,7 @@ class AdamWRule(Rule[Moments]):
     def _is_fused(self, device: torch.device) -> bool:
         return self._fused(device) if callable(self._fused) else self._fused
 
-    def _plan_of(self, active: Active) -> "_Plan":
+    def _plan_of(self, active: StepGradients) -> "_Plan":
         return _Plan(self._entries, self._counts, active, self._is_fused)
 
 
@@ -95,7 +95,7 @@ class _Plan(StepPlan[Moments]):
         self,
         entries: dict[torch.Tensor, Moments],
         counts: Counts,
-        active: Active,
+        active: StepGradients,
         fused: Callable[[torch.device], bool],
     ) -> None:
         super().__init__(entries, counts, active)

@@ -19,11 +19,11 @@ from torch.optim.optimizer import ParamsT
 
 from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_div_
-from block_optim.core.active import Active, Collector
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
+from block_optim.core.gradients import Collector, StepGradients
 from block_optim.core.params import Group, Param
-from block_optim.core.policy import Policy, Wish, policy_of
-from block_optim.core.precision import take_over, write_back
+from block_optim.core.policy import BlockRequest, Policy, make_policy
+from block_optim.core.precision import refresh_masters, store_masters
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
 from layout_planner import Block
@@ -32,7 +32,7 @@ from ragged_shard import is_cpu
 _LOG = logging.getLogger("block_optim")
 
 
-class MoreGroupsFollow(list[Group]):
+class DeferredGroups(list[Group]):
     """The first groups of an optimizer whose host adds the others, and then calls `prepare`."""
 
 
@@ -47,9 +47,9 @@ class BlockOptimizer(Stateful):
     Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
     finds them as ``p.local``, and `step` rounds them into the parameters.
 
-    A subclass defines `init_states` and `update`, and any of the methods up to `takes_found_inf`, those of `Stateful`
-    up to `synchronize`, and of the attributes below that do not fit as they are. Schedulers, closures, `GradScaler`,
-    state dicts, distributed checkpoints, pickling and `Mixed` then work.
+    A subclass defines `init_states` and `update`. It may override the methods up to `supports_found_inf`, those of
+    `Stateful` up to `synchronize`, and the attributes below. Schedulers, closures, `GradScaler`, state dicts,
+    distributed checkpoints, pickling and `Mixed` then work.
 
     `step` reads groups, their options, `state` and ``requires_grad``, as torch's optimizers do. Edit them equally on
     every rank: `Muon`, Shampoo and SOAP communicate by them.
@@ -72,7 +72,7 @@ class BlockOptimizer(Stateful):
         self.skip_nonfinite = skip_nonfinite
         self._reset()
         super().__init__(params, defaults)
-        if not isinstance(params, MoreGroupsFollow):
+        if not isinstance(params, DeferredGroups):
             self.prepare()
 
     def _reset(self) -> None:
@@ -90,8 +90,8 @@ class BlockOptimizer(Stateful):
 
     # ---------------------------------------------------------------- what a subclass may define
 
-    def update(self, active: Active) -> None:
-        """Update the parameters that have gradients; `Active` iterates over (`Param`, this rank's gradient).
+    def update(self, active: StepGradients) -> None:
+        """Update the parameters that have gradients; `StepGradients` iterates over (`Param`, this rank's gradient).
 
         A parameter's options are in ``p.group``, its memory is ``p.local``, and that of a state is
         ``local_of(self.state[p.tensor][name])``.
@@ -107,7 +107,7 @@ class BlockOptimizer(Stateful):
         """Called once when the constructor has added all groups. May communicate; `update` must not rely on it."""
 
     @property
-    def takes_found_inf(self) -> bool:
+    def supports_found_inf(self) -> bool:
         """Whether `update` obeys ``active.found_inf`` on the device, so that the host need not wait for it.
 
         Its writes are to be inside `core.skip.unless`; step counts on the host (states called ``step``) need not be.
@@ -146,11 +146,11 @@ class BlockOptimizer(Stateful):
         """
         chosen = cls.all_options(options)
 
-        def wish(name: str, param: torch.Tensor) -> Wish:
+        def request(name: str, param: torch.Tensor) -> BlockRequest:
             block = cls.block_of(name, param, chosen)
-            return Wish(name, tuple(param.shape), block, optional=not cls.requires_blocks)
+            return BlockRequest(name, tuple(param.shape), block, optional=not cls.requires_blocks)
 
-        return policy_of(wish, units, world_size, max_padding)
+        return make_policy(request, units, world_size, max_padding)
 
     @classmethod
     def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class BlockOptimizer(Stateful):
         self._sync()
         active = self._collector.collect(self._trained)
         flag = self._nonfinite(active, grad_norm)
-        if isinstance(flag, torch.Tensor) and not self.takes_found_inf:
+        if isinstance(flag, torch.Tensor) and not self.supports_found_inf:
             flag = bool(flag.item())
         if flag is True:
             self._count_skip(active)
@@ -227,16 +227,18 @@ class BlockOptimizer(Stateful):
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
             counts = [] if active.found_inf is None else self._host_counts()
             before = torch.stack(counts) if counts else None
-            take_over(self._mastered)
+            refresh_masters(self._mastered)
             self.update(active)
-            write_back(self._mastered)
+            store_masters(self._mastered)
             if active.found_inf is not None:
                 self._flags.add(active.found_inf, counts, before)
         if not active.keeps:
             active.grads = []
         return loss
 
-    def _nonfinite(self, active: Active, grad_norm: torch.Tensor | float | None) -> bool | torch.Tensor:
+    def _nonfinite(
+        self, active: StepGradients, grad_norm: torch.Tensor | float | None
+    ) -> bool | torch.Tensor:
         """Whether this step is to be skipped: the same answer on every rank. A tensor where it is on the device."""
         found: torch.Tensor | None = getattr(self, "found_inf", None)
         if found is None:
@@ -260,7 +262,7 @@ class BlockOptimizer(Stateful):
         self._read_flags(wait=True)
         super()._complete()
 
-    def _count_skip(self, active: Active) -> None:
+    def _count_skip(self, active: StepGradients) -> None:
         self._skipped += 1
         bad = [param.name for param, grad in active if not bool(torch.isfinite(grad).all())]
         where = f"here in {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}" if bad else "on another rank"

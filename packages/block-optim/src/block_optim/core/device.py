@@ -9,7 +9,7 @@ import torch
 from ragged_shard import device_layer, is_cpu
 
 
-class OnItsWay(Protocol):
+class HostFuture(Protocol):
     """A small tensor that is being copied to the host."""
 
     def has_arrived(self) -> bool:
@@ -36,7 +36,7 @@ class _HostCopy:
         return self._host
 
 
-_stand_in: Callable[[torch.Tensor], OnItsWay] | None = None
+_stand_in: Callable[[torch.Tensor], HostFuture] | None = None
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -59,13 +59,13 @@ def per_device(device: torch.device, *, cpu: int, accelerator: int) -> int:
     return cpu if is_cpu(device) else accelerator
 
 
-def host_copy(value: torch.Tensor) -> OnItsWay:
+def copy_to_host_async(value: torch.Tensor) -> HostFuture:
     """Start copying a small tensor to the host, behind what is queued now. Nothing waits."""
     return (_stand_in or _HostCopy)(value)
 
 
 @contextmanager
-def stand_in(copy: Callable[[torch.Tensor], OnItsWay]) -> Iterator[None]:
+def stand_in(copy: Callable[[torch.Tensor], HostFuture]) -> Iterator[None]:
     """For checks without a device: take the CPU for one, with ``copy`` for what is copied to the host."""
     global _stand_in
     before, _stand_in = _stand_in, copy

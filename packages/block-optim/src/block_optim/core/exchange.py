@@ -27,7 +27,7 @@ def nothing() -> None:
     """Waits for nothing."""
 
 
-class Lane:
+class TransferStream:
     """Where transfers run: on accelerators a stream of its own, which neither waits for nor delays later work.
 
     Buffers that travel are allocated once and never freed while a transfer runs, so none is recorded on the stream.
@@ -104,11 +104,11 @@ class Exchange:
             zip((k for k, _ in received), self._owned.split([n for _, n in received]), strict=True)
         )
 
-    def to_owners(self, lane: Lane) -> Wait:
+    def to_owners(self, lane: TransferStream) -> Wait:
         """Start sending `held` into the owners' `owned`; the result waits. One all_to_all_single."""
         return lane.start(lambda: self._move(self._owned, self._held, self._here, self._there))
 
-    def back(self, lane: Lane) -> Wait:
+    def back(self, lane: TransferStream) -> Wait:
         """Start sending `owned` back into `held`; the result waits. One all_to_all_single of as many bytes."""
         return lane.start(lambda: self._move(self._held, self._owned, self._there, self._here))
 
@@ -126,7 +126,7 @@ def travels(owners: Sequence[int], lengths: Sequence[Sequence[tuple[int, int]]])
     return sum(n for o, held in zip(owners, lengths, strict=True) for r, n in held if r != o)
 
 
-class Presence:
+class GradientPresence:
     """Which parameters have a gradient on some rank: one byte each in one all_reduce.
 
     Args:
@@ -139,7 +139,7 @@ class Presence:
         self._group = group
         self._flags = torch.zeros(count, dtype=torch.uint8, device=device)
 
-    def ask(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
+    def all_reduce(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
         """Start the all_reduce of what this rank has; the result waits and says what some rank has.
 
         A rank that has everything knows the answer: on a device its host waits for nothing.

@@ -17,7 +17,7 @@ Policy = Callable[[str, torch.Tensor], Block | None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class BlockRequest:
     """A tensor and the block that its optimizer would like.
 
     Attributes:
@@ -33,16 +33,16 @@ class Wish:
     optional: bool = True
 
 
-def policy_of(
-    wish: Callable[[str, torch.Tensor], Wish],
+def make_policy(
+    request: Callable[[str, torch.Tensor], BlockRequest],
     units: Iterable[torch.nn.Module] | None,
     world_size: int | None,
     max_padding: float,
 ) -> Policy:
-    """The policy that grants wishes: all of them or, with units, those within the allowance of padding.
+    """The policy that grants requests: all of them or, with units, those within the allowance of padding.
 
     Args:
-        wish: of a parameter, by its name in its unit.
+        request: of a parameter, by its name in its unit.
         units: the modules that are given to `fully_shard`, inner ones first; None grants everything.
         world_size: ranks over which a unit is sharded; needed with units.
         max_padding: what optional blocks may add, as a share of a unit's elements.
@@ -51,48 +51,52 @@ def policy_of(
         ValueError: units without world_size.
     """
     if units is None:
-        return lambda name, param: wish(name, param).block
+        return lambda name, param: request(name, param).block
     if world_size is None or world_size < 1:
         raise ValueError(
             f"a block policy for units needs world_size, a positive number of ranks; got {world_size!r}"
         )
     blocks: dict[int, tuple[torch.Tensor, Block | None]] = {}  # keeps the tensors, whose ids are the keys
     for unit in units:
-        own = [(p, wish(name, p)) for name, p in unit.named_parameters() if id(p) not in blocks]
-        granted = grant([w for _, w in own], world_size, max_padding)
+        own = [(p, request(name, p)) for name, p in unit.named_parameters() if id(p) not in blocks]
+        granted = fit_requests([w for _, w in own], world_size, max_padding)
         blocks.update({id(p): (p, granted[w.name]) for p, w in own})
     return lambda name, param: blocks[id(param)][1] if id(param) in blocks else None
 
 
-def grant(wishes: Sequence[Wish], world_size: int, max_padding: float) -> Mapping[str, Block | None]:
+def fit_requests(
+    requests: Sequence[BlockRequest], world_size: int, max_padding: float
+) -> Mapping[str, Block | None]:
     """The blocks of a unit's tensors, by name: the largest optional ones are given up until the padding is allowed.
 
     Tensors of one shape and block stay together. Plans the unit at most once for each of these kinds.
     """
-    numel = sum(math.prod(w.shape) for w in wishes)
-    kinds = {(w.shape, str(w.block)): w for w in wishes if w.optional and w.block is not None}
+    numel = sum(math.prod(w.shape) for w in requests)
+    kinds = {(w.shape, str(w.block)): w for w in requests if w.optional and w.block is not None}
 
     def blocks() -> dict[str, Block | None]:
         return {
-            w.name: None if w.optional and (w.shape, str(w.block)) not in kinds else w.block for w in wishes
+            w.name: None if w.optional and (w.shape, str(w.block)) not in kinds else w.block for w in requests
         }
 
     def padding(chosen: dict[str, Block | None]) -> int:
-        specs = [TensorSpec(w.name, w.shape, chosen[w.name] or Rows(1)) for w in wishes if math.prod(w.shape)]
+        specs = [
+            TensorSpec(w.name, w.shape, chosen[w.name] or Rows(1)) for w in requests if math.prod(w.shape)
+        ]
         return plan(specs, world_size).padding if specs else 0
 
-    allowed = padding({w.name: None if w.optional else w.block for w in wishes}) + max_padding * numel
+    allowed = padding({w.name: None if w.optional else w.block for w in requests}) + max_padding * numel
     while kinds and padding(blocks()) > allowed:
         del kinds[max(kinds, key=lambda kind: (_block_numel(kinds[kind]), kind))]
     return blocks()
 
 
-def _block_numel(wish: Wish) -> int:
-    match wish.block:
+def _block_numel(request: BlockRequest) -> int:
+    match request.block:
         case Rows(count) | Tile(count, _):
-            return count * wish.shape[-1]
+            return count * request.shape[-1]
         case Elements(count):
             return count
         case Whole():
-            return math.prod(wish.shape)
+            return math.prod(request.shape)
     return 0

@@ -72,14 +72,14 @@ def make_masters(params: Sequence[Param]) -> None:
             param.master = master.copy_(weight)
 
 
-def take_over(params: Iterable[Param]) -> None:
+def refresh_masters(params: Iterable[Param]) -> None:
     """Copy into the masters what is no longer their rounding: something else than a step has written it."""
     for param in params:
         master, weight = param.local, local_of(param.tensor).detach()
         master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
 
-def write_back(params: Iterable[Param]) -> None:
+def store_masters(params: Iterable[Param]) -> None:
     """Round the masters into the parameters."""
     for param in params:
         local_of(param.tensor).detach().copy_(param.local)
@@ -105,7 +105,7 @@ def origin_of(param: Param) -> Origin | None:
     return Origin(param.name, param.group["seed"], param.start)
 
 
-class Writer:
+class NarrowWriter:
     """Writes fp32 copies back into narrow weights, as each parameter's group says."""
 
     def __init__(self) -> None:

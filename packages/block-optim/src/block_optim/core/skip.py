@@ -61,12 +61,12 @@ class PendingFlags:
     """Flags of launched steps, and the host's step counts from before them."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[devices.OnItsWay, list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
+        self._pending: list[tuple[devices.HostFuture, list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
     def add(self, flag: torch.Tensor, counts: list[torch.Tensor], before: torch.Tensor | None) -> None:
         """Note a launched step, the counts that it raised on the host and, stacked, what they were."""
         old = () if before is None else before.unbind()
-        self._pending.append((devices.host_copy(flag), counts, old))
+        self._pending.append((devices.copy_to_host_async(flag), counts, old))
 
     def skipped(self, *, wait: bool = False) -> int:
         """How many steps were skipped and have not been reported yet; their counts are as before them.

@@ -16,9 +16,9 @@ import torch
 
 from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_mul_
-from block_optim.core.exchange import Lane, Wait, nothing
+from block_optim.core.exchange import TransferStream, Wait, nothing
 from block_optim.core.params import Group
-from block_optim.core.precision import Writer, is_narrow
+from block_optim.core.precision import NarrowWriter, is_narrow
 from block_optim.core.skip import portions, unless
 from block_optim.muon.layout import BucketLayout, LocalRun
 from block_optim.muon.newton_schulz import Recipe, orthogonalize_
@@ -40,16 +40,16 @@ class Bucket:
         lane: where transfers run.
     """
 
-    def __init__(self, layout: BucketLayout, group: Group, recipe: Recipe, lane: Lane) -> None:
+    def __init__(self, layout: BucketLayout, group: Group, recipe: Recipe, lane: TransferStream) -> None:
         self.group, self.recipe, self.number = group, recipe, layout.number
-        self._layout, self._write = layout, Writer()
+        self._layout, self._write = layout, NarrowWriter()
         self._rows = RowScaling(layout, group) if group["normuon"] else None
         self._transfer = Transfer(layout, group, self._rows, lane)
         self._active: frozenset[int] = frozenset()
         self._skip: torch.Tensor | None = None
         self._fell_back = 0
         # Checks of the last step's results, on their way from the device, and the numbers of their matrices.
-        self._checks: list[tuple[devices.OnItsWay, list[int]]] = []
+        self._checks: list[tuple[devices.HostFuture, list[int]]] = []
         self._distrusted: set[int] = set()
 
     def send(self, active: frozenset[int], found_inf: torch.Tensor | None = None) -> Wait:
@@ -90,7 +90,7 @@ class Bucket:
             self._fell_back += found
         else:  # not of a step that is skipped
             failed = found if self._skip is None else found & (self._skip == 0)
-            self._checks.append((devices.host_copy(failed), own))
+            self._checks.append((devices.copy_to_host_async(failed), own))
 
     def _read_checks(self) -> None:
         """Fall back from the Gram form for matrices whose result failed the check on the device in the last step."""
@@ -188,7 +188,7 @@ def run_pipeline(
         buckets: in an order that all ranks share.
         active: the indices of the parameters to update.
         rates: the learning rate of each parameter group, by the id of its dict.
-        found_inf: as in `Active`.
+        found_inf: as in `StepGradients`.
     """
     if not buckets:
         return

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from block_optim.core.active import Active
 from block_optim.core.assign import digest
-from block_optim.core.exchange import Lane, Presence
+from block_optim.core.exchange import GradientPresence, TransferStream
+from block_optim.core.gradients import StepGradients
 from block_optim.core.holding import Holding
 from block_optim.core.params import Group, Param
 from block_optim.core.scratch import Scratch
@@ -33,7 +33,7 @@ class _Domain:
 
     device: torch.device
     holding: Holding  # of one of its parameters: the group, and this rank in it
-    lane: Lane
+    lane: TransferStream
     matrices: list[AssignedMatrix] = field(default_factory=list)
 
 
@@ -72,11 +72,11 @@ class MuonEngine:
             scratch.reserve(measured[device])
         self._buckets = self._make_buckets(domains, found, self._scratch)
         # For each process group: whom to ask about gradients, and the parameters of which something travels.
-        self._presence: list[tuple[Presence, list[int]]] = []
+        self._presence: list[tuple[GradientPresence, list[int]]] = []
         for domain, assigned in zip(domains, found, strict=True):
             exchanged, group = sorted({m.param for m in assigned.matrices if m.moved}), domain.holding.group
             if group is not None and exchanged:
-                self._presence.append((Presence(group, len(exchanged), domain.device), exchanged))
+                self._presence.append((GradientPresence(group, len(exchanged), domain.device), exchanged))
 
     def _find_domains(
         self, params: Sequence[Param], states: Mapping[torch.Tensor, dict[str, torch.Tensor]]
@@ -89,7 +89,7 @@ class MuonEngine:
             self._locals.append(LocalParam(i, param, holding, states[param.tensor]))
             key = (device, None if holding.group is None else holding.group.group_name)
             if key not in domains:
-                domains[key] = _Domain(device, holding, Lane(device))
+                domains[key] = _Domain(device, holding, TransferStream(device))
             recipe = recipe_of(param.group)
             for k, m in enumerate(matrices):
                 held = holding.holders(*m.ranges)
@@ -144,7 +144,7 @@ class MuonEngine:
         """Bytes of buffers and scratch held on this rank."""
         return sum(scratch.nbytes for scratch in self._scratch.values())
 
-    def step(self, given: Active) -> None:
+    def step(self, given: StepGradients) -> None:
         """One update of the parameters that have gradients on some rank."""
         here = {self._index[id(param.tensor)]: grad for param, grad in given}
         active = self._agree(here)
@@ -171,7 +171,9 @@ class MuonEngine:
 
     def _agree(self, here: Mapping[int, torch.Tensor]) -> frozenset[int]:
         """The parameters to update: those with a gradient here, and of those exchanged the ones with any anywhere."""
-        asked = [(presence.ask([i in here for i in params]), params) for presence, params in self._presence]
+        asked = [
+            (presence.all_reduce([i in here for i in params]), params) for presence, params in self._presence
+        ]
         active = set(here)
         for answer, params in asked:
             active.update(i for i, some in zip(params, answer(), strict=True) if some)

@@ -68,7 +68,7 @@ def matrices_of(name: str, shape: tuple[int, ...], how: str) -> tuple[Matrix, ..
     """
     if len(shape) < 2:
         raise ValueError(
-            f"{name}: shape {shape} is not a matrix, which Muon needs; give it to AdamW (param_groups_for does)"
+            f"{name}: shape {shape} is not a matrix, which Muon needs; give it to AdamW (mixed_optimizer_for does)"
         )
     if not math.prod(shape):
         return ()

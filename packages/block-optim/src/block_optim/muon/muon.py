@@ -7,8 +7,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group, Param
 from block_optim.muon.assignment import Assignment
@@ -183,11 +183,11 @@ class Muon(BlockOptimizer):
 
     @property
     @override
-    def takes_found_inf(self) -> bool:
+    def supports_found_inf(self) -> bool:
         return True
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         self._build().step(active)
 
 

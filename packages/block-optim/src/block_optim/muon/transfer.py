@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from block_optim.core._torch_compat import foreach_copy_, foreach_lerp_
-from block_optim.core.exchange import Lane, Wait, nothing
+from block_optim.core.exchange import TransferStream, Wait, nothing
 from block_optim.core.params import Group
 from block_optim.muon.layout import BucketLayout, LocalRun
 from block_optim.muon.normuon import RowScaling
@@ -21,7 +21,9 @@ class Transfer:
         lane: where transfers run.
     """
 
-    def __init__(self, layout: BucketLayout, group: Group, rows: RowScaling | None, lane: Lane) -> None:
+    def __init__(
+        self, layout: BucketLayout, group: Group, rows: RowScaling | None, lane: TransferStream
+    ) -> None:
         self._layout, self._group, self._rows, self._lane = layout, group, rows, lane
         # All ranks agree on which of these have gradients, so all of them take part in a transfer.
         self._exchanged = frozenset(m.param for m in layout.matrices if m.moved)

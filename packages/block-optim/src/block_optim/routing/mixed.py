@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
-from block_optim.core.active import Active
-from block_optim.core.base import BlockOptimizer, MoreGroupsFollow
+from block_optim.core.base import BlockOptimizer, DeferredGroups
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_lr
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import Policy
@@ -63,7 +63,7 @@ class Mixed(BlockOptimizer):
         lr: of groups that do not say.
         skip_nonfinite: see `BlockOptimizer`; the check is made once, for all groups.
 
-    `param_groups_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
+    `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
 
     Raises:
         ValueError: a group without a known algorithm, or an option that its algorithm refuses.
@@ -76,7 +76,7 @@ class Mixed(BlockOptimizer):
         *,
         skip_nonfinite: bool = True,
     ) -> None:
-        self.routes: tuple[Any, ...] = ()  # what went where and why, if `param_groups_for` made the groups
+        self.routes: tuple[Any, ...] = ()  # what went where and why, if `mixed_optimizer_for` made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
         super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
@@ -90,7 +90,7 @@ class Mixed(BlockOptimizer):
         """
         raise TypeError(
             "Mixed has no block policy of its own: use block_policy_for(model, overrides=...), which follows the same "
-            "rules as param_groups_for, or a function that asks the block_policy of each parameter's algorithm"
+            "rules as mixed_optimizer_for, or a function that asks the block_policy of each parameter's algorithm"
         )
 
     @property
@@ -183,7 +183,7 @@ class Mixed(BlockOptimizer):
         kind, group = self._kinds[name], next(g for g in self.param_groups if g["algorithm"] == name)
         shared = {key: group.pop(key) for key in kind.shared_options if key in group}
         shared = self._shared.setdefault(name, shared)
-        optimizer = kind(MoreGroupsFollow([group]), **shared)
+        optimizer = kind(DeferredGroups([group]), **shared)
         optimizer.state, made = self.state, optimizer.state
         for tensor, state in made.items():
             self.state.setdefault(
@@ -222,8 +222,8 @@ class Mixed(BlockOptimizer):
 
     @property
     @override
-    def takes_found_inf(self) -> bool:
-        return all(optimizer.takes_found_inf for optimizer in self._optimizers.values())
+    def supports_found_inf(self) -> bool:
+        return all(optimizer.supports_found_inf for optimizer in self._optimizers.values())
 
     @override
     def step_was_skipped(self) -> None:
@@ -231,7 +231,7 @@ class Mixed(BlockOptimizer):
             optimizer.step_was_skipped()
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         version, split = self._split
         if version != active.version:
             owners = [self._host(param.group) for param in active.params]

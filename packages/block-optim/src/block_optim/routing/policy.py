@@ -1,4 +1,4 @@
-"""The block policy that goes with `param_groups_for`: made before sharding, with the same routes."""
+"""The block policy that goes with `mixed_optimizer_for`: made before sharding, with the same routes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from block_optim.core.policy import Policy, Wish, policy_of
+from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.routing.routes import Override, routes_of
 
 
@@ -27,18 +27,18 @@ def block_policy_for(
 
     Args:
         model: before it is sharded.
-        others: as in `param_groups_for`.
-        overrides: as in `param_groups_for`.
+        others: as in `mixed_optimizer_for`.
+        overrides: as in `mixed_optimizer_for`.
         adamw8bit: options of `AdamW8bit`: ``block``, ``min_8bit_numel``, ``quantize``.
         units: the modules that are sharded as one group each, inner ones first; None keeps every matrix whole.
         world_size: ranks over which a unit is sharded; needed with ``units``.
         max_padding: padding that whole matrices are worth, as a share of a unit.
 
     Raises:
-        ValueError: as `param_groups_for`; units without world_size.
+        ValueError: as `mixed_optimizer_for`; units without world_size.
     """
     params = dict(model.named_parameters())
-    wishes: dict[int, Wish] = {}
+    requests: dict[int, BlockRequest] = {}
     for route in routes_of(model, others=others, overrides=overrides or {}):
         name, kind = route.names[0], route.kind
         given = adamw8bit or {} if route.algorithm == "adamw8bit" else {}
@@ -46,9 +46,9 @@ def block_policy_for(
         if kind is not None:
             block = kind.block_of(name, params[name], kind.all_options({**given, **dict(route.options)}))
             optional = not kind.requires_blocks
-        wishes[id(params[name])] = Wish(name, route.shape, block, optional)
+        requests[id(params[name])] = BlockRequest(name, route.shape, block, optional)
 
-    def wish(name: str, param: torch.Tensor) -> Wish:
-        return wishes.get(id(param), Wish(name, tuple(param.shape), None))
+    def request(name: str, param: torch.Tensor) -> BlockRequest:
+        return requests.get(id(param), BlockRequest(name, tuple(param.shape), None))
 
-    return policy_of(wish, units, world_size, max_padding)
+    return make_policy(request, units, world_size, max_padding)

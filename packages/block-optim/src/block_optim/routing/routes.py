@@ -56,7 +56,7 @@ class Route:
     kind: Kind | None = None
 
 
-def param_groups_for(
+def mixed_optimizer_for(
     model: nn.Module,
     *,
     lr: float | torch.Tensor = 1e-3,

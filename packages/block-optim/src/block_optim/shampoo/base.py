@@ -21,11 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from block_optim.core import device as devices
-from block_optim.core.active import Active
 from block_optim.core.base import BlockOptimizer
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group, Param
-from block_optim.core.precision import Writer, is_narrow
+from block_optim.core.precision import NarrowWriter, is_narrow
 from block_optim.core.skip import portions, unless
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.grid import MATRICES, block_of, grid_of
@@ -41,12 +41,12 @@ LARGEST = 1e15  # gradients beyond are cut to it: their squares, summed over a b
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 T = TypeVar("T")
-Move = Callable[[Group, Sequence["Work"], list[Tensor]], None]
-Written = Callable[[Sequence["Work"]], list[Tensor]]
+Move = Callable[[Group, Sequence["TensorStep"], list[Tensor]], None]
+Written = Callable[[Sequence["TensorStep"]], list[Tensor]]
 
 
 @dataclass
-class Work:
+class TensorStep:
     """One tensor in one step: its step number, and flat runs in the compute dtype.
 
     `grad` and `update` are of the owned elements, `local_update` of the local ones: one memory where nothing moves.
@@ -62,7 +62,7 @@ class Work:
 class StepBlocks:
     """The blocks of some works, and what of the step's gradients and updates is theirs."""
 
-    def __init__(self, works: Iterable[Work]) -> None:
+    def __init__(self, works: Iterable[TensorStep]) -> None:
         self._works = {w.tensor.number: w for w in works if w.tensor.grid is not None}
         self.blocks = [block for w in self._works.values() for block in w.tensor.blocks]
 
@@ -92,7 +92,7 @@ class Preconditioned(BlockOptimizer):
         self._plan = Plan()
         self._links: list[StripExchange] | None = None
         self._worker: Worker | None = None
-        self._write = Writer()
+        self._write = NarrowWriter()
         self._bound = False  # whether blocks have views of the states' memory
         self._told = 0
         self.root_counts = RootCounts()
@@ -181,7 +181,7 @@ class Preconditioned(BlockOptimizer):
 
     # ---------------------------------------------------------------- the step
 
-    def _scatter(self, works: Sequence[Work]) -> None:
+    def _scatter(self, works: Sequence[TensorStep]) -> None:
         """Bring `work.update` from the owners to `work.local_update`."""
         by_number = {w.tensor.number: w for w in works}
         for exchange in self._exchanges():
@@ -191,12 +191,12 @@ class Preconditioned(BlockOptimizer):
                 {w.tensor.number: w.local_update for w in members},
             )
 
-    def _apply(self, works: Iterable[Work], skip: Tensor | None, move: Move, written: Written) -> None:
+    def _apply(self, works: Iterable[TensorStep], skip: Tensor | None, move: Move, written: Written) -> None:
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
 
         Args:
             works: what to apply.
-            skip: as in `Active.found_inf`.
+            skip: as in `StepGradients.found_inf`.
             move: updates local weights, flat and in the compute dtype, of works of one group.
             written: the states of works that ``move`` writes.
         """
@@ -227,7 +227,7 @@ class Preconditioned(BlockOptimizer):
             ]
         return self._links
 
-    def _gather(self, active: Active) -> list[Work]:
+    def _gather(self, active: StepGradients) -> list[TensorStep]:
         """The owned runs of all gradients; of a parameter that is exchanged, if any rank has a gradient."""
         if not self._bound:
             self._bind_blocks()
@@ -251,12 +251,14 @@ class Preconditioned(BlockOptimizer):
             counter += 1
             update = torch.empty_like(grad)
             works.append(
-                Work(tensor, int(counter), grad, update, _local_zeros(tensor) if tensor.moves else update)
+                TensorStep(
+                    tensor, int(counter), grad, update, _local_zeros(tensor) if tensor.moves else update
+                )
             )
         self._limit(works)
         return works
 
-    def _limit(self, works: Sequence[Work]) -> None:
+    def _limit(self, works: Sequence[TensorStep]) -> None:
         """Cut gradients whose squares would overflow; on CPU counted, and said."""
         some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
         if not some:
@@ -284,7 +286,7 @@ class Preconditioned(BlockOptimizer):
 
     @property
     @override
-    def takes_found_inf(self) -> bool:
+    def supports_found_inf(self) -> bool:
         return True
 
     @override
@@ -322,9 +324,9 @@ def _local_zeros(tensor: TensorPlan) -> Tensor:
     return _zeros(tensor, tensor.param.local.numel())
 
 
-def by_step(works: Iterable[Work]) -> list[tuple[Group, int, list[Work]]]:
+def by_step(works: Iterable[TensorStep]) -> list[tuple[Group, int, list[TensorStep]]]:
     """Works of one group and one step number together, for foreach ops with common scalars."""
-    found: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    found: dict[tuple[int, int], list[TensorStep]] = defaultdict(list)
     for work in works:
         found[id(work.tensor.group), work.step].append(work)
     return [(members[0].tensor.group, step, members) for (_, step), members in found.items()]

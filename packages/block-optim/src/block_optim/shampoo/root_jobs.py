@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from block_optim.shampoo import linalg
-from block_optim.shampoo.base import StepBlocks, Work, by_step
+from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
 from block_optim.shampoo.batches import capacity, load_square
 from block_optim.shampoo.plan import SIDES, OwnedBlock
 from block_optim.shampoo.roots import TINY, RootCounts, RootOptions, Roots, inverse_roots
@@ -56,7 +56,7 @@ class RootJob:
         return compute(factors, self.options.root, last=last).without(len(factors) - len(self.items))
 
 
-def root_jobs(works: Sequence[Work]) -> list[RootJob]:
+def root_jobs(works: Sequence[TensorStep]) -> list[RootJob]:
     """All roots whose turn it is, equal sizes together."""
     classes: dict[tuple[ShampooOptions, int, tuple[int, bool, bool], object], list[tuple[OwnedBlock, str]]]
     classes = defaultdict(list)

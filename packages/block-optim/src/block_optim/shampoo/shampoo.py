@@ -28,11 +28,11 @@ from block_optim.core._torch_compat import (
     foreach_mul_,
     local_of,
 )
-from block_optim.core.active import Active
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import portions, unless
-from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
+from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
 from block_optim.shampoo.plan import COLS, ROWS, SIDES, TensorPlan
 from block_optim.shampoo.root_jobs import RootJob, root_jobs
@@ -195,7 +195,7 @@ class Shampoo(Preconditioned):
     # ---------------------------------------------------------------- the step
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         skip = active.found_inf
         works = self._gather(active)
         for group, step, members in by_step(works):
@@ -212,7 +212,7 @@ class Shampoo(Preconditioned):
         self._apply(works, skip, self._move, self._buffers)
 
     def _accumulate(
-        self, options: ShampooOptions, step: int, works: Sequence[Work], skip: Tensor | None
+        self, options: ShampooOptions, step: int, works: Sequence[TensorStep], skip: Tensor | None
     ) -> None:
         """Advance the averages of whole runs, and the factors of blocks."""
         for portion in portions(skip, works, lambda w: 2 * w.grad.nbytes):
@@ -223,7 +223,7 @@ class Shampoo(Preconditioned):
             with unless(skip, batch.views("factor_rows", "factor_cols")):
                 self._factors(options, step, batch, batch.matrices(own.grads(batch)))
 
-    def _precondition(self, options: ShampooOptions, step: int, works: Sequence[Work]) -> None:
+    def _precondition(self, options: ShampooOptions, step: int, works: Sequence[TensorStep]) -> None:
         """Write the updates of works with these options and this step number."""
         for work in works:
             if work.tensor.grid is None:
@@ -237,22 +237,22 @@ class Shampoo(Preconditioned):
             targets = own.updates(batch)
             foreach_copy_(targets, list(direction(options, step, batch, filtered)[: len(targets)]))
 
-    def _flat(self, work: Work, name: str) -> Tensor | None:
+    def _flat(self, work: TensorStep, name: str) -> Tensor | None:
         state = self.state[work.tensor.param.tensor].get(name)
         return None if state is None else local_of(state).view(-1)
 
-    def _averages(self, works: Sequence[Work]) -> list[Tensor]:
+    def _averages(self, works: Sequence[TensorStep]) -> list[Tensor]:
         found = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
         return [state for state in found if state is not None]
 
-    def _buffers(self, works: Sequence[Work]) -> list[Tensor]:
+    def _buffers(self, works: Sequence[TensorStep]) -> list[Tensor]:
         return [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
 
-    def _source(self, work: Work) -> Tensor:
+    def _source(self, work: TensorStep) -> Tensor:
         filtered = self._flat(work, "exp_avg")
         return work.grad if filtered is None else filtered
 
-    def _moments(self, options: ShampooOptions, works: Sequence[Work]) -> None:
+    def _moments(self, options: ShampooOptions, works: Sequence[TensorStep]) -> None:
         """Filtered gradients and the second moments of the grafting method, on whole runs."""
         pairs = [(self._flat(w, "exp_avg"), w.grad) for w in works]
         firsts = [(m, g) for m, g in pairs if m is not None]
@@ -290,7 +290,7 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- roots
 
-    def _refresh(self, works: Sequence[Work], skip: Tensor | None) -> list[RootJob]:
+    def _refresh(self, works: Sequence[TensorStep], skip: Tensor | None) -> list[RootJob]:
         """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
         later: list[RootJob] = []
         for job in root_jobs(works):
@@ -308,7 +308,7 @@ class Shampoo(Preconditioned):
 
     # ---------------------------------------------------------------- the parameters
 
-    def _move(self, group: Group, works: Sequence[Work], weights: list[Tensor]) -> None:
+    def _move(self, group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
         updates = [w.local_update for w in works]
         if group["weight_decay"]:
             foreach_add_(updates, weights, alpha=group["weight_decay"])

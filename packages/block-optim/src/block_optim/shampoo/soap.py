@@ -25,12 +25,12 @@ from block_optim.core._torch_compat import (
     foreach_mul_,
     local_of,
 )
-from block_optim.core.active import Active
+from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import unless
 from block_optim.shampoo import linalg
-from block_optim.shampoo.base import Preconditioned, StepBlocks, Work, by_step, state_dtype
+from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, state_dtype
 from block_optim.shampoo.batches import Batch, batches, store_square
 from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
@@ -137,14 +137,14 @@ class SOAP(Preconditioned):
     # ---------------------------------------------------------------- the step
 
     @override
-    def update(self, active: Active) -> None:
+    def update(self, active: StepGradients) -> None:
         works = self._gather(active)
         self._precondition(works, active.found_inf)
         self._scatter(works)
         moving = [w for w in works if updates_at(w.tensor.group, w.step)]
         self._apply(moving, active.found_inf, _move, lambda works: [])
 
-    def _precondition(self, works: Sequence[Work], skip: Tensor | None) -> None:
+    def _precondition(self, works: Sequence[TensorStep], skip: Tensor | None) -> None:
         """Write the updates, advance the states, and refresh the bases whose turn it is."""
         due: list[Batch] = []
         for group, step, members in by_step(works):
@@ -180,7 +180,9 @@ class SOAP(Preconditioned):
         if step > 1:
             self._accumulate(group, batch, grads)
 
-    def _elementwise(self, group: Group, updates: int, works: Sequence[Work], skip: Tensor | None) -> None:
+    def _elementwise(
+        self, group: Group, updates: int, works: Sequence[TensorStep], skip: Tensor | None
+    ) -> None:
         """Adam, where there is nothing to rotate."""
         if updates == 0:
             for work in works:
@@ -233,7 +235,7 @@ class SOAP(Preconditioned):
         self._count(counts, [batch.blocks[i] for i in found.kept])
 
 
-def _move(group: Group, works: Sequence[Work], weights: list[Tensor]) -> None:
+def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
     take(weights, [w.local_update for w in works], group["lr"])
     if group["weight_decay"]:
         keep = 1 - group["lr"] * group["weight_decay"]

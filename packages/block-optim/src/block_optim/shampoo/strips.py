@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from block_optim.core.assign import Job, assign, loads
-from block_optim.core.exchange import Exchange, Lane, Presence, travels
+from block_optim.core.exchange import Exchange, GradientPresence, TransferStream, travels
 from block_optim.core.holding import Holding, Range
 from block_optim.core.pieces import Piece
 from block_optim.core.scratch import Scratch
@@ -130,7 +130,10 @@ class StripExchange:
         holding = next(iter(tensors.values())).holding
         assert holding.group is not None
         self._tensors, self._rank = dict(tensors), holding.rank
-        self._lane, self._presence = Lane(device), Presence(holding.group, len(tensors), device)
+        self._lane, self._presence = (
+            TransferStream(device),
+            GradientPresence(holding.group, len(tensors), device),
+        )
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
         owners = [tensors[number].owners[index] for number, index in self._strips]
         lengths = [tensors[number].held[index] for number, index in self._strips]
@@ -145,7 +148,7 @@ class StripExchange:
 
     def agree(self, present: Sequence[bool]) -> list[bool]:
         """Which tensors have a gradient on some rank: one all_reduce of a byte for each."""
-        return self._presence.ask(present)()
+        return self._presence.all_reduce(present)()
 
     def gather(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> None:
         """Bring gradients to their owners: one all_to_all_single.

@@ -1,4 +1,4 @@
-"""Work next to the training step: a thread of its own, on an accelerator with a stream of its own.
+"""TensorStep next to the training step: a thread of its own, on an accelerator with a stream of its own.
 
     step t:    ... update | submit(jobs)        a job: a snapshot in, a result out; reads nothing else
                                \\------- run one by one during the next forward and backward -------\\

@@ -20,7 +20,7 @@ class OptimizerSpec:
     cls: str
     lr: float
     extra: tuple[tuple[str, Any], ...] = ()
-    routed: bool = False  # it takes matrices only: `block_optim.param_groups_for` sends the rest to AdamW
+    routed: bool = False  # it takes matrices only: `block_optim.mixed_optimizer_for` sends the rest to AdamW
     takes_norm: bool = False  # step(grad_norm=...)
     rotates: bool = (
         False  # in a basis of each dimension: not that of the vocabulary, few of whose rows get a gradient
@@ -86,7 +86,7 @@ def make_optimizer(
 
     if spec.routed:
         decay = {"weight_decay": weight_decay}
-        routed: torch.optim.Optimizer = block_optim.param_groups_for(
+        routed: torch.optim.Optimizer = block_optim.mixed_optimizer_for(
             model,
             lr=peak,
             muon=decay,

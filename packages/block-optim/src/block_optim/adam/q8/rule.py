@@ -29,8 +29,8 @@ from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
 from block_optim.adam.q8.variants import quantized_variant
 from block_optim.adam.variants import Types, Variant
 from block_optim.core._torch_compat import local_of
-from block_optim.core.active import Active
 from block_optim.core.device import per_device
+from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
@@ -108,7 +108,7 @@ class QuantizedRule(Rule[Codes]):
             (scales[0], scales[1]),
         )
 
-    def _plan_of(self, active: Active) -> "_Plan":
+    def _plan_of(self, active: StepGradients) -> "_Plan":
         return _Plan(self._entries, self._counts, active)
 
 
@@ -141,7 +141,7 @@ def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
 class _Plan(StepPlan[Codes]):
     """Tile steps, or launches of a kernel, over stretches over runs."""
 
-    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: Active) -> None:
+    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients) -> None:
         super().__init__(entries, counts, active)
         self.calls: list[_Call] = []
 

@@ -12,7 +12,7 @@ from block_optim.core.params import Param
 
 
 @dataclass(slots=True, eq=False)
-class Active:
+class StepGradients:
     """The parameters that have a gradient in this step, in the optimizer's order; iterates over (param, gradient).
 
     Attributes:
@@ -25,7 +25,7 @@ class Active:
         keeps: gradient tensors, and views of them, may be kept only while this is the same number and not 0, which
             means that somebody else keeps them too: else `zero_grad()` would free nothing.
         found_inf: a 0-d tensor on the parameters' device; where it is not 0 nothing may be written. None unless the
-            optimizer `takes_found_inf`: then gradients are known to be finite, or are not checked.
+            optimizer `supports_found_inf`: then gradients are known to be finite, or are not checked.
     """
 
     params: list[Param]
@@ -38,11 +38,11 @@ class Active:
     def __iter__(self) -> Iterator[tuple[Param, torch.Tensor]]:
         return zip(self.params, self.grads, strict=True)
 
-    def select(self, positions: list[int]) -> "Active":
+    def select(self, positions: list[int]) -> "StepGradients":
         """Only some of them."""
         params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
         locals_ = [self.locals[i] for i in positions]
-        return Active(params, locals_, grads, self.version, self.keeps, self.found_inf)
+        return StepGradients(params, locals_, grads, self.version, self.keeps, self.found_inf)
 
 
 class Collector:
@@ -53,7 +53,7 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._active: Active | None = None
+        self._active: StepGradients | None = None
         self._seen_grads: list[Callable[[], torch.Tensor | None]] = []
         self._addresses: tuple[list[int], list[int]] = ([], [])  # of parameters, of gradients
         self._places: list[object] = []
@@ -64,7 +64,7 @@ class Collector:
         """The next gradients count as new ones."""
         self._active = None
 
-    def collect(self, params: list[Param]) -> Active:
+    def collect(self, params: list[Param]) -> StepGradients:
         """The parameters that have gradients. The object of the last step where nothing but numbers changed."""
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
@@ -91,7 +91,7 @@ class Collector:
         if active is None or addresses[0] != before[0]:
             for param in present:
                 param.check_layout()
-        self._active = Active(present, [p.local for p in present], local_grads, self._version)
+        self._active = StepGradients(present, [p.local for p in present], local_grads, self._version)
         return self._active
 
     def _same_objects(self, grads: list[torch.Tensor | None]) -> bool:
