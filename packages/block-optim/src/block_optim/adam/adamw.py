@@ -16,7 +16,7 @@ class AdamW(BlockOptimizer):
 
     Gives torch's numbers bit by bit, wherever tensors are cut: those of its for-loop and foreach implementations, or
     with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter),
-    fp32 also for bf16 and fp16 parameters, which torch gives states of their own dtype; the arithmetic is fp32 then,
+    fp32 also for bf16 and fp16 parameters, to which torch gives bf16 and fp16 states; the arithmetic is fp32 then,
     rounded to nearest when it is written back.
 
     Args:
@@ -26,7 +26,7 @@ class AdamW(BlockOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled.
         maximize: ascend.
-        fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster one.
+        fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster kernel.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
             stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
@@ -103,7 +103,7 @@ class AdamW(BlockOptimizer):
 
 
 def check_adamw_options(group: Group) -> None:
-    """Raise ValueError where an option of AdamW has a value it cannot have."""
+    """Raise ValueError if an AdamW option is out of range."""
     beta1, beta2 = check_betas(group["betas"])
     check_range("betas[0]", beta1, 0, 1)
     check_range("betas[1]", beta2, 0, 1)

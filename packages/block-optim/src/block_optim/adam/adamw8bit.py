@@ -26,7 +26,7 @@ EMBEDDING_NAMES = ("embed", "wte", "wpe")
 def matrices_but_embeddings(name: str, param: torch.Tensor) -> bool:
     """The default rule: 8-bit states for tensors of two or more dimensions whose name is not an embedding's.
 
-    A name is an embedding's if it contains "embed", "wte" or "wpe". Parameters without names cannot be told apart:
+    A name is an embedding's if it contains "embed", "wte" or "wpe". Parameters without names cannot be distinguished:
     pass ``model.named_parameters()``.
     """
     return param.ndim >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
@@ -35,9 +35,9 @@ def matrices_but_embeddings(name: str, param: torch.Tensor) -> bool:
 class AdamW8bit(BlockOptimizer):
     """AdamW whose moments take 8 bits each, with one fp32 scale for each block and moment.
 
-    Blocks lie on the global tensor's grid, and which tensors have 8-bit states follows from global shapes and names, so
-    that the same run gives the same bits at any world size. Communicates nothing in `step`, but for the agreement on
-    non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
+    Blocks are on the global tensor's grid, and global shapes and names decide which tensors have 8-bit states, so that
+    the same run gives the same bits at any world size. `step` communicates nothing except the agreement on non-finite
+    gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
 
     States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
     and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). The code in ``exp_avg_sq``
@@ -153,7 +153,7 @@ class AdamW8bit(BlockOptimizer):
 
 
 def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule | bool) -> bool:
-    """Whether a tensor has 8-bit states; from its global shape and its name."""
+    """Whether a tensor has 8-bit states, by its global shape and its name."""
     if isinstance(rule, bool):
         return rule and param.numel() > 0
     return param.numel() >= max(least, 1) and bool(rule(name, param))

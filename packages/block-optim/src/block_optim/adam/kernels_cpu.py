@@ -26,9 +26,8 @@ from ragged_shard import is_cpu
 
 # Elements worked on together: what the scratch holds. Below this many, slices are put into one foreach call.
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
-VECTOR = (
-    16  # elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work
-)
+# Elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work.
+VECTOR = 16
 
 Tensors = list[torch.Tensor]
 Kernel = Callable[[Step], None]  # a prepared call, or a few, over some slices of one device and dtype
@@ -58,7 +57,7 @@ class RunSlice:
         self.param, self.first, self.second = (self.take(tensors) for tensors in lists)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same elements of another list of tensors that lie as those of the run do."""
+        """This slice of another list of tensors with the same memory layout as the run."""
         if self.bounds is None:
             return tensors[self.run.members[0]]
         start, stop = self.bounds
@@ -66,19 +65,24 @@ class RunSlice:
         return view if (start, stop) == (0, self.run.numel) else view[start:stop]
 
     def range(self, start: int, stop: int) -> "RunSlice":
-        """Elements [start, stop) of this slice."""
+        """The slice of elements [start, stop) of this one."""
         if (start, stop) == (0, self.numel):
             return self
-        found = object.__new__(RunSlice)
-        found.kind, found.counter, found.run, found.numel = self.kind, self.counter, self.run, stop - start
-        found.origin = self.origin and replace(self.origin, element=self.origin.element + start)
+        result = object.__new__(RunSlice)
+        result.kind, result.counter, result.run, result.numel = (
+            self.kind,
+            self.counter,
+            self.run,
+            stop - start,
+        )
+        result.origin = self.origin and replace(self.origin, element=self.origin.element + start)
         base = 0 if self.bounds is None else self.bounds[0]
-        found.bounds = (base + start, base + stop)
-        found.param, found.first, found.second = (
+        result.bounds = (base + start, base + stop)
+        result.param, result.first, result.second = (
             t.reshape(-1)[start:stop] if t.is_contiguous() else t.as_strided((t.numel(),), (1,))[start:stop]
             for t in (self.param, self.first, self.second)
         )
-        return found
+        return result
 
 
 class _Batch:
@@ -104,21 +108,21 @@ class _Batch:
     def load(self, step: Step, negate: Sequence[bool]) -> tuple[Tensors, Tensors]:
         """Parameters and gradients to compute with."""
         if self.kept is None or self.kept[0] != step.keep:
-            found = [s.take(step.grads) for s in self.slices]
-            self.kept = (step.keep, found) if step.keep else None
+            result = [s.take(step.grads) for s in self.slices]
+            self.kept = (step.keep, result) if step.keep else None
         else:
-            found = self.kept[1]
+            result = self.kept[1]
         if any(negate) or self.wide_grads is not None:
             copies = self.wide_grads or self.like("grads")
-            compat.foreach_copy_(copies, found)
+            compat.foreach_copy_(copies, result)
             minus = [t for t, negative in zip(copies, negate, strict=True) if negative]
             if minus:
                 compat.foreach_mul_(minus, -1.0)
-            found = copies
+            result = copies
         if self.wide_params is None:
-            return self.params, found
+            return self.params, result
         compat.foreach_copy_(self.wide_params, self.params)
-        return self.wide_params, found
+        return self.wide_params, result
 
     def store(self) -> None:
         """Write fp32 copies of parameters back, rounded to nearest or as their origins say."""
@@ -139,17 +143,17 @@ def _chunks(slices: list[RunSlice], limit: int) -> list[list[RunSlice]]:
     room = 0
     for whole in slices:
         for start in range(0, whole.numel, limit):
-            found = whole.range(start, min(start + limit, whole.numel))
-            if found.numel > room or not batches:
+            result = whole.range(start, min(start + limit, whole.numel))
+            if result.numel > room or not batches:
                 batches.append([])
                 room = limit
-            batches[-1].append(found)
-            room -= found.numel
+            batches[-1].append(result)
+            room -= result.numel
     return batches
 
 
 def _batches(slices: list[RunSlice], limit: int, grad_dtype: torch.dtype) -> list[_Batch]:
-    """Batches of at most ``limit`` elements that take turns with one scratch; all are rounded alike."""
+    """Batches of at most ``limit`` elements that share one scratch; all are rounded in the same way."""
     chunks = _chunks(slices, limit)
     if not chunks:
         return []
@@ -279,7 +283,7 @@ class FusedKernel:
 
 
 class _Tails:
-    """Ends of runs, shorter than a vector, each worked on as a whole vector of its own."""
+    """Ends of runs, shorter than a vector, each padded to a whole vector."""
 
     def __init__(self, slices: list[RunSlice]) -> None:
         dtype, device = slices[0].first.dtype, slices[0].first.device

@@ -64,8 +64,8 @@ def _hash(x):
 def _random(element, j, row, step):
     """The 16 random bits of elements ``element + j`` (int64 and int32) of the global tensor, as int32."""
     key = tl.load(row + 11) + step * 0x9E3779B9 + element
-    here = _hash(step.to(tl.uint32))
-    other = tl.load(row + 12).to(tl.uint32) ^ here ^ (here >> 16)
+    step_hash = _hash(step.to(tl.uint32))
+    other = tl.load(row + 12).to(tl.uint32) ^ step_hash ^ (step_hash >> 16)
     x = _hash(((key & 0xFFFFFFFF).to(tl.uint32) + j.to(tl.uint32)) ^ other)
     return (x >> 16).to(tl.int32)
 

@@ -18,33 +18,32 @@ from block_optim.adam.variants import VECTOR, Variant
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
 
-ALIGNMENT = (
-    16  # bytes, of parameters, gradients and moments for accesses of that width; half as much for codes
-)
+# Bytes to which parameters, gradients and moments are aligned for accesses of that width; half as many for codes.
+ALIGNMENT = 16
 
 VariantOf = Callable[[bool, bool], Variant]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stretch: where it is, how many tiles (of a run: elements) it has, and whose it is."""
+    """One stretch: its memory, its number of tiles (of a run: elements), and its parameter."""
 
     param: torch.Tensor
     states: tuple[torch.Tensor, ...]  # codes and scales, or moments
-    run: Run  # in whose gradients it lies,
-    start: int  # so many elements from the first member's first
+    run: Run  # the run of the stretch's gradients
+    start: int  # elements between the run's first one and the stretch's
     rows: int
     columns: int
     tile_columns: int
     tiles: int
     kind: int
     grad_dtype: torch.dtype
-    element: int = 0  # its first in the global tensor, and
-    name: str = ""  # the parameter's, for stochastic rounding
+    element: int = 0  # first element in the global tensor, and
+    name: str = ""  # name of the parameter, for stochastic rounding
 
     @property
     def aligned(self) -> bool:
-        """Whether accesses of `VECTOR` elements are whole and lie at multiples of their size."""
+        """Whether accesses of `VECTOR` elements are whole, and at multiples of their size."""
         codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.states if t.dtype == torch.uint8]
         wide = [t.data_ptr() for t in self.states[:2] if t.dtype != torch.uint8]
         places = [self.param.data_ptr(), *codes, *wide]
@@ -53,7 +52,7 @@ class Row:
 
     @property
     def single(self) -> bool:
-        """Whether no two tiles are next to each other in a row."""
+        """Whether each row of tiles has a single one."""
         return self.columns <= self.tile_columns
 
 
@@ -94,12 +93,12 @@ def _fixed(hyper: Hyper) -> tuple[float, ...]:
 
 
 class Launch:
-    """One launch over some rows of the same types, on their device whichever is the current one.
+    """One launch over some rows of the same types, on their device even if another one is current.
 
     Args:
         rows: all `Row.aligned` if ``variant`` asks for that.
         seed: of stochastic rounding.
-        variant: what to compile where gradients lie at multiples of `ALIGNMENT` bytes, and
+        variant: the kernel if gradients are at multiples of `ALIGNMENT` bytes, and
         scalar: where one does not.
     """
 
@@ -167,11 +166,11 @@ def launches_of(rows: list[Row], seed: int | None, variant: VariantOf) -> list[L
     """The launches for rows of one kind: those that are aligned, and those that are not.
 
     Args:
-        variant: the variant for rows that are aligned, and that have no more than one tile next to each other.
+        variant: the variant for rows that are aligned, and whose rows have a single tile.
     """
-    found = []
+    result = []
     for aligned, single in itertools.product((True, False), repeat=2):
         chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
         if chosen:
-            found.append(Launch(chosen, seed, variant(aligned, single), variant(False, single)))
-    return found
+            result.append(Launch(chosen, seed, variant(aligned, single), variant(False, single)))
+    return result

@@ -1,4 +1,4 @@
-"""What AdamW's two rules share: step counts, and a plan that is made again only when something changed."""
+"""Common part of AdamW's two rules: step counts, and a plan that is rebuilt only when something changed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Counts:
         self._versions: list[int] = []
 
     def are_of(self, steps: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the counts, and where they were."""
+        """Whether these are the counts, at the same addresses."""
         return same_objects(list(steps), self._steps) and [s.data_ptr() for s in steps] == self._addresses
 
     @property
@@ -39,14 +39,14 @@ class Counts:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device counts, and the host does not read. `BlockOptimizer` takes back what the host counts."""
+        """Whether counts are on a device, and not read by the host. Skipped steps on the host: `BlockOptimizer`."""
         return any(not is_cpu(buffer.device) for buffer in self._buffers)
 
     def add(self, counters: list[torch.Tensor] | None, slots: list[int]) -> list[float]:
         """Count a step for some parameters (None: for all); their counts.
 
-        Counts on a device are read when something else has written them; between that they are added up here too,
-        those of skipped steps included, so that the host need not wait: parameters that differ are still told apart.
+        Counts on a device are read if something else has written them. Otherwise the host counts along, skipped steps
+        included, so that it does not wait; parameters with different counts are still distinguished.
         """
         on_device = self.on_device
         if not on_device or [compat.version_of(b) for b in self._buffers] != self._versions:
@@ -62,7 +62,7 @@ class Counts:
         return counts
 
     def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
-        """Do not count the step after all where ``skipped`` is 1."""
+        """Take back the last step's count if ``skipped`` is 1."""
         for buffer in self._buffers if counters is None else counters:
             buffer.sub_(skipped)
         self._versions = [compat.version_of(b) for b in self._buffers]
@@ -87,7 +87,7 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 @dataclass(frozen=True)
 class Step:
-    """What prepared calls need to know of one step.
+    """Inputs of prepared calls in one step.
 
     Attributes:
         grads: the local gradients, in the plan's order.
@@ -103,7 +103,7 @@ class Step:
 
 
 class StepPlan(Generic[EntryT]):
-    """How the parameters of a rule that have gradients are updated, for as long as their addresses stay.
+    """Prepared calls that update the parameters of a rule that have gradients, as long as their addresses stay.
 
     Parameters share a kernel call if they are of one class: of groups with equal options, and of equal step counts.
     A subclass prepares its calls in `_build` and makes them in `_run`.
@@ -167,12 +167,12 @@ class StepPlan(Generic[EntryT]):
         return odd
 
     def _prepare(self, counts: list[float], hypers: list[Hyper], grads: list[torch.Tensor]) -> None:
-        """Build again where options or counts that were equal no longer are, or became so."""
+        """Rebuild the calls when parameters can no longer share them, or newly can."""
         kinds = {h: i for i, h in reversed(list(enumerate(hypers)))}
         group_kinds = [kinds[h] for h in hypers]
-        alike = counts.count(counts[0]) == len(counts)
-        ages = {counts[0]: 0} if alike else {count: i for i, count in reversed(list(enumerate(counts)))}
-        pattern = (group_kinds, None if alike else [ages[count] for count in counts])
+        equal = counts.count(counts[0]) == len(counts)
+        ages = {counts[0]: 0} if equal else {count: i for i, count in reversed(list(enumerate(counts)))}
+        pattern = (group_kinds, None if equal else [ages[count] for count in counts])
         if pattern == self.pattern:
             return
         keys = [(group_kinds[g], ages[count]) for g, count in zip(self.group_of, counts, strict=True)]
@@ -183,7 +183,7 @@ class StepPlan(Generic[EntryT]):
 
 
 class Rule(Generic[EntryT]):
-    """The moments and updates of the parameters that were given to `init_states`.
+    """The moments and updates of some parameters.
 
     A subclass makes their states in `init_states`, finds them in `_entry`, and plans a step in `_plan_of`.
     """

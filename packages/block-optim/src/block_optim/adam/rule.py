@@ -1,6 +1,6 @@
 """AdamW over flat runs: the update rule, apart from the optimizer that hosts it.
 
-    runs       where parameters, gradients and both moments are neighbours alike      a 1-D view each
+    runs       where parameters, gradients and both moments are neighbours            a 1-D view each
     slices     runs, cut to `CHUNK` elements                                          what the scratch can hold
     kernel     a fixed list of torch ops, or torch's fused kernel                     torch's numbers, bit by bit
 
@@ -75,7 +75,7 @@ class AdamWRule(Rule[Moments]):
 
 
 def _state_dtype(param: Param) -> torch.dtype:
-    """Of a parameter's moments: as wide as itself, at least fp32."""
+    """Dtype of a parameter's moments: as wide as the parameter, at least fp32."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
@@ -121,8 +121,8 @@ class _Plan(StepPlan[Moments]):
             i = run.members[0]
             local, origin = self.locals[i], origins[i]
             seed = None if origin is None else origin.seed
-            found = RunSlice(run, self.classes.index(keys[i]), lists, self.entries[i].step, origin)
-            batches.setdefault((local.device, local.dtype, grads[i].dtype, seed), []).append(found)
+            result = RunSlice(run, self.classes.index(keys[i]), lists, self.entries[i].step, origin)
+            batches.setdefault((local.device, local.dtype, grads[i].dtype, seed), []).append(result)
         self.kernels, self.launches = [], []
         for (device, dtype, grad_dtype, seed), slices in batches.items():
             fused = self.fused(device)
@@ -145,8 +145,8 @@ class _Plan(StepPlan[Moments]):
             [e.exp_avg for e in everyone],
             [e.exp_avg_sq for e in everyone],
         ]
-        found = joint_runs(lists, [*kinds, *(("idle", i) for i in range(len(idle)))])
-        return [run for run in found if run.members[0] < len(self.entries)]
+        result = joint_runs(lists, [*kinds, *(("idle", i) for i in range(len(idle)))])
+        return [run for run in result if run.members[0] < len(self.entries)]
 
     def _gap(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         local = self.locals[run.members[0]]
@@ -166,14 +166,14 @@ def _variant(types: Types, aligned: bool, single: bool) -> Variant:
 def _rows(s: RunSlice, grad_dtype: torch.dtype) -> list[Row]:
     """A row for as many whole vectors as there are, and one for what is left."""
     origin = s.origin or _NOWHERE
-    found = []
+    result = []
     whole = s.numel - s.numel % VECTOR
     for start, stop in ((0, whole), (whole, s.numel)):
         if start == stop:
             continue
         param, *states = (t.as_strided((s.numel,), (1,))[start:stop] for t in (s.param, s.first, s.second))
         count = stop - start
-        found.append(
+        result.append(
             Row(
                 param,
                 tuple(states),
@@ -189,4 +189,4 @@ def _rows(s: RunSlice, grad_dtype: torch.dtype) -> list[Row]:
                 origin.name,
             )
         )
-    return found
+    return result

@@ -15,7 +15,7 @@ from block_optim.core.params import Group
 
 @dataclass(frozen=True)
 class Rates:
-    """What one step multiplies and divides by; the names are those of torch's documentation.
+    """Factors and divisors of one step; names as in torch's documentation.
 
     Attributes:
         decay: 1 - lr * weight_decay, or None for no decay.

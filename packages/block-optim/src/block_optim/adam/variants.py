@@ -49,7 +49,7 @@ class Variant:
 
 
 def wide_variant(types: Types, aligned: bool) -> Variant:
-    """For parameters with fp32 moments."""
+    """Variant for parameters with fp32 moments."""
     from block_optim.adam import kernels_triton
 
     block = 4 * WARP * elements_of_thread(aligned)

@@ -1,1 +1,1 @@
-"""What every optimizer shares. Knows none of them."""
+"""The common part of all optimizers. Imports none of them."""

@@ -43,14 +43,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`local_of` of each."""
-    found: list[torch.Tensor] = [t._local_tensor if isinstance(t, DISTRIBUTED) else t for t in tensors]
-    return [t if type(t) in _PLAIN else _inside(t) for t in found]
+    result: list[torch.Tensor] = [t._local_tensor if isinstance(t, DISTRIBUTED) else t for t in tensors]
+    return [t if type(t) in _PLAIN else _inside(t) for t in result]
 
 
-def share_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+def share_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two distributed tensors are known to have one mesh, placements, shape and dtype, without a comparison."""
-    spec = getattr(one, "_spec", None)
-    return spec is not None and spec is getattr(other, "_spec", None)
+    spec = getattr(first, "_spec", None)
+    return spec is not None and spec is getattr(second, "_spec", None)
 
 
 def _inside(tensor: Any) -> torch.Tensor:
@@ -58,8 +58,8 @@ def _inside(tensor: Any) -> torch.Tensor:
     same = [
         t for t in [getattr(tensor, n) for n in names] if t.shape == tensor.shape and t.dtype == tensor.dtype
     ]
-    found: torch.Tensor = same[0] if len(same) == 1 else tensor
-    return found
+    result: torch.Tensor = same[0] if len(same) == 1 else tensor
+    return result
 
 
 def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
@@ -82,12 +82,12 @@ def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGro
 
 
 def load_pre_hooks(optimizer: Any) -> Iterable[Any]:
-    """What `register_load_state_dict_pre_hook` has collected."""
+    """The hooks of `register_load_state_dict_pre_hook`."""
     return tuple(optimizer._optimizer_load_state_dict_pre_hooks.values())
 
 
 def load_post_hooks(optimizer: Any) -> Iterable[Any]:
-    """What `register_load_state_dict_post_hook` has collected."""
+    """The hooks of `register_load_state_dict_post_hook`."""
     return tuple(optimizer._optimizer_load_state_dict_post_hooks.values())
 
 

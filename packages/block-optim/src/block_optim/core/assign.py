@@ -1,13 +1,13 @@
-"""Which rank owns what: longest processing time first, with affinity to what ranks already hold.
+"""Assigns jobs to ranks: longest processing time first, with affinity to the data that ranks already hold.
 
 The problem is makespan scheduling on equal machines (NP-hard). Rules, in this order:
 
-1. A job whose elements all lie on one rank stays there: it moves nothing. Its FLOPs are that rank's first load.
+1. A job whose elements are all on one rank stays there: nothing is sent. Its FLOPs are that rank's first load.
 2. The others, longest first (by FLOPs, then bytes, then order), go to the least loaded rank; loads (FLOPs, then bytes)
    are carried over all of them. A job with `among_holders` only goes to a rank that holds some of it.
 3. Affinity: among the ranks that such a job would not load beyond a limit it goes to the one that holds most of it.
    A few limits are tried; the assignment that moves the fewest elements is kept among those whose largest load stays
-   within 10 % of plain longest-first, and within plain longest-first or 4/3 of a lower bound, whichever is more.
+   within 10 % of plain longest-first, and within plain longest-first or 4/3 of a lower bound, the larger of the two.
 
 Without rule 1 and `among_holders` the largest load is at most 4/3 of the least possible: that is Graham's bound for
 longest-first, and 4/3 of a lower bound is no more. Deterministic: integers and sorted ties only, so every rank comes to
@@ -24,7 +24,7 @@ _LIMITS = (100, 103, 106, 110, 120, 133)  # percent of the lower bound up to whi
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank must own as a whole.
+    """A unit of work that one rank must own.
 
     Attributes:
         flops: its work in a step.
@@ -63,9 +63,9 @@ def assign(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> t
     largest, bound = max(loads(jobs, best, num_ranks, start)), lower_bound(jobs, num_ranks, start)
     cap = min(11 * largest // 10, max(largest, 4 * bound // 3))
     for percent in _LIMITS:
-        found = _place(jobs, start, order, bound * percent // 100)
-        if max(loads(jobs, found, num_ranks, start)) <= cap and moved(jobs, found) < moved(jobs, best):
-            best = found
+        result = _place(jobs, start, order, bound * percent // 100)
+        if max(loads(jobs, result, num_ranks, start)) <= cap and moved(jobs, result) < moved(jobs, best):
+            best = result
     return best
 
 
@@ -91,7 +91,7 @@ def _place(jobs: Sequence[Job], start: list[int], order: Sequence[int], limit: i
             rank = min((flops[r], -n, r) for r, n in job.held)[2]
         else:
             while heap[0][:2] != (flops[heap[0][2]], nbytes[heap[0][2]]):
-                heapq.heappop(heap)  # this rank has got more since
+                heapq.heappop(heap)  # stale heap entry: the load has grown since it was pushed
             rank = heap[0][2]
         owners[i] = rank
         add(job, rank)
@@ -103,10 +103,10 @@ def loads(
     jobs: Sequence[Job], owners: Sequence[int], num_ranks: int, before: Sequence[int] = ()
 ) -> list[int]:
     """FLOPs of each rank."""
-    found = list(before) or [0] * num_ranks
+    result = list(before) or [0] * num_ranks
     for job, owner in zip(jobs, owners, strict=True):
-        found[owner] += job.flops
-    return found
+        result[owner] += job.flops
+    return result
 
 
 def moved(jobs: Sequence[Job], owners: Sequence[int]) -> int:
@@ -115,7 +115,7 @@ def moved(jobs: Sequence[Job], owners: Sequence[int]) -> int:
 
 
 def lower_bound(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> int:
-    """FLOPs that no assignment's largest load stays below: the mean, one job, two that must share, a fixed load."""
+    """Lower bound on the largest load: the mean, the largest job, two jobs that must share a rank, a fixed load."""
     fixed = list(before) or [0] * num_ranks
     sizes = sorted((job.flops for job in jobs), reverse=True)
     if not sizes:

@@ -1,10 +1,10 @@
-"""BlockOptimizer: what every optimizer here shares, whatever its update rule.
+"""BlockOptimizer: the common part of all optimizers of this package.
 
 A subclass makes its states (`init_states`, when parameters are added) and updates (`update`, all parameters that have
 gradients at once). The base class does the rest:
 
-    step()  closure -> which gradients are there -> are they finite, on all ranks -> unscale -> update
-            (a list compare)                        (one pass; 4 bytes, or none)
+    step()  closure -> collect gradients -> are they finite, on all ranks -> unscale -> update
+            (a list compare)    (one pass; 4 bytes, or none)
     groups and states: see `core.stateful`
 """
 
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("block_optim")
 
 
 class DeferredGroups(list[Group]):
-    """The first groups of an optimizer whose host adds the others, and then calls `prepare`."""
+    """The first groups of an optimizer to which `Mixed` adds others before it calls `prepare`."""
 
 
 class BlockOptimizer(Stateful):
@@ -56,12 +56,12 @@ class BlockOptimizer(Stateful):
 
     Attributes:
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
-        shared_options: constructor arguments that hold for all groups, kept as attributes of the same name.
-        requires_blocks: whether the optimizer cannot work where `block_of` is cut; its constructor then raises.
+        shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
+        requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
 
-    `step` communicates nothing where the answer about finite gradients is known (``found_inf``, ``grad_norm``),
+    `step` communicates nothing if it is known whether gradients are finite (``found_inf``, ``grad_norm``),
     on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a
-    parameter. Beyond that it communicates what `update` does.
+    parameter. `update` may communicate more.
     """
 
     requires_blocks: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class BlockOptimizer(Stateful):
 
     @classmethod
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
-        """What of a tensor must lie whole on a rank, for these constructor options; None: nothing."""
+        """The block of ``param`` that must not be split across ranks under these options, or None."""
         return None
 
     def prepare(self) -> None:
@@ -108,14 +108,14 @@ class BlockOptimizer(Stateful):
 
     @property
     def supports_found_inf(self) -> bool:
-        """Whether `update` obeys ``active.found_inf`` on the device, so that the host need not wait for it.
+        """Whether `update` obeys ``active.found_inf`` on the device, so that the host does not wait for it.
 
         Its writes are to be inside `core.skip.unless`; step counts on the host (states called ``step``) need not be.
         """
         return False
 
     def step_was_skipped(self) -> None:
-        """Drop what `update` left for later: its step turns out to have been skipped on the device."""
+        """Discard deferred work after the device reports that the step was skipped."""
 
     # ---------------------------------------------------------------- block policy
 
@@ -130,7 +130,7 @@ class BlockOptimizer(Stateful):
     ) -> Policy:
         """A policy ``(name, parameter) -> block or None`` for ``fully_shard(block_policy=...)``.
 
-        Under it blocks lie whole on a rank, so that this optimizer needs no communication for them. Without ``units``
+        Under it blocks are whole on a rank, so that this optimizer needs no communication for them. Without ``units``
         all do. With them, blocks that the optimizer can do without are kept whole only where they pad their unit by no
         more than ``max_padding``, the largest given up first. Communicates nothing.
 
@@ -173,7 +173,7 @@ class BlockOptimizer(Stateful):
         super()._make_states(params)
 
     def check_blocks(self, params: list[Param]) -> None:
-        """Raise ValueError where `block_of` is cut, of an optimizer that `requires_blocks`."""
+        """Raise ValueError if ranks cut a block of `block_of`; called if the optimizer `requires_blocks`."""
         for param in params:
             block = self.block_of(param.name, param.tensor, {**self.defaults, **param.group})
             if block is not None and param.numel:
@@ -201,10 +201,10 @@ class BlockOptimizer(Stateful):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            grad_norm: what `clip_grad_norm_` returned. It is the same on every rank, so that whether to skip is known
-                without asking the others.
+            grad_norm: the result of `clip_grad_norm_`. It is the same on every rank, so that no communication is needed
+                to decide whether to skip.
 
-        Communicates: nothing of its own but the agreement on non-finite gradients (see the class).
+        Communicates: the agreement on non-finite gradients (see the class), and what `update` communicates.
         """
         loss = None
         if closure is not None:
@@ -239,9 +239,9 @@ class BlockOptimizer(Stateful):
     def _nonfinite(
         self, active: StepGradients, grad_norm: torch.Tensor | float | None
     ) -> bool | torch.Tensor:
-        """Whether this step is to be skipped: the same answer on every rank. A tensor where it is on the device."""
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found is None:
+        """Whether to skip this step; identical on every rank. A 0-d tensor if the flag is on the device."""
+        result: torch.Tensor | None = getattr(self, "found_inf", None)
+        if result is None:
             if not self.skip_nonfinite:
                 return False
             if grad_norm is not None:
@@ -250,8 +250,8 @@ class BlockOptimizer(Stateful):
             if self._cut_groups is None:
                 self._cut_groups = cut_groups(self._trained)
             own = self._check(active.grads, active.version, next(iter(self._params)).device)
-            found = agreed(own, self._cut_groups)
-        return found if devices.runs_ahead(found.device) else bool(found.item())
+            result = agreed(own, self._cut_groups)
+        return result if devices.runs_ahead(result.device) else bool(result.item())
 
     def _host_counts(self) -> list[torch.Tensor]:
         """The step counts that are on the host."""

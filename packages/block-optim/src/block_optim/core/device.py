@@ -1,4 +1,4 @@
-"""What differs between a CPU and a device on which the host runs ahead."""
+"""Differences between a CPU and devices with asynchronous ops."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,17 +40,17 @@ _stand_in: Callable[[torch.Tensor], HostFuture] | None = None
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host queues work for the device, so that reading a number from it waits for all that is queued."""
+    """Whether ops on this device are asynchronous, so that `.item()` synchronizes."""
     return not is_cpu(device) or _stand_in is not None
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work is queued there and wide: one call for many matrices pays, and so do fp16 products."""
+    """Whether batched and fp16 matrix products are faster on this device."""
     return not is_cpu(device) and device.type != "meta"
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch's fused kernel reads the skip flag on this device, so that the host need not wait for it."""
+    """Whether torch's fused kernel reads the skip flag on this device, so that the host does not wait for it."""
     return device.type == "cuda"
 
 
@@ -66,7 +66,7 @@ def copy_to_host_async(value: torch.Tensor) -> HostFuture:
 
 @contextmanager
 def stand_in(copy: Callable[[torch.Tensor], HostFuture]) -> Iterator[None]:
-    """For checks without a device: take the CPU for one, with ``copy`` for what is copied to the host."""
+    """Testing hook: treat the CPU as an asynchronous device whose device-to-host copy is ``copy``."""
     global _stand_in
     before, _stand_in = _stand_in, copy
     try:

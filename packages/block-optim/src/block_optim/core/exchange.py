@@ -28,7 +28,7 @@ def nothing() -> None:
 
 
 class TransferStream:
-    """Where transfers run: on accelerators a stream of its own, which neither waits for nor delays later work.
+    """The stream of transfers: on accelerators a separate one, which neither waits for nor delays later work.
 
     Buffers that travel are allocated once and never freed while a transfer runs, so none is recorded on the stream.
     """
@@ -87,8 +87,8 @@ class Exchange:
         self._group = group
         outgoing: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         incoming: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
-        for i, (owner, held) in enumerate(zip(owners, lengths, strict=True)):
-            for holder, count in held:
+        for i, (owner, shares) in enumerate(zip(owners, lengths, strict=True)):
+            for holder, count in shares:
                 if rank == holder != owner:
                     outgoing[owner].append((i, count))
                 elif rank == owner != holder:
@@ -123,15 +123,15 @@ class Exchange:
 
 def travels(owners: Sequence[int], lengths: Sequence[Sequence[tuple[int, int]]]) -> int:
     """Elements that an exchange moves one way, over all ranks; the same answer on every rank."""
-    return sum(n for o, held in zip(owners, lengths, strict=True) for r, n in held if r != o)
+    return sum(n for o, shares in zip(owners, lengths, strict=True) for r, n in shares if r != o)
 
 
 class GradientPresence:
-    """Which parameters have a gradient on some rank: one byte each in one all_reduce.
+    """Finds the parameters with a gradient on any rank. Communicates one all_reduce of one byte per parameter.
 
     Args:
         group: the process group.
-        count: how many parameters are asked about, the same on every rank.
+        count: number of parameters, the same on every rank.
         device: of the flags.
     """
 
@@ -139,23 +139,23 @@ class GradientPresence:
         self._group = group
         self._flags = torch.zeros(count, dtype=torch.uint8, device=device)
 
-    def all_reduce(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start the all_reduce of what this rank has; the result waits and says what some rank has.
+    def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Start the all_reduce of which gradients this rank has; the result waits, and returns those of any rank.
 
-        A rank that has everything knows the answer: on a device its host waits for nothing.
+        If this rank has all of them, its host does not wait for the device.
         """
-        if all(here):
+        if all(present):
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor(here, dtype=torch.uint8))
+            self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
         work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        def answer() -> list[bool]:
+        def result() -> list[bool]:
             if work is not None:
                 work.wait()
-            if all(here):
-                return [True] * len(here)
-            found: list[bool] = (self._flags != 0).tolist()
-            return found
+            if all(present):
+                return [True] * len(present)
+            any_rank: list[bool] = (self._flags != 0).tolist()
+            return any_rank
 
-        return answer
+        return result

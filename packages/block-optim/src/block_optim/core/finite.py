@@ -1,4 +1,4 @@
-"""Whether a step goes ahead: every rank gives the same answer about non-finite gradients.
+"""The check for non-finite gradients, with the same result on every rank.
 
     known already        GradScaler's `found_inf`, or `step(grad_norm=...)`      no collective
     one rank             this rank's own check                                   no collective
@@ -27,13 +27,13 @@ MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each 
 
 def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
     """The process groups over whose ranks some parameter is cut, in a fixed order."""
-    found: dict[str, dist.ProcessGroup] = {}
+    result: dict[str, dist.ProcessGroup] = {}
     for param in params:
         for axis in cutting_axes(param.mesh, param.placements):
             assert param.mesh is not None
             group = param.mesh.get_group(axis)
-            found.setdefault(group.group_name, group)
-    return list(found.values())
+            result.setdefault(group.group_name, group)
+    return list(result.values())
 
 
 def agreed(flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The gradients of a step: which parameters have one, and whether they are where they were in the last step."""
+"""Collects the gradients of a step, and detects whether their memory has moved since the last one."""
 
 import operator
 import weakref
@@ -19,11 +19,11 @@ class StepGradients:
         params: the parameters.
         locals: this rank's elements of each, as `Param.local`.
         grads: this rank's elements of each gradient: plain and detached, in any stride.
-        version: rises when other parameters have gradients, when a parameter lies elsewhere in memory, or when
-            gradients lie otherwise among themselves (which share a storage, at which offsets). What is derived from
-            that may be kept for as long as the version stays.
+        version: rises when other parameters have gradients, when a parameter has another address, or when gradients
+            are laid out differently among themselves (which share a storage, at which offsets). Anything derived
+            from these may be kept while the version stays.
         keeps: gradient tensors, and views of them, may be kept only while this is the same number and not 0, which
-            means that somebody else keeps them too: else `zero_grad()` would free nothing.
+            means that the caller keeps them, too: else `zero_grad()` would free nothing.
         found_inf: a 0-d tensor on the parameters' device; where it is not 0 nothing may be written. None unless the
             optimizer `supports_found_inf`: then gradients are known to be finite, or are not checked.
     """
@@ -39,17 +39,17 @@ class StepGradients:
         return zip(self.params, self.grads, strict=True)
 
     def select(self, positions: list[int]) -> "StepGradients":
-        """Only some of them."""
+        """The parameters at these positions, with their gradients."""
         params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
         locals_ = [self.locals[i] for i in positions]
         return StepGradients(params, locals_, grads, self.version, self.keeps, self.found_inf)
 
 
 class Collector:
-    """Looks at the parameters' gradients in each step.
+    """Collects the parameters' gradients in each step.
 
-    Where neither a parameter nor a gradient is another object or lies elsewhere, that is a few passes over lists. New
-    gradients, as each backward pass makes them, are looked at one by one; parameters that stayed are not.
+    If all parameters and gradients are the same objects at the same addresses, that is a few passes over lists. New
+    gradients, as each backward pass makes them, are checked one by one; parameters that stayed are not.
     """
 
     def __init__(self) -> None:
@@ -61,23 +61,23 @@ class Collector:
         self._version = 0
 
     def forget(self) -> None:
-        """The next gradients count as new ones."""
+        """Treat the next gradients as new ones."""
         self._active = None
 
     def collect(self, params: list[Param]) -> StepGradients:
-        """The parameters that have gradients. The object of the last step where nothing but numbers changed."""
+        """The parameters that have gradients; the object of the last step if nothing but numbers changed."""
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
-        given = [g for g in grads if g is not None]
-        addresses = _addresses(locals_of(tensors)), _addresses(locals_of(given))
+        present_grads = [g for g in grads if g is not None]
+        addresses = _addresses(locals_of(tensors)), _addresses(locals_of(present_grads))
         active, before = self._active, self._addresses
         if active is not None and addresses == before and self._same_objects(grads):
-            if not active.keeps:  # the same objects again: somebody keeps them, so may we
+            if not active.keeps:  # the caller reuses these tensors, so references to them may be kept
                 active.keeps = self._epoch
-                active.grads = _local_grads(active.params, given)
+                active.grads = _local_grads(active.params, present_grads)
             return active
         present = [p for p, g in zip(params, grads, strict=True) if g is not None]
-        local_grads = _local_grads(present, given)
+        local_grads = _local_grads(present, present_grads)
         self._seen_grads = [_nothing if g is None else weakref.ref(g) for g in grads]
         self._addresses = addresses
         self._epoch += 1
@@ -99,23 +99,23 @@ class Collector:
 
 
 def _nothing() -> None:
-    """Stands for the reference to a gradient that was not there."""
+    """Placeholder weak reference for a missing gradient."""
 
 
 def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     try:
         return list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # a sparse gradient, which `Param.local_grad` refuses by name, lies nowhere
+    except RuntimeError:  # a sparse gradient, which `Param.local_grad` refuses by name, has no address
         return [-1] * len(tensors)
 
 
 def _local_grads(params: list[Param], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = [param.local_grad(grad) for param, grad in zip(params, grads, strict=True)]
-    return [g.detach() if g.requires_grad else g for g in found]
+    result = [param.local_grad(grad) for param, grad in zip(params, grads, strict=True)]
+    return [g.detach() if g.requires_grad else g for g in result]
 
 
 def _places(grads: list[torch.Tensor], addresses: list[int]) -> list[object]:
-    """How gradients lie: which of them share a storage, at which offsets, in which strides."""
+    """Layout of gradients: which of them share a storage, at which offsets, in which strides."""
     offsets = [g.storage_offset() for g in grads]
     storages = [a - o * g.itemsize for a, o, g in zip(addresses, offsets, grads, strict=True)]
     first = {storage: i for i, storage in reversed(list(enumerate(storages)))}

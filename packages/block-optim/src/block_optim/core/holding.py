@@ -1,14 +1,14 @@
-"""Which rank holds which elements of a tensor. All other modules ask here; only this one reads placements.
+"""The elements of a tensor that each rank holds. Only this module reads placements.
 
     placements                               ranks that a Holding spans
     ---------------------------------------  ----------------------------------------------------------------------
     none (a plain tensor), all Replicate     one: each rank holds all of it
     RaggedShard, StridedRaggedShard, Shard   those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
-                                             expert parallelism: their product), but for axes that leave what must be
+                                             expert parallelism: their product), except axes that leave what must be
                                              seen as a whole on one of their ranks, such as those of experts
     Replicate on some axes (HSDP)            those axes are left out: their ranks hold the same
 
-A mesh axis of size 1 cuts nothing, whatever its placement. Other placements are refused. Asking for the process group
+A mesh axis of size 1 cuts nothing, with any placement. Other placements are refused. Asking for the process group
 of several axes makes one, the first time; else nothing here communicates.
 """
 
@@ -33,7 +33,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
 
 Range = tuple[int, int]  # elements [start, stop)
 
-# For a process group of one axis: meshes of that and other axes, by their ranks. Kept as long as that group is.
+# Joint meshes by rank tuple, cached for each process group, as long as it exists.
 _JOINT: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -41,7 +41,7 @@ _JOINT: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Devi
 
 @dataclass(frozen=True)
 class Holding:
-    """Which of some ranks holds what of a tensor.
+    """The elements of a tensor on each of some ranks.
 
     Attributes:
         mesh: the tensor's mesh; None for a plain tensor.
@@ -59,7 +59,7 @@ class Holding:
 
     @classmethod
     def of_runs(cls, cuts: Sequence[int]) -> "Holding":
-        """Of no mesh: rank r of some holds elements [cuts[r], cuts[r + 1]), and this is rank 0."""
+        """A Holding without a mesh, for planning: rank r holds [cuts[r], cuts[r + 1]); this process is rank 0."""
         return cls(None, (), (), 0, tuple(run(a, b) for a, b in itertools.pairwise(cuts)))
 
     @property
@@ -85,7 +85,7 @@ class Holding:
 
     @property
     def own(self) -> tuple[Piece, ...]:
-        """What this rank holds."""
+        """The pieces on this rank."""
         return self.held[self.rank]
 
     @property
@@ -102,7 +102,7 @@ class Holding:
         return list(ends), list(accumulate(reversed(firsts), min))[::-1]
 
     def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
-        """What a rank holds of elements [start, stop), in the order of its local memory."""
+        """The pieces of elements [start, stop) on a rank, in the order of its local memory."""
         return [part for piece in self.held[rank] for part in piece.within(start, stop)]
 
     def holders(self, *ranges: Range) -> tuple[tuple[int, int], ...]:
@@ -161,14 +161,14 @@ def holding_of(
     placements: Sequence[Placement],
     units: Sequence[Sequence[Range]] | None = None,
 ) -> Holding:
-    """Who holds what of a tensor: the same on all ranks of the holding.
+    """The Holding of a tensor, the same on all of its ranks.
 
     Args:
         name: for messages.
         shape: of the global tensor.
         mesh: None for a plain tensor.
         placements: one for each mesh axis.
-        units: what somebody needs as wholes, each by its ranges of elements: axes that leave all of them on one of
+        units: units that the caller needs whole, each by its ranges of elements: axes that leave all of them on one of
             their ranks are left out. None: no axis is.
 
     Raises:
@@ -183,12 +183,12 @@ def holding_of(
                 f"{name}: placements {tuple(placements)} (shape {tuple(shape)}); expected RaggedShard, Shard and "
                 "Replicate on the axes of its mesh. Redistribute the parameter, or give it to AdamW"
             )
-    found = _over(axes, shape, mesh, placements)
+    result = _over(axes, shape, mesh, placements)
     if len(axes) == 1 or units is None:
-        return found
+        return result
     last = next((a for a in axes if isinstance(placements[a], RaggedShard)), axes[-1])
-    needed = [a for a in axes if a == last or _splits(found, axes.index(a), units)]
-    return found if needed == axes else _over(needed, shape, mesh, placements)
+    needed = [a for a in axes if a == last or _splits(result, axes.index(a), units)]
+    return result if needed == axes else _over(needed, shape, mesh, placements)
 
 
 def _over(
@@ -196,7 +196,7 @@ def _over(
 ) -> Holding:
     own = mesh.get_coordinate()
     assert own is not None, "an optimizer is built by ranks of its parameters' meshes"
-    # An axis of size 1 cuts nothing, whatever its placement says about those next to it.
+    # An axis of size 1 cuts nothing, also if its placement refers to other axes.
     plain = [p if a in axes or mesh.size(a) > 1 else Replicate() for a, p in enumerate(placements)]
     held, rank = [], 0
     for number, where in enumerate(itertools.product(*(range(mesh.size(a)) for a in axes))):
@@ -224,12 +224,12 @@ def _splits(holding: Holding, position: int, units: Sequence[Sequence[Range]]) -
 
 def boxes_of(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The (offsets, sizes) of the boxes of a distributed tensor that this rank holds, empty ones left out."""
-    found = ((tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__())
-    return [(offsets, sizes) for offsets, sizes in found if math.prod(sizes)]
+    result = ((tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__())
+    return [(offsets, sizes) for offsets, sizes in result if math.prod(sizes)]
 
 
 def first_element(tensor: torch.Tensor) -> int | None:
-    """Where this rank's run begins in the flattened tensor; None where what it holds is not one run."""
+    """Start of this rank's run in the flattened tensor; None if its elements are not one run."""
     if not isinstance(tensor, DISTRIBUTED) or all(isinstance(p, Replicate) for p in tensor.placements):
         return 0
     boxes, count = boxes_of(tensor), local_of(tensor).numel()

@@ -1,4 +1,4 @@
-"""Fits saved or assigned states into those that an optimizer has, each rank its own elements, without communication."""
+"""Fits saved or assigned states into those of an optimizer: each rank takes its elements, without communication."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from ragged_shard import distribute_like
 
 
 def check_keys(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, unless a saved state has the keys of its own."""
+    """Raise ValueError, naming the parameter, unless a saved state has the keys of this optimizer's."""
     if set(saved) != set(own):
         raise ValueError(
             f"{name}: the saved state has {sorted(saved)}, this optimizer needs {sorted(own)}; states of another "
@@ -17,27 +17,27 @@ def check_keys(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def own_values(name: str, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What of one parameter's given state goes into each entry of its own: this rank's elements of tensors.
+def own_values(name: str, own: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Select this rank's elements of each entry of a loaded or assigned state.
 
     Raises:
         ValueError: a key is missing, or a shape or placement differs; the parameter and the key are named.
     """
-    if missing := sorted(set(own) - set(given)):
+    if missing := sorted(set(own) - set(values)):
         raise ValueError(
             f"{name}: its state has no {', '.join(map(repr, missing))} any more, this optimizer needs {sorted(own)}; "
             "remove all of it to begin again, or none"
         )
     return {
-        key: _own_elements(value, given[key], f"{name}: state {key!r}")
+        key: _own_elements(value, values[key], f"{name}: state {key!r}")
         if isinstance(value, torch.Tensor)
-        else given[key]
+        else values[key]
         for key, value in own.items()
     }
 
 
 def put_values(own: dict[str, Any], values: dict[str, Any]) -> None:
-    """Copy what `own_values` found."""
+    """Copy the result of `own_values` into a state."""
     for key, value in values.items():
         if isinstance(own[key], torch.Tensor):
             local_of(own[key]).copy_(value)
@@ -46,7 +46,7 @@ def put_values(own: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
-    """Those of ``value`` that belong into ``target``'s local tensor."""
+    """The elements of ``value`` for ``target``'s local tensor."""
     if value is target:
         return local_of(value)
     if not isinstance(value, torch.Tensor):
@@ -61,8 +61,8 @@ def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
 
 
 def _refuse(what: str, value: Any, target: torch.Tensor) -> NoReturn:
-    lies = tuple(getattr(target, "placements", ())) or "a plain tensor"
+    layout = tuple(getattr(target, "placements", ())) or "a plain tensor"
     raise ValueError(
-        f"{what} lies as {tuple(value.placements)}, this optimizer's as {lies}; load it through "
+        f"{what} has placements {tuple(value.placements)}, this optimizer's is {layout}; load it through "
         "torch.distributed.checkpoint, which fits any layout, or redistribute it"
     )

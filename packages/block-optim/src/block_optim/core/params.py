@@ -1,6 +1,6 @@
-"""One parameter as an optimizer sees it: the global tensor's name and shape, and what of it is on this rank.
+"""One parameter as an optimizer sees it: the global tensor's name and shape, and this rank's elements.
 
-Plain tensors, DTensors of torch (FSDP2's uneven `Shard(0)` too) and RaggedDTensors look alike from here:
+Plain tensors, DTensors of torch (FSDP2's uneven `Shard(0)` too) and RaggedDTensors look the same to an optimizer:
 
     global tensor (5, 4), flattened   0 . . . . . . . . . . . . . . . . . . 19
     this rank's run                           [start            stop)
@@ -91,17 +91,17 @@ class Param:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameter."""
+        """Dtype of the parameter."""
         return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the local tensor is."""
+        """Device of the local tensor."""
         return local_of(self.tensor).device
 
     @property
     def holding(self) -> Holding:
-        """Which rank holds which elements, over all axes that cut it.
+        """The elements of each rank, over all axes that cut the parameter.
 
         Raises:
             ValueError: placements other than Ragged, Shard and Replicate.
@@ -109,7 +109,7 @@ class Param:
         return holding_of(self.name, self.shape, self.mesh, self.placements)
 
     def holding_of(self, units: Sequence[Sequence[Range]]) -> Holding:
-        """The same, but for axes that leave each of these units on one of their ranks; see `core.holding`."""
+        """`holding` without the axes that leave each of these units on one of their ranks; see `core.holding`."""
         return holding_of(self.name, self.shape, self.mesh, self.placements, units)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Param:
             and (grad.device_mesh != self.mesh or tuple(grad.placements) != self.placements)
         ):
             raise ValueError(
-                f"{self.name}: its gradient lies as {tuple(grad.placements)} and the parameter as {self.placements}; "
+                f"{self.name}: its gradient has placements {tuple(grad.placements)}, the parameter {self.placements}; "
                 "redistribute the gradient"
             )
         local = local_of(grad)
@@ -202,8 +202,8 @@ class Param:
         plain = isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DISTRIBUTED)
         if plain and cutting_axes(self.mesh, self.placements):
             raise ValueError(
-                f"{self.name}: state {key!r} is a plain tensor of shape {tuple(value.shape)}, and the parameter lies "
-                f"as {self.placements}: checkpoints would keep one rank's. Make it in init_states, by "
+                f"{self.name}: state {key!r} is a plain tensor of shape {tuple(value.shape)}, and the parameter has "
+                f"placements {self.placements}: checkpoints would keep one rank's. Make it in init_states, by "
                 "p.zeros(dtype, shape=...)"
             )
 

@@ -1,4 +1,4 @@
-"""Pieces: what a rank holds of a tensor, as runs of the flattened tensor at equal distances. No tensors but for views.
+"""Pieces: a rank's elements of a tensor, as runs of the flattened tensor at equal distances. No tensors except views.
 
     tensor (4, 6), flattened           this rank holds columns 3-5 of rows 1-3
 
@@ -26,7 +26,7 @@ class Piece:
         first: the first element, in the flattened tensor.
         rows, width: how many runs, of how many elements.
         stride: from the beginning of a run to that of the next; of one run its width.
-        local: where it begins in what the rank holds; all runs lie there one after the other.
+        local: its first element among the rank's; all runs are consecutive there.
     """
 
     first: int
@@ -47,7 +47,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its views: a run is 1-D."""
+        """Shape of a view of the piece; 1-D if the piece is a single run."""
         return (self.width,) if self.rows == 1 else (self.rows, self.width)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Piece:
         return replace(self, first=self.first + by)
 
     def within(self, start: int, stop: int) -> list["Piece"]:
-        """What of it lies in elements [start, stop): at most three pieces, in the order of the local memory."""
+        """Its intersection with elements [start, stop): at most three pieces, in the order of the local memory."""
         low = max(0, (start - self.first - self.width) // self.stride + 1)
         high = min(self.rows, -(-(stop - self.first) // self.stride))
         head = tail = None
@@ -80,7 +80,7 @@ class Piece:
         return [piece for piece in (head, body, tail) if piece is not None]
 
     def _clipped(self, row: int, start: int, stop: int) -> "Piece | None":
-        """What of one run lies in elements [start, stop), if that is not all of it."""
+        """The part of one run in elements [start, stop), if that is not all of it."""
         first = self.first + row * self.stride
         low, high = max(first, start), min(first + self.width, stop)
         if high - low == self.width:
@@ -106,18 +106,18 @@ def pieces_of(
         boxes: in the order of the local memory, none empty.
         shape: of the tensor.
     """
-    found: list[Piece] = []
+    result: list[Piece] = []
     local = 0
     for offsets, sizes in boxes:
         for piece in _pieces_of_box(offsets, sizes, shape, local):
             local += piece.numel
-            last = found[-1] if found else None
+            last = result[-1] if result else None
             if last is not None and last.rows == piece.rows == 1 and last.stop == piece.first:
                 width = last.width + piece.width
-                found[-1] = Piece(last.first, 1, width, width, last.local)
+                result[-1] = Piece(last.first, 1, width, width, last.local)
             else:
-                found.append(piece)
-    return tuple(found)
+                result.append(piece)
+    return tuple(result)
 
 
 def _pieces_of_box(
@@ -136,7 +136,7 @@ def _pieces_of_box(
 
 
 def flat_offset(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Of an element in the row-major flattened tensor."""
+    """Index of an element in the row-major flattened tensor."""
     offset = 0
     for i, size in zip(index, shape, strict=True):
         offset = offset * size + i

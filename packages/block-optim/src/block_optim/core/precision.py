@@ -33,7 +33,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 def check_precision(group: Group, params: Sequence[Param]) -> None:
-    """Raise ValueError where a group's choices do not fit each other or a parameter, which is named."""
+    """Raise ValueError if a group's choices do not fit each other or a parameter, which is named."""
     for choice in CHOICES:
         check_flag(choice, group[choice])
     if all(group[choice] for choice in CHOICES):
@@ -53,7 +53,7 @@ def check_precision(group: Group, params: Sequence[Param]) -> None:
         if param.start is None or not param.local.is_contiguous():
             raise ValueError(
                 f"{param.name}: stochastic_rounding needs what a rank holds to be one contiguous run of the tensor, it "
-                f"lies as {param.placements} with stride {param.local.stride()}; round to nearest in its group"
+                f"has placements {param.placements} and stride {param.local.stride()}; round to nearest in its group"
             )
 
 
@@ -73,7 +73,7 @@ def make_masters(params: Sequence[Param]) -> None:
 
 
 def refresh_masters(params: Iterable[Param]) -> None:
-    """Copy into the masters what is no longer their rounding: something else than a step has written it."""
+    """Refresh masters from parameters that were modified outside `step` (by loading, `qk_clip_` or EMA)."""
     for param in params:
         master, weight = param.local, local_of(param.tensor).detach()
         master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
@@ -90,7 +90,7 @@ def store_masters(params: Iterable[Param]) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """What the random bits of a stretch depend on: a parameter, a seed, and the stretch's first element."""
+    """Key of the random bits of a stretch: a parameter, a seed, and the stretch's first element."""
 
     name: str
     seed: int
@@ -98,7 +98,7 @@ class Origin:
 
 
 def origin_of(param: Param) -> Origin | None:
-    """Of a parameter that is rounded stochastically; None for others."""
+    """Origin of a parameter that is rounded stochastically; None for others."""
     if not param.group.get("stochastic_rounding") or param.dtype != torch.bfloat16:
         return None
     assert param.start is not None
@@ -106,7 +106,7 @@ def origin_of(param: Param) -> Origin | None:
 
 
 class NarrowWriter:
-    """Writes fp32 copies back into narrow weights, as each parameter's group says."""
+    """Writes fp32 copies back into narrow weights, rounded by the options of each parameter's group."""
 
     def __init__(self) -> None:
         self._rounders: dict[torch.device, Rounder] = {}

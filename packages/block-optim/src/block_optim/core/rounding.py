@@ -17,7 +17,7 @@ import torch
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 GOLDEN = 0x9E3779B9
-INFINITY, QUIET = 0x7F800000, 0x400000  # in fp32's bits: what lies above the first is NaN
+INFINITY, QUIET = 0x7F800000, 0x400000  # in fp32's bits: NaN is above the first
 CHUNK = 1 << 18  # elements rounded together
 _MASK = 0xFFFFFFFF
 
@@ -30,7 +30,7 @@ def keys_of(seed: int, name: str, step: int) -> tuple[int, int]:
 
 @functools.cache
 def base_keys(seed: int, name: str) -> tuple[int, int]:
-    """What seed and name contribute to the keys."""
+    """The part of the keys that depends on seed and name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
@@ -60,7 +60,7 @@ class Rounder:
     def __call__(
         self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
     ) -> None:
-        """Round ``wide`` (1-D fp32, lost) into ``out`` (bf16); ``start`` is the first element's global index."""
+        """Round ``wide`` (1-D fp32, overwritten) into ``out`` (bf16); ``start`` is the first element's global index."""
         while wide.numel():
             n = min(wide.numel(), self._count.numel())
             self._round(wide[:n], out[:n], seed, name, step, start)

@@ -1,12 +1,12 @@
-"""Flat runs: tensors that lie next to each other in one storage are one tensor to an elementwise kernel.
+"""Flat runs: neighbouring tensors of one storage are one tensor to an elementwise kernel.
 
-    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': what lies between
+    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': memory between them
     run         |<--------------------------------------->|        one call updates it all
-    states      | a a a a a . b b b . . . c c c c c c c c |        allocated alike, so they are runs wherever a..c are
+    states      | a a a a a . b b b . . . c c c c c c c c |        allocated in the same order, so they are runs, too
 
-What lies between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements). A
+The memory between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements). A
 kernel over the run writes there too. A DBuffer's gaps hold zeros, but another storage may keep anything in them, so
-the update puts the parameters' gap elements back afterwards: two small index calls a run, and nothing to believe.
+the update puts the parameters' gap elements back afterwards, at the cost of two small index ops a run.
 Gaps of gradients are only read. Farther apart than `MAX_GAP` elements, tensors are not neighbours.
 """
 
@@ -35,12 +35,12 @@ class Run:
 
 
 def offset_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's first element lies in its storage."""
+    """Offset of the tensor's first element in its storage."""
     return int(tensor.storage_offset())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each once, in whatever order of dimensions."""
+    """Whether the elements fill a stretch of memory, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -59,7 +59,7 @@ def find_runs(
     Args:
         tensors: plain, dense; any storages, dtypes and devices (those of one run agree in all three).
         keys: tensors of different keys are not in one run.
-        max_gap: elements that may lie between neighbours.
+        max_gap: elements that may be between neighbours.
     """
 
     def place(i: int) -> tuple[str, int, int, int]:

@@ -25,12 +25,12 @@ class Scratch:
         if view is not None:
             return view
         numel = math.prod(shape)
-        found = self._buffers.get((name, dtype))
-        if found is None or found.numel() < numel:
-            found = self._buffers[name, dtype] = self._empty(numel, dtype)
+        result = self._buffers.get((name, dtype))
+        if result is None or result.numel() < numel:
+            result = self._buffers[name, dtype] = self._empty(numel, dtype)
             for old in [key for key in self._views if key[0] == name and key[2] == dtype]:
                 del self._views[old]
-        view = self._views[name, shape, dtype] = found[:numel].view(shape)
+        view = self._views[name, shape, dtype] = result[:numel].view(shape)
         return view
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,7 @@ def unless(flag: torch.Tensor | None, written: Iterable[torch.Tensor]) -> Iterat
 
     Args:
         flag: 0-d, on the tensors' device. It is not read by the host.
-        written: what the body writes. Copies of them exist meanwhile.
+        written: the tensors that the body writes. Copies of them exist meanwhile.
     """
     if flag is None:
         yield
@@ -42,17 +42,17 @@ def unless(flag: torch.Tensor | None, written: Iterable[torch.Tensor]) -> Iterat
 def portions(
     flag: torch.Tensor | None, items: Sequence[T], nbytes: Callable[[T], int]
 ) -> Iterator[Sequence[T]]:
-    """Items as they are to be worked on: all together without a flag, else about `PORTION` bytes at a time."""
+    """Split the work: one batch without ``flag``; else batches of about `PORTION` bytes, which are backed up first."""
     if flag is None:
         yield items
         return
-    start, held = 0, 0
+    start, filled = 0, 0
     for i, item in enumerate(items):
         size = nbytes(item)
-        if i > start and held + size > PORTION:
+        if i > start and filled + size > PORTION:
             yield items[start:i]
-            start, held = i, 0
-        held += size
+            start, filled = i, 0
+        filled += size
     if start < len(items):
         yield items[start:]
 
@@ -64,20 +64,20 @@ class PendingFlags:
         self._pending: list[tuple[devices.HostFuture, list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
     def add(self, flag: torch.Tensor, counts: list[torch.Tensor], before: torch.Tensor | None) -> None:
-        """Note a launched step, the counts that it raised on the host and, stacked, what they were."""
+        """Add a launched step, the counts that it raised on the host and, stacked, their values before."""
         old = () if before is None else before.unbind()
         self._pending.append((devices.copy_to_host_async(flag), counts, old))
 
     def skipped(self, *, wait: bool = False) -> int:
-        """How many steps were skipped and have not been reported yet; their counts are as before them.
+        """Number of skipped steps that have not been reported yet; counts on the host are rolled back.
 
-        Without ``wait`` only flags that have arrived are looked at, but for those that counts on the host hang on.
+        Without ``wait`` only flags that have arrived are read, and those that counts on the host depend on.
         """
-        found = 0
+        skipped = 0
         while self._pending and (wait or self._pending[0][1] or self._pending[0][0].has_arrived()):
             flag, counts, before = self._pending.pop(0)
             if flag.read().item():
-                found += 1
+                skipped += 1
                 if counts:
                     foreach_copy_(counts, list(before))
-        return found
+        return skipped

@@ -51,8 +51,8 @@ class StateSnapshot:
 
     def reshaped(self) -> list[tuple[torch.Tensor, str]]:
         """Parameter and key of each tensor whose memory on this rank has another shape or stride than before."""
-        found = zip(self._places, self._locals, self._layouts, strict=True)
-        return [(param, key) for (param, key, _), local, layout in found if _layout(local) != layout]
+        result = zip(self._places, self._locals, self._layouts, strict=True)
+        return [(param, key) for (param, key, _), local, layout in result if _layout(local) != layout]
 
 
 def same_objects(first: list[Any], second: list[Any]) -> bool:

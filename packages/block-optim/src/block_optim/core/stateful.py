@@ -154,7 +154,7 @@ class Stateful(torch.optim.Optimizer):
         return [member for group in self.param_groups for member in (group, *group["params"])]
 
     def _options_of(self, group: Group) -> Group:
-        """A group's options, but for ``lr``."""
+        """A group's options, except ``lr``."""
         return {name: deepcopy(group[name]) for name in self.defaults if name in group and name != "lr"}
 
     def _param(self, group: Group, i: int, before: int) -> Param:
@@ -275,12 +275,12 @@ class Stateful(torch.optim.Optimizer):
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's states, by name; the 4 bytes of each step counter under "step"."""
-        found: dict[str, int] = defaultdict(int)
+        result: dict[str, int] = defaultdict(int)
         for state in self.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[name] += local_of(value).nbytes
-        return dict(found)
+                    result[name] += local_of(value).nbytes
+        return dict(result)
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict, after `synchronize`; without states of parameters that have left the groups."""
@@ -388,11 +388,11 @@ class Stateful(torch.optim.Optimizer):
 
     def _check_format(self, own: Group, new: Group, how: str) -> None:
         """Raise ValueError if options on which the format of states depends differ."""
-        expected, found = self.format_of(own), self.format_of(new)
+        expected, other = self.format_of(own), self.format_of(new)
         for key in expected:
-            if key in found and expected[key] != found[key]:
+            if key in other and expected[key] != other[key]:
                 raise ValueError(
-                    f"{how} {key}={found[key]!r}, this optimizer has {key}={expected[key]!r}; the format of the states "
+                    f"{how} {key}={other[key]!r}, this optimizer has {key}={expected[key]!r}; the format of the states "
                     "depends on it, so build an optimizer with the one that you want"
                 )
 
@@ -425,7 +425,7 @@ def _trains(tensor: torch.Tensor) -> bool:
 
 def _by_group(params: Iterable[Param]) -> list[tuple[Group, list[Param]]]:
     """Parameters of one group together."""
-    found: dict[int, list[Param]] = defaultdict(list)
+    result: dict[int, list[Param]] = defaultdict(list)
     for param in params:
-        found[id(param.group)].append(param)
-    return [(members[0].group, members) for members in found.values()]
+        result[id(param.group)].append(param)
+    return [(members[0].group, members) for members in result.values()]

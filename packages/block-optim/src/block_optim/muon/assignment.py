@@ -1,4 +1,4 @@
-"""Which rank computes each of the model's matrices, and in which bucket it travels. Frozen; prints itself.
+"""Assigns each of the model's matrices to a rank and a bucket. Frozen; printable.
 
 A rank's own matrices, those of one shape side by side, are cut into runs of about ``bucket_bytes``; bucket k is the
 k-th run of every rank. So a bucket gives each rank about the same work, and equal shapes are computed as one batch.
@@ -17,17 +17,17 @@ SENT_BYTES = 2  # elements travel as bf16: Newton-Schulz rounds its input to it,
 
 @dataclass(frozen=True)
 class AssignedMatrix:
-    """One matrix, who holds it, and who computes it when.
+    """One matrix, the ranks that hold it, its owner and its bucket.
 
     Attributes:
         name: the parameter's, with the matrix's number where it has several.
         param: index of the parameter in the optimizer.
         group: index of its param group.
-        matrix: where it lies in the parameter.
+        matrix: its place in the parameter.
         held: (rank, elements) of each rank that holds some of it, in the order of ranks.
-        flops: of its orthogonalisation.
+        flops: cost of its orthogonalisation.
         owner: the rank that computes it.
-        bucket: in which it travels.
+        bucket: number of its bucket.
     """
 
     name: str
@@ -41,7 +41,7 @@ class AssignedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole matrix, as it travels."""
+        """Bytes of the whole matrix in an exchange."""
         return self.matrix.numel * SENT_BYTES
 
     @property
@@ -52,7 +52,7 @@ class AssignedMatrix:
 
 @dataclass(frozen=True)
 class DomainAssignment:
-    """The matrices that one process group exchanges (or, in a group of one, that nobody does)."""
+    """The matrices that one process group exchanges; those that are not exchanged are a group of one rank."""
 
     num_ranks: int
     matrices: tuple[AssignedMatrix, ...]
@@ -71,12 +71,12 @@ class DomainAssignment:
 
     @property
     def bound(self) -> int:
-        """FLOPs that no assignment's largest load could stay below."""
+        """Lower bound on the largest load of any assignment, in FLOPs."""
         return lower_bound(self._jobs(), self.num_ranks)
 
     @property
     def bytes_moved(self) -> int:
-        """Sent in a step by all ranks together, there and back."""
+        """Bytes that all ranks together send in a step, to the owners and back."""
         return 2 * SENT_BYTES * sum(m.moved for m in self.matrices)
 
     @property
@@ -116,7 +116,7 @@ class DomainAssignment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who computes which matrix, one `DomainAssignment` for each process group. ``print`` it."""
+    """The owner of each matrix, one `DomainAssignment` for each process group. ``print`` it."""
 
     domains: tuple[DomainAssignment, ...]
 
@@ -127,7 +127,7 @@ class Assignment:
 def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_bytes: int) -> DomainAssignment:
     """Owners and buckets for matrices that have neither. Pure; the same on every rank.
 
-    Buckets do not mix param groups, since what is done to a batch is a group's to say.
+    Buckets do not mix param groups, since options of a batch are those of its group.
     """
     owners = assign([Job(m.flops, m.nbytes, m.held) for m in matrices], num_ranks)
     buckets = [0] * len(matrices)
@@ -149,11 +149,11 @@ def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_byt
                 buckets[i] = bucket
             used = max(used, bucket)
         first = used + 1
-    found = (
+    result = (
         replace(m, owner=owner, bucket=bucket)
         for m, owner, bucket in zip(matrices, owners, buckets, strict=True)
     )
-    return DomainAssignment(num_ranks, tuple(found), first)
+    return DomainAssignment(num_ranks, tuple(result), first)
 
 
 def _more(count: int, what: str) -> list[str]:

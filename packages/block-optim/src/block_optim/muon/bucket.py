@@ -85,11 +85,11 @@ class Bucket:
             foreach_copy_([run.packed for run in arrived], [run.stack for run in arrived])
 
     def _orthogonalize(self, stack: torch.Tensor, own: list[int], recipe: Recipe) -> None:
-        found = orthogonalize_(stack, recipe, self._layout.scratch)
-        if isinstance(found, int):
-            self._fell_back += found
+        result = orthogonalize_(stack, recipe, self._layout.scratch)
+        if isinstance(result, int):
+            self._fell_back += result
         else:  # not of a step that is skipped
-            failed = found if self._skip is None else found & (self._skip == 0)
+            failed = result if self._skip is None else result & (self._skip == 0)
             self._checks.append((devices.copy_to_host_async(failed), own))
 
     def _read_checks(self) -> None:

@@ -58,7 +58,7 @@ class Polynomials:
     steps: tuple[Triple, ...]
 
     def __call__(self, x: float) -> float:
-        """Where a singular value of ``x`` ends in exact arithmetic."""
+        """The result for a singular value ``x`` in exact arithmetic."""
         for a, b, c in self.steps:
             x = a * x + b * x**3 + c * x**5
         return x
@@ -74,7 +74,7 @@ def resolve(coefficients: Coefficients, steps: int | None = None) -> Polynomials
 
     Args:
         coefficients: a name from the table above, a list of triples, or one triple for every step.
-        steps: how many; None takes what the set says (5; 10 for deepseek_v4, a custom list's length).
+        steps: number of steps. Defaults to that of the set (5; 10 for deepseek_v4, a custom list's length).
 
     Raises:
         ValueError: an unknown name, a step count that the set does not have, triples that are none.
@@ -111,23 +111,23 @@ def _named(name: str, steps: int | None) -> Polynomials:
 NAMES = ("keller", "quintic", "polar_express", "deepseek_v4")
 
 
-def _custom(given: Sequence[Sequence[float]] | Sequence[float], steps: int | None) -> Polynomials:
+def _custom(numbers: Sequence[Sequence[float]] | Sequence[float], steps: int | None) -> Polynomials:
     # One triple is torch.optim.Muon's ns_coefficients: the same polynomial in each of the steps.
-    one = [x for x in given if isinstance(x, (int, float)) and not isinstance(x, bool)]
-    triples = [one] * (steps or 5) if len(one) == len(given) == 3 else given
+    single = [x for x in numbers if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    triples = [single] * (steps or 5) if len(single) == len(numbers) == 3 else numbers
     try:
-        found = tuple(_triple(triple) for triple in triples)
+        result = tuple(_triple(triple) for triple in triples)
     except (TypeError, ValueError):
-        found = ()
-    if not found or not all(math.isfinite(x) for triple in found for x in triple):
-        raise ValueError(f"coefficients {given!r}: expected a list of triples (a, b, c) of finite numbers")
-    return Polynomials("custom", _exactly("custom", found, steps))
+        result = ()
+    if not result or not all(math.isfinite(x) for triple in result for x in triple):
+        raise ValueError(f"coefficients {numbers!r}: expected a list of triples (a, b, c) of finite numbers")
+    return Polynomials("custom", _exactly("custom", result, steps))
 
 
-def _triple(given: Sequence[float] | float) -> Triple:
-    if isinstance(given, (int, float)):
-        raise TypeError(given)
-    a, b, c = given
+def _triple(numbers: Sequence[float] | float) -> Triple:
+    if isinstance(numbers, (int, float)):
+        raise TypeError(numbers)
+    a, b, c = numbers
     return float(a), float(b), float(c)
 
 

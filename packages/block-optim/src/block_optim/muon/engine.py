@@ -1,4 +1,4 @@
-"""Assignment, memory and step of Muon's parameters: what the optimizer runs, apart from its options and states."""
+"""Assignment, memory and step of Muon's parameters, apart from the optimizer's options and states."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -40,11 +40,10 @@ class _Domain:
 class MuonEngine:
     """Built from all parameters and their options; built again when either changes.
 
-    Building it communicates: one all_reduce of 16 bytes for each process group, by which ranks see that their
-    assignments are equal.
+    Building it communicates one all_reduce of 16 bytes for each process group, which compares the ranks' assignments.
 
     Raises:
-        ValueError: they are not.
+        ValueError: ranks have different assignments.
     """
 
     def __init__(
@@ -58,22 +57,22 @@ class MuonEngine:
         self._groups = list({id(p.group): p.group for p in params}.values())
         self._locals: list[LocalParam] = []
         domains = self._find_domains(params, states)
-        found = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
-        self.assignment = Assignment(tuple(found))
-        for domain, assigned in zip(domains, found, strict=True):
+        assignments = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
+        self.assignment = Assignment(tuple(assignments))
+        for domain, assigned in zip(domains, assignments, strict=True):
             if domain.holding.group is not None:
-                _check_alike(digest(assigned.fingerprint, _options(self._groups)), domain)
+                _check_equal(digest(assigned.fingerprint, _options(self._groups)), domain)
         # Laid out once without memory, so that every buffer is allocated at its largest.
         devices = dict.fromkeys(d.device for d in domains)
         measured = {device: Scratch(torch.device("meta")) for device in devices}
-        self._make_buckets(domains, found, measured)
+        self._make_buckets(domains, assignments, measured)
         self._scratch = {device: Scratch(device) for device in devices}
         for device, scratch in self._scratch.items():
             scratch.reserve(measured[device])
-        self._buckets = self._make_buckets(domains, found, self._scratch)
-        # For each process group: whom to ask about gradients, and the parameters of which something travels.
+        self._buckets = self._make_buckets(domains, assignments, self._scratch)
+        # For each process group: the all_reduce of which gradients exist, and the parameters that are exchanged.
         self._presence: list[tuple[GradientPresence, list[int]]] = []
-        for domain, assigned in zip(domains, found, strict=True):
+        for domain, assigned in zip(domains, assignments, strict=True):
             exchanged, group = sorted({m.param for m in assigned.matrices if m.moved}), domain.holding.group
             if group is not None and exchanged:
                 self._presence.append((GradientPresence(group, len(exchanged), domain.device), exchanged))
@@ -92,12 +91,12 @@ class MuonEngine:
                 domains[key] = _Domain(device, holding, TransferStream(device))
             recipe = recipe_of(param.group)
             for k, m in enumerate(matrices):
-                held = holding.holders(*m.ranges)
-                if held:  # else it is on other ranks of an axis that is not exchanged along
+                holders = holding.holders(*m.ranges)
+                if holders:  # else it is on other ranks, along an axis without exchange
                     name = param.name if len(matrices) == 1 else f"{param.name}[{k}]"
                     flops = recipe.flops(m.rows, m.columns, device)
                     number = numbers[id(param.group)]
-                    domains[key].matrices.append(AssignedMatrix(name, i, number, m, held, flops))
+                    domains[key].matrices.append(AssignedMatrix(name, i, number, m, holders, flops))
         return list(domains.values())
 
     def _make_buckets(
@@ -106,7 +105,7 @@ class MuonEngine:
         assigned: list[DomainAssignment],
         scratches: Mapping[torch.device, Scratch],
     ) -> list[Bucket]:
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         for domain, assignment in zip(domains, assigned, strict=True):
             by_bucket: list[list[AssignedMatrix]] = [[] for _ in range(assignment.num_buckets)]
             for m in assignment.matrices:
@@ -118,12 +117,12 @@ class MuonEngine:
                     self._locals,
                     domain.holding,
                     normuon=group["normuon"],
-                    number=len(found),
+                    number=len(buckets),
                     scratch=scratches[domain.device],
                 )
                 bucket = Bucket(layout, group, recipe_of(group), domain.lane)
-                found.append(bucket)
-        return found
+                buckets.append(bucket)
+        return buckets
 
     def fits(self, params: Sequence[Param]) -> bool:
         """Whether it was built for these parameters and for the options that they have now."""
@@ -144,39 +143,39 @@ class MuonEngine:
         """Bytes of buffers and scratch held on this rank."""
         return sum(scratch.nbytes for scratch in self._scratch.values())
 
-    def step(self, given: StepGradients) -> None:
+    def step(self, gradients: StepGradients) -> None:
         """One update of the parameters that have gradients on some rank."""
-        here = {self._index[id(param.tensor)]: grad for param, grad in given}
-        active = self._agree(here)
+        local_grads = {self._index[id(param.tensor)]: grad for param, grad in gradients}
+        active = self._agree(local_grads)
         by_group: dict[int, list[LocalParam]] = {}
         for i in sorted(active):
             local = self._locals[i]
             local.refresh()
             if local.steps is not None:
                 local.steps += 1
-            grad = here.get(i)
-            if grad is None:  # another rank has one; of this rank's elements it is zero
+            grad = local_grads.get(i)
+            if grad is None:  # another rank has a gradient for it; this rank contributes zeros
                 grad = torch.zeros_like(local.local)
             local.grad = grad.reshape(-1)
             by_group.setdefault(id(local.param.group), []).append(local)
         for some in by_group.values():
             mu, scratch = some[0].param.group["momentum"], self._scratch[some[0].local.device]
-            for portion in portions(given.found_inf, some, lambda p: p.momentum.nbytes):
-                with unless(given.found_inf, [p.momentum for p in portion]):
+            for portion in portions(gradients.found_inf, some, lambda p: p.momentum.nbytes):
+                with unless(gradients.found_inf, [p.momentum for p in portion]):
                     update_momenta(portion, mu, scratch)
         rates = {id(group): _on_host(group["lr"]) for group in self._groups}
-        run_pipeline(self._buckets, active, rates, given.found_inf)
-        for i in active:  # gradients are not ours to keep
+        run_pipeline(self._buckets, active, rates, gradients.found_inf)
+        for i in active:  # release the gradients
             self._locals[i].grad = self._locals[i].local
 
-    def _agree(self, here: Mapping[int, torch.Tensor]) -> frozenset[int]:
-        """The parameters to update: those with a gradient here, and of those exchanged the ones with any anywhere."""
-        asked = [
-            (presence.all_reduce([i in here for i in params]), params) for presence, params in self._presence
+    def _agree(self, grads: Mapping[int, torch.Tensor]) -> frozenset[int]:
+        """The parameters to update: those with a gradient on this rank, or, if exchanged, on any rank."""
+        results = [
+            (presence.all_reduce([i in grads for i in params]), params) for presence, params in self._presence
         ]
-        active = set(here)
-        for answer, params in asked:
-            active.update(i for i, some in zip(params, answer(), strict=True) if some)
+        active = set(grads)
+        for result, params in results:
+            active.update(i for i, exists in zip(params, result(), strict=True) if exists)
         return frozenset(active)
 
 
@@ -187,23 +186,23 @@ def _recipes(params: Sequence[Param]) -> list[Any]:
 
 
 def recipe_of(group: Group) -> Recipe:
-    """What a parameter group wants done to its matrices."""
+    """Options of Newton-Schulz for a parameter group."""
     polynomials = resolve(group["ns_coefficients"], group["ns_steps"])
     return Recipe(polynomials, group["eps"], group["method"], group["batched"])
 
 
 def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:
-    """A tensor on the CPU, so that it is waited for once; arithmetic stays in its dtype, as torch's does."""
+    """Copy a tensor to the CPU, so that the host waits once; arithmetic stays in its dtype, as in torch."""
     return lr.detach().cpu() if isinstance(lr, torch.Tensor) else lr
 
 
 def _options(groups: list[Group]) -> list[str]:
-    """What groups say, but for what may be a tensor or is the parameters themselves."""
+    """Options of groups, without parameters and without those that may be tensors."""
     left_out = ("params", "param_names", "lr", "initial_lr")
     return [repr(sorted((k, str(v)) for k, v in group.items() if k not in left_out)) for group in groups]
 
 
-def _check_alike(mark: int, domain: _Domain) -> None:
+def _check_equal(mark: int, domain: _Domain) -> None:
     both = torch.tensor([mark, -mark], dtype=torch.int64, device=domain.device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=domain.holding.group)
     highest, lowest = both.tolist()

@@ -18,12 +18,12 @@ class LocalParam:
     Attributes:
         index: in the optimizer.
         columns: of its matrices.
-        holding: which rank of those that exchange it holds what.
-        local: this rank's elements of it, 1-D; renewed when it lies elsewhere.
+        holding: the elements on each rank that exchanges it.
+        local: this rank's elements of it, 1-D.
         grad: this step's gradient, 1-D.
         momentum: the buffer, 1-D.
         cast: whether the buffer is of another dtype than the parameter, and so its gradients.
-        steps: how often it was updated; there for stochastic rounding only.
+        steps: number of its updates, with stochastic rounding; else None.
     """
 
     def __init__(self, index: int, param: Param, holding: Holding, state: dict[str, torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class LocalParam:
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
     def refresh(self) -> None:
-        """See whether the parameter lies where it did."""
+        """Renew `local` if the parameter has another address."""
         local = self.param.local
         if local.data_ptr() != self.local.data_ptr():
             self.local = local.view(-1)
@@ -115,7 +115,7 @@ def _row_state(param: Param) -> torch.Tensor:
 
 
 def _with_dims(placement: RaggedShard, count: int) -> RaggedShard:
-    """The same shares of fewer leading dimensions."""
+    """A placement with the same shares of fewer leading dimensions."""
     if isinstance(placement, StridedRaggedShard):
         return StridedRaggedShard(range(count), placement.local_units, placement.split_factor)
     return RaggedShard(range(count), placement.local_units)

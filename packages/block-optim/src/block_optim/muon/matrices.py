@@ -5,7 +5,7 @@
 "flatten"           (O, I, h, w)  one of O rows and I*h*w columns (a convolution); "auto" for 4 dimensions and more
 "heads:8"           (R, C)        8 of R/8 rows each
 "rows:64,16,16"     (96, C)       3, cut between rows (a fused QKV projection with fewer key than query heads)
-"rows:64,16,16*8"   (768, C)      3 as well, whose rows lie interleaved in 8 groups of 96:
+"rows:64,16,16*8"   (768, C)      3 as well, whose rows are interleaved in 8 groups of 96:
 
     group 0  q q q q k v      q: one matrix of the q rows of all groups
     group 1  q q q q k v
@@ -51,12 +51,12 @@ class Matrix:
         return tuple((first, first + length) for first, length in self.runs)
 
     def pieces(self, holding: Holding, rank: int) -> list[Piece]:
-        """What a rank holds of it, as pieces of the matrix."""
-        found, offset = [], 0
+        """The pieces of the matrix on a rank."""
+        result, offset = [], 0
         for first, stop in self.ranges:
-            found += [piece.moved(offset - first) for piece in holding.pieces(rank, first, stop)]
+            result += [piece.moved(offset - first) for piece in holding.pieces(rank, first, stop)]
             offset += stop - first
-        return found
+        return result
 
 
 @lru_cache(maxsize=4096)
@@ -103,14 +103,14 @@ def matrices_of(name: str, shape: tuple[int, ...], how: str) -> tuple[Matrix, ..
 
 def _split(shape: tuple[int, ...], sizes: tuple[int, ...], groups: int) -> tuple[Matrix, ...]:
     rows, columns = shape[-2:]
-    found = []
+    result = []
     for index in range(math.prod(shape[:-2])):
         first = index * rows
         for size in sizes:
             runs = tuple(((first + g * sum(sizes)) * columns, size * columns) for g in range(groups))
-            found.append(Matrix(size * groups, columns, runs))
+            result.append(Matrix(size * groups, columns, runs))
             first += size
-    return tuple(found)
+    return tuple(result)
 
 
 def matrices_in(param: Param) -> tuple[Matrix, ...]:
@@ -122,9 +122,9 @@ def block_of_matrices(name: str, shape: tuple[int, ...], how: str) -> Block | No
     """Whole(), or for a stack as many rows as its matrices have; None where there is no matrix."""
     if len(shape) < 2 or not math.prod(shape):
         return None
-    found = matrices_of(name, shape, how)
-    if len(found) == 1:
+    result = matrices_of(name, shape, how)
+    if len(result) == 1:
         return Whole()
-    alike = len({m.rows for m in found}) == 1 and len(found[0].runs) == 1
+    equal = len({m.rows for m in result}) == 1 and len(result[0].runs) == 1
     # One of them, or all that one matrix of the stack is cut into.
-    return Rows(found[0].rows if alike else shape[-2])
+    return Rows(result[0].rows if equal else shape[-2])

@@ -27,8 +27,8 @@ _MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 class Muon(BlockOptimizer):
     """Muon (Jordan et al.), with the numbers of `torch.optim.Muon`, on plain, DTensor and ragged parameters.
 
-    Momentum is the same everywhere: ``m <- mu m + (1 - mu) g``, on each rank for what it holds. A matrix is
-    orthogonalised by one rank, its owner; `assignment` says which. A matrix that lies whole on one rank moves nothing.
+    Momentum is ``m <- mu m + (1 - mu) g``, on each rank for its elements. A matrix is orthogonalised by one rank, its
+    owner (see `assignment`). A matrix that is whole on one rank is not exchanged.
 
     Args:
         params: matrices (tensors, named tensors, or groups): 2-D, stacks, convolutions; see ``matrices``.
@@ -38,8 +38,8 @@ class Muon(BlockOptimizer):
         nesterov: orthogonalise ``g + mu (m - g)`` instead of m.
         ns_coefficients: keller (torch's), quintic, polar_express, deepseek_v4, one triple for
             every step, or a list of triples.
-        eps: least Frobenius norm to divide by.
-        ns_steps: how many; None takes what the set says (5 for keller).
+        eps: lower bound of the Frobenius norm to divide by.
+        ns_steps: number of steps. Defaults to that of the coefficient set (5 for keller).
         adjust_lr_fn: None or "original": sqrt(max(1, rows/columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns));
             "spectral" or "spectral_unclamped": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
         method: "standard" (bf16, torch's bits), "gram" (fp16, where that saves FLOPs) or "auto" (gram on GPUs).
@@ -62,8 +62,8 @@ class Muon(BlockOptimizer):
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
     that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
     and one back, together ``2 x 2 bytes x (elements not at their owners)``; NorMuon adds 8 bytes a row in
-    a second pair. Nothing where no matrix is cut. What travels is bf16, in which Newton-Schulz reads and
-    writes, so it loses nothing.
+    a second pair. Nothing if no matrix is cut. Elements are exchanged as bf16, the dtype of Newton-Schulz's input and
+    output, so nothing is lost.
     A rank without gradient for a parameter that others have one for counts as zeros.
 
     Raises:
@@ -169,16 +169,16 @@ class Muon(BlockOptimizer):
         for param in params:
             self.state[param.tensor] = muon_state(param)
 
-    # ---------------------------------------------------------------- what there is to see
+    # ---------------------------------------------------------------- inspection
 
     @property
     def assignment(self) -> Assignment:
-        """Which rank computes which matrix; `print` it."""
+        """The owner of each matrix; ``print`` it."""
         return self._build().assignment
 
     @property
     def fallbacks(self) -> int:
-        """Matrices that this rank has orthogonalised by a safer method, since construction."""
+        """Number of matrices that this rank has orthogonalised by a safer method, since construction."""
         return self._fell_back + (0 if self._engine is None else self._engine.fell_back)
 
     @property
@@ -192,7 +192,7 @@ class Muon(BlockOptimizer):
 
 
 def check_matrices(param: Param) -> None:
-    """Raise ValueError unless a parameter is matrices that lie where Muon can work on them."""
+    """Raise ValueError unless a parameter is matrices, with placements and memory that Muon supports."""
     matrices_in(param)
     _ = param.holding
     param.check_row_major()

@@ -39,7 +39,7 @@ _SLACK = 1.15  # rounding, over what exact arithmetic allows
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a matrix: polynomials, the norm's floor, the method, whether equal shapes go in one batch.
+    """Options of Newton-Schulz: polynomials, the norm's floor, the method, whether equal shapes are one batch.
 
     Attributes:
         batched: None takes batches on GPUs only.
@@ -106,9 +106,9 @@ def orthogonalize_(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> int
         return 0
     batched = devices.is_accelerator(stack.device) if recipe.batched is None else recipe.batched
     if n > 1 and not batched:
-        found = [orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n)]
-        masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
-        return torch.cat(masks) if masks else sum(count for count in found if isinstance(count, int))
+        results = [orthogonalize_(stack[k : k + 1], recipe, scratch) for k in range(n)]
+        masks = [mask for mask in results if isinstance(mask, torch.Tensor)]
+        return torch.cat(masks) if masks else sum(count for count in results if isinstance(count, int))
     gram = recipe.uses_gram(rows, columns, stack.device)
     result, norms = (_gram if gram else _standard)(stack, recipe, scratch)
     bad: list[int] = []
@@ -165,7 +165,7 @@ def _standard(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[to
 
 
 def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_standard`, on the Gram matrix, in fp16 (fp32 on CPU)."""
+    """The steps of `_standard` on the Gram matrix, in fp16 (fp32 on CPU)."""
     n, rows, columns = stack.shape
     dtype = gram_dtype(stack.device)
     short, long = min(rows, columns), max(rows, columns)
@@ -198,7 +198,7 @@ def _gram(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> tuple[torch.
 
 
 def gram_dtype(device: torch.device) -> torch.dtype:
-    """In which the Gram form computes: fp16 on GPUs, fp32 where fp16 products are slow."""
+    """Dtype of the Gram form: fp16 on GPUs, fp32 where fp16 products are slow."""
     return torch.float16 if devices.is_accelerator(device) else torch.float32
 
 

@@ -40,9 +40,9 @@ def qk_clip_(
             over those that saw other data before.
         tau: the largest logit allowed.
         alpha: the query's share of the scaling.
-        rotary_rows: MLA: the last so many rows of each head of ``w_q`` are rotary and take eta itself. ``w_k`` is
+        rotary_rows: MLA: number of last rows of each head of ``w_q`` that are rotary and take eta itself. ``w_k`` is
             then the projection up to the heads' keys and values, without the shared rotary key.
-        value_rows: MLA: the last so many rows of each head of ``w_k`` are values and stay.
+        value_rows: MLA: number of last rows of each head of ``w_k`` that are values, and stay.
 
     Raises:
         ValueError: heads that do not divide rows, options outside their range, logits that are not finite or not 1-D;
@@ -101,7 +101,7 @@ def _heads(weight: torch.Tensor, name: str, heads: int, special: int) -> tuple[P
 
 
 def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | None, int]]) -> None:
-    """Multiply this rank's rows of each head: ``factors`` says by what, for how many rows one after the other."""
+    """Multiply this rank's rows of each head: ``factors`` are (factor, number of consecutive rows)."""
     local = param.local.view(-1)
     inner = param.numel // param.shape[0]
     heads = param.shape[0] // rows
@@ -121,9 +121,9 @@ def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | 
             columns = torch.arange(piece.width, device=local.device)
             part.mul_(by_row[(starts[:, None] + columns) // inner])
             continue
-        mine = by_row[piece.first // inner : -(-piece.stop // inner)]
+        own_factors = by_row[piece.first // inner : -(-piece.stop // inner)]
         head = piece.first % inner  # elements of the first row that are another rank's
         if head == 0 and piece.width % inner == 0:
-            part.view(-1, inner).mul_(mine[:, None])
+            part.view(-1, inner).mul_(own_factors[:, None])
         else:
-            part.mul_(mine.repeat_interleave(inner)[head : head + piece.width])
+            part.mul_(own_factors.repeat_interleave(inner)[head : head + piece.width])

@@ -1,1 +1,1 @@
-"""Which algorithm for which parameter, and several as one optimizer. Knows all other rooms."""
+"""Routing of parameters to algorithms, and several algorithms as one optimizer. Imports all other folders."""

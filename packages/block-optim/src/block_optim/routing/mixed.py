@@ -1,4 +1,4 @@
-"""Several algorithms as one optimizer: one step, one state dict, one answer about non-finite gradients.
+"""Several algorithms as one optimizer: one step, one state dict, one check for non-finite gradients.
 
     Mixed.param_groups   [ {algorithm: muon, ..}  {algorithm: adamw, ..}  {algorithm: muon, ..} ]
                               |      the same dicts       |                     |
@@ -41,14 +41,14 @@ _GROUP_KEYS = ("params", "param_names", "name", "algorithm", "lr", "initial_lr")
 
 
 def kind_of(algorithm: object) -> Kind | None:
-    """The class of an algorithm that is named or given; None if it is not known."""
+    """The class of an algorithm, from its name or the class itself; None if it is not known."""
     if isinstance(algorithm, type) and issubclass(algorithm, BlockOptimizer):
         return algorithm
     return ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
 
 
 def name_of(kind: Kind) -> str:
-    """What a group and a state dict call an algorithm: a known one's name, or else the class's."""
+    """Name of an algorithm in groups and state dicts: the known name, or else that of the class."""
     return next((name for name, known in ALGORITHMS.items() if known is kind), kind.__name__)
 
 
@@ -58,9 +58,9 @@ class Mixed(BlockOptimizer):
     Args:
         params: groups, each with a key ``algorithm`` and any options of that algorithm; what a group leaves out has
             that algorithm's default. An algorithm is "muon", "adamw", "adamw8bit", "shampoo", "soap", or any subclass
-            of `BlockOptimizer`, which the group and state dicts then name by its class name. Options that hold for
-            all groups of an algorithm (``bucket_bytes`` of Muon) are said in its first group.
-        lr: of groups that do not say.
+            of `BlockOptimizer`, which the group and state dicts then name by its class name. Options of a whole
+            algorithm (``bucket_bytes`` of Muon) are taken from its first group.
+        lr: learning rate of groups without one.
         skip_nonfinite: see `BlockOptimizer`; the check is made once, for all groups.
 
     `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
@@ -76,29 +76,29 @@ class Mixed(BlockOptimizer):
         *,
         skip_nonfinite: bool = True,
     ) -> None:
-        self.routes: tuple[Any, ...] = ()  # what went where and why, if `mixed_optimizer_for` made the groups
+        self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
         super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
 
     @classmethod
     def block_policy(cls, *_: Any, **__: Any) -> Policy:
-        """Not here: which block a parameter needs is for the algorithm of its group to say.
+        """Not supported: the block of a parameter depends on the algorithm of its group.
 
         Raises:
-            TypeError: always; it names what to use.
+            TypeError: always.
         """
         raise TypeError(
-            "Mixed has no block policy of its own: use block_policy_for(model, overrides=...), which follows the same "
+            "Mixed has no block policy: use block_policy_for(model, overrides=...), which follows the same "
             "rules as mixed_optimizer_for, or a function that asks the block_policy of each parameter's algorithm"
         )
 
     @property
     def optimizers(self) -> dict[str, BlockOptimizer]:
-        """The optimizer of each algorithm in use; to look at, not to step."""
+        """The optimizer of each algorithm in use, for inspection. Do not step it."""
         return dict(self._optimizers)
 
-    # ---------------------------------------------------------------- what the base class asks for
+    # ---------------------------------------------------------------- methods of the base class
 
     @override
     def setup(self) -> None:
@@ -123,14 +123,14 @@ class Mixed(BlockOptimizer):
 
     @override
     def check_options(self, group: Group) -> None:
-        given = group["algorithm"]
-        kind = self._kinds.get(given) if isinstance(given, str) else kind_of(given)
+        algorithm = group["algorithm"]
+        kind = self._kinds.get(algorithm) if isinstance(algorithm, str) else kind_of(algorithm)
         if kind is None:
             raise ValueError(
                 f"a group of {len(group['params'])} parameters (first: {_first_of(group)}) has "
-                f"algorithm={given!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
+                f"algorithm={algorithm!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
             )
-        name = given if isinstance(given, str) else name_of(kind)
+        name = algorithm if isinstance(algorithm, str) else name_of(kind)
         if self._kinds.setdefault(name, kind) is not kind:
             raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
         group["algorithm"] = name
@@ -214,7 +214,7 @@ class Mixed(BlockOptimizer):
         self._bind()
 
     def _make_states(self, params: list[Param]) -> None:
-        """Have states made by the algorithms."""
+        """Let the algorithms make the states."""
         for optimizer in self._optimizers.values():
             optimizer._make_states(
                 [optimizer._params[p.tensor] for p in params if p.tensor in optimizer._params]
@@ -253,6 +253,6 @@ class Mixed(BlockOptimizer):
 
 
 def _first_of(group: Group) -> object:
-    """How a message calls a group's first parameter."""
+    """Name of a group's first parameter for messages."""
     names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"][:1]]
     return names[0] if names else "none"

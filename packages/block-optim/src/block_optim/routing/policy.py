@@ -41,10 +41,10 @@ def block_policy_for(
     requests: dict[int, BlockRequest] = {}
     for route in routes_of(model, others=others, overrides=overrides or {}):
         name, kind = route.names[0], route.kind
-        given = adamw8bit or {} if route.algorithm == "adamw8bit" else {}
+        shared = adamw8bit or {} if route.algorithm == "adamw8bit" else {}
         block, optional = None, True
         if kind is not None:
-            block = kind.block_of(name, params[name], kind.all_options({**given, **dict(route.options)}))
+            block = kind.block_of(name, params[name], kind.all_options({**shared, **dict(route.options)}))
             optional = not kind.requires_blocks
         requests[id(params[name])] = BlockRequest(name, route.shape, block, optional)
 

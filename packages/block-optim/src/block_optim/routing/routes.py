@@ -1,6 +1,6 @@
-"""Which algorithm for which parameter of a model. The first rule that applies decides:
+"""Chooses the algorithm for each parameter of a model. The first rule that applies decides:
 
-override           a pattern that the user gave matches one of the parameter's names
+override           a pattern of the user matches one of the parameter's names
 vector             fewer than two dimensions, or only one longer than 1: biases, norms, scales
 embedding          the weight of an nn.Embedding or nn.EmbeddingBag, tied heads with it, or named like one:
                    AdamW with fp32 states, also where the others' take 8 bits
@@ -37,14 +37,14 @@ _NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Route:
-    """Where a parameter goes, and why.
+    """The algorithm for a parameter, and the reason.
 
     Attributes:
-        names: all under which the model has it, the first one first.
+        names: all names that the model has for it.
         shape: of the global tensor.
         algorithm: its name, or "none" for a parameter that does not train.
         reason: the rule.
-        options: what the rule or the override says beyond the algorithm's defaults.
+        options: options of the rule or the override that differ from the algorithm's defaults.
         kind: the algorithm's class; None for a parameter that does not train.
     """
 
@@ -70,7 +70,7 @@ def mixed_optimizer_for(
 ) -> Mixed:
     """One optimizer for a model: its matrices to Muon; embeddings, head, norms and biases to AdamW.
 
-    Call it after the model is sharded. What went where is printed (by rank 0) and is the result's ``routes``.
+    Call it after the model is sharded. The routes are printed (by rank 0) and are the result's ``routes``.
 
     Args:
         model: plain, or sharded by anything that keeps DTensor or ragged parameters.
@@ -133,9 +133,9 @@ def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override
     used: set[re.Pattern[str] | None] = set()
     names: dict[int, list[str]] = defaultdict(list)
     params: dict[int, torch.Tensor] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        names[id(one)].append(name)
-        params[id(one)] = one
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        params[id(parameter)] = parameter
     modules = dict(model.named_modules(remove_duplicate=False))
     vocabularies = {
         m.num_embeddings for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
@@ -149,11 +149,11 @@ def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override
             algorithm, reason, options = _rule(names[key], owners, param, vocabularies, others)
             kind: Kind | None = ALGORITHMS[algorithm]
             if match is not None:
-                given = dict(patterns[match])
-                kind = kind_of(given.pop("algorithm", "muon" if "matrices" in given else algorithm))
+                changes = dict(patterns[match])
+                kind = kind_of(changes.pop("algorithm", "muon" if "matrices" in changes else algorithm))
                 assert kind is not None
                 kept = {name: value for name, value in options.items() if name in kind.all_options({})}
-                reason, options = "override", {**kept, **given}
+                reason, options = "override", {**kept, **changes}
         else:
             kind, reason, options = None, "frozen", {}
         name = "none" if kind is None else name_of(kind)
@@ -168,14 +168,14 @@ def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override
 
 
 def _override(pattern: str, value: Override) -> dict[str, Any]:
-    found = dict(value) if isinstance(value, Mapping) else {"algorithm": value}
-    algorithm = found.get("algorithm", "muon")
+    options = dict(value) if isinstance(value, Mapping) else {"algorithm": value}
+    algorithm = options.get("algorithm", "muon")
     if kind_of(algorithm) is None:
         raise ValueError(
             f"overrides[{pattern!r}]: algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}, nor a subclass of "
             "BlockOptimizer"
         )
-    return found
+    return options
 
 
 def _rule(
@@ -201,7 +201,7 @@ def _rule(
 
 
 def describe_routes(routes: tuple[Route, ...]) -> str:
-    """A line for each kind of parameter (layers' numbers as *), and one for each algorithm's sum."""
+    """A table: a line for each kind of parameter (layers' numbers as *), and the sums of each algorithm."""
     lines: dict[Any, list[int]] = {}
     totals: dict[str, list[int]] = {}
     for route in routes:

@@ -37,7 +37,7 @@ from layout_planner import Block
 
 _LOG = logging.getLogger("block_optim")
 
-LARGEST = 1e15  # gradients beyond are cut to it: their squares, summed over a block, stay in fp32
+LARGEST = 1e15  # gradients are clamped to it: their squares, summed over a block, stay in fp32's range
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ Written = Callable[[Sequence["TensorStep"]], list[Tensor]]
 class TensorStep:
     """One tensor in one step: its step number, and flat runs in the compute dtype.
 
-    `grad` and `update` are of the owned elements, `local_update` of the local ones: one memory where nothing moves.
+    `grad` and `update` have the owned elements, `local_update` the local ones: the same memory if nothing is exchanged.
     """
 
     tensor: TensorPlan
@@ -60,7 +60,7 @@ class TensorStep:
 
 
 class StepBlocks:
-    """The blocks of some works, and what of the step's gradients and updates is theirs."""
+    """The blocks of some tensors' steps, with their part of the gradients and updates."""
 
     def __init__(self, works: Iterable[TensorStep]) -> None:
         self._works = {w.tensor.number: w for w in works if w.tensor.grid is not None}
@@ -71,7 +71,7 @@ class StepBlocks:
         return [b.of(self._works[b.tensor.number].grad) for b in batch.blocks]
 
     def updates(self, batch: Batch) -> list[Tensor]:
-        """Where the update of each block of a batch belongs."""
+        """The memory for the update of each block of a batch."""
         return [b.of(self._works[b.tensor.number].update) for b in batch.blocks]
 
 
@@ -96,7 +96,7 @@ class Preconditioned(BlockOptimizer):
         self._bound = False  # whether blocks have views of the states' memory
         self._told = 0
         self.root_counts = RootCounts()
-        self.clamped_gradients = 0  # on CPU; a device cuts them too, and does not say
+        self.clamped_gradients = 0  # on CPU; those that a device clamps are not counted
 
     # ---------------------------------------------------------------- options and states
 
@@ -150,9 +150,9 @@ class Preconditioned(BlockOptimizer):
         raise NotImplementedError
 
     def _fresh(self, tensor: TensorPlan) -> None:
-        """What of the states does not begin as zeros."""
+        """Set initial states that are not zero."""
 
-    # ---------------------------------------------------------------- what the user is told
+    # ---------------------------------------------------------------- cost
 
     @classmethod
     @override
@@ -176,7 +176,7 @@ class Preconditioned(BlockOptimizer):
             f"{kind}: {len(moving)} of {len(self._plan.tensors)} parameters ({names}) have blocks that no rank holds "
             f"whole: each step sends {cost / 1e6:.3g} MB over all ranks, gradients to the blocks' owners and updates "
             f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) lays them out so "
-            "that nothing is sent, but for blocks that tensor parallelism cuts."
+            "that nothing is sent, except for blocks that tensor parallelism cuts."
         )
 
     # ---------------------------------------------------------------- the step
@@ -233,20 +233,20 @@ class Preconditioned(BlockOptimizer):
             self._bind_blocks()
         self.synchronize()
         tensors = {t.number: t for t in self._plan.tensors.values()}
-        found: dict[int, Tensor] = {}
+        result: dict[int, Tensor] = {}
         for param, grad in active:
             tensor = self._plan.tensors[param.tensor]
-            found[tensor.number] = grad.reshape(-1).to(tensor.compute)
+            result[tensor.number] = grad.reshape(-1).to(tensor.compute)
         for exchange in self._exchanges():
-            agreed = exchange.agree([n in found for n in exchange.numbers])
+            agreed = exchange.agree([n in result for n in exchange.numbers])
             taking = [n for n, there in zip(exchange.numbers, agreed, strict=True) if there]
-            local = {n: found[n] if n in found else _local_zeros(tensors[n]) for n in taking}
+            local = {n: result[n] if n in result else _local_zeros(tensors[n]) for n in taking}
             owned = {n: _zeros(tensors[n], tensors[n].owned_numel) for n in taking}
             exchange.gather(local, owned)
-            found |= owned
+            result |= owned
         works = []
-        for number in sorted(found):
-            tensor, grad = tensors[number], found[number]
+        for number in sorted(result):
+            tensor, grad = tensors[number], result[number]
             counter = self.state[tensor.param.tensor]["step"]
             counter += 1
             update = torch.empty_like(grad)
@@ -259,12 +259,12 @@ class Preconditioned(BlockOptimizer):
         return works
 
     def _limit(self, works: Sequence[TensorStep]) -> None:
-        """Cut gradients whose squares would overflow; on CPU counted, and said."""
+        """Clamp gradients whose squares would overflow; on CPU, log and count how many."""
         some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
         if not some:
             return
         if devices.runs_ahead(some[0].grad.device):
-            for work in some:  # where the update comes later, block by block: no memory of its own
+            for work in some:  # into the memory of the update, which is written later, block by block
                 work.grad = torch.clamp(work.grad, -LARGEST, LARGEST, out=work.update)
             return
         peaks = torch.stack([torch.linalg.vector_norm(w.grad, torch.inf) for w in some]).tolist()
@@ -274,12 +274,12 @@ class Preconditioned(BlockOptimizer):
                 self.clamped_gradients += 1
                 _LOG.warning("%s: a gradient of %.1e was cut to %.0e", work.tensor.param.name, peak, LARGEST)
 
-    # ---------------------------------------------------------------- work next to the step
+    # ---------------------------------------------------------------- overlapped work
 
     def _run_later(
         self, device: torch.device, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]
     ) -> None:
-        """Run jobs during what comes next; `commit` their results when the next step begins."""
+        """Run jobs during the next forward and backward; `commit` their results when the next step begins."""
         if self._worker is None:
             self._worker = Worker(device)
         self._worker.submit(jobs, commit)
@@ -302,7 +302,7 @@ class Preconditioned(BlockOptimizer):
             self._worker.finish()
 
     def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:
-        """Add up what became of roots, and say what went wrong."""
+        """Add to the counts of roots, and log failures."""
         self.root_counts += counts
         if counts.fell_back:
             _LOG.info("%d of %d roots fell back to fp64 eigh", counts.fell_back, counts.computed)
@@ -326,12 +326,12 @@ def _local_zeros(tensor: TensorPlan) -> Tensor:
 
 def by_step(works: Iterable[TensorStep]) -> list[tuple[Group, int, list[TensorStep]]]:
     """Works of one group and one step number together, for foreach ops with common scalars."""
-    found: dict[tuple[int, int], list[TensorStep]] = defaultdict(list)
+    result: dict[tuple[int, int], list[TensorStep]] = defaultdict(list)
     for work in works:
-        found[id(work.tensor.group), work.step].append(work)
-    return [(members[0].tensor.group, step, members) for (_, step), members in found.items()]
+        result[id(work.tensor.group), work.step].append(work)
+    return [(members[0].tensor.group, step, members) for (_, step), members in result.items()]
 
 
 def state_dtype(tensor: TensorPlan) -> torch.dtype:
-    """What factors and roots are stored in: the option, but fp64 for fp64 parameters."""
+    """Dtype of stored factors and roots: the option's, but fp64 for fp64 parameters."""
     return torch.float64 if tensor.compute == torch.float64 else _DTYPES[tensor.group["factor_dtype"]]

@@ -25,7 +25,7 @@ class Batch:
     device: torch.device
 
     def matrices(self, views: Iterable[Tensor]) -> Tensor:
-        """(capacity, rows, cols) of views of that size; zeros behind them."""
+        """(capacity, rows, cols) of views of that size, followed by zeros."""
         return gather(list(views), self.capacity, self.rows, self.cols, self.compute)
 
     def state(self, name: str) -> Tensor:
@@ -65,16 +65,16 @@ def batches(blocks: Iterable[OwnedBlock]) -> list[Batch]:
         kinds = (block.diagonal(ROWS), block.diagonal(COLS))
         tensor = block.tensor
         classes[block.rows, block.cols, kinds, tensor.compute, tensor.param.device].append(block)
-    found: list[Batch] = []
+    result: list[Batch] = []
     for members in classes.values():
         rows, cols, tensor = members[0].rows, members[0].cols, members[0].tensor
         size = linalg.chunk_size(max(rows, cols), max(rows, cols))
         device = tensor.param.device
-        found += [
+        result += [
             Batch(chunk, capacity(len(chunk), size, device), rows, cols, tensor.compute, device)
             for chunk in linalg.chunks(members, size)
         ]
-    return found
+    return result
 
 
 def capacity(count: int, size: int, device: torch.device) -> int:
@@ -103,7 +103,7 @@ def load_square(
 
 
 def store_square(views: Sequence[Tensor], values: Tensor, packed: bool) -> None:
-    """Write (count, d, d) or (count, d) back; what lies behind the views' number is dropped."""
+    """Write (count, d, d) or (count, d) back; further ones are dropped."""
     values = values[: len(views)]
     if values.dim() == 3:
         values = linalg.pack(values) if packed else values.reshape(len(views), -1)

@@ -1,4 +1,4 @@
-"""Which blocks a tensor has for Shampoo and SOAP: a grid that depends on its global shape and on nothing else.
+"""Blocks of a tensor for Shampoo and SOAP: a grid that depends on nothing but its global shape.
 
     a tensor as matrices (batch, rows, cols); max_dim = 4
 
@@ -18,7 +18,7 @@
 | 0-d, 1-D, a matrix of one row or one column | none: element by element |
 
 A dimension above `diagonal_above` (a vocabulary) has diagonal factors; a matrix where both are so large goes element
-by element. A strip is what has to be whole on a rank; `block_of` says it to the planner.
+by element. A strip must be whole on a rank; `block_of` returns it for the planner.
 """
 
 import math
@@ -109,7 +109,7 @@ def grid_of(shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | None:
 
 
 def block_of(grid: Grid | None) -> Tile | Elements | None:
-    """What the planner must not cut so that each block lies on one rank; None: cut it anywhere."""
+    """The block that the planner must not cut, so that each of these blocks is on one rank; None: cut anywhere."""
     if grid is None:
         return None
     if (grid.rows, grid.cols) == tuple(grid.shape[-2:]):

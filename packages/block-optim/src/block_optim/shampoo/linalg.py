@@ -3,7 +3,7 @@
 A rank works on the blocks it owns, and their number changes with the world size. So:
 
     CPU    one BLAS or LAPACK call for each matrix, every operand on a 64-byte boundary: MKL's result for a matrix of
-           odd size changes with the address it lies at, and a sum over a large one with the number of its neighbours;
+           odd size changes with its address, and a sum over a large one with the number of its neighbours;
            powers one row at a time, since vector code and the scalar code for what is left over differ in an ulp
     CUDA   one batched call over a number of matrices that depends on their size alone, filled up where there are
            fewer (which kernel cuBLAS and cuSOLVER choose depends on the batch)
@@ -43,7 +43,7 @@ def empty_batch(count: int, rows: int, cols: int, *, dtype: torch.dtype, device:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """(k, m, p) @ (k, p, n) -> (k, m, n), the same bits for a matrix whatever k is (on CUDA: for a fixed k)."""
+    """(k, m, p) @ (k, p, n) -> (k, m, n), the same bits for a matrix at any k (on CUDA: for a fixed k)."""
     count, rows, cols = left.shape[0], left.shape[1], right.shape[2]
     if left.is_cuda:
         return torch.bmm(left, right)
@@ -67,10 +67,10 @@ def norms(batch: Tensor) -> Tensor:
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
     scaled = flat / scale[:, None]
     if batch.is_cuda:
-        found: Tensor = torch.linalg.vector_norm(scaled, dim=1)
+        result: Tensor = torch.linalg.vector_norm(scaled, dim=1)
     else:
-        found = torch.stack([torch.linalg.vector_norm(row) for row in scaled])
-    return found * scale
+        result = torch.stack([torch.linalg.vector_norm(row) for row in scaled])
+    return result * scale
 
 
 def row_sums(batch: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
             return values, vectors
         except _LinAlgError:
             pass  # one of them failed: find out which
-    found = [_eigh_one(matrix) for matrix in batch]
-    return torch.stack([v for v, _ in found]), _stacked([q for _, q in found])
+    result = [_eigh_one(matrix) for matrix in batch]
+    return torch.stack([v for v, _ in result]), _stacked([q for _, q in result])
 
 
 def qr(batch: Tensor) -> Tensor:
@@ -135,14 +135,14 @@ def packed_numel(dim: int, packed: bool) -> int:
 
 @cache
 def _triangle(dim: int, device: torch.device) -> Tensor:
-    """Where each packed element lies in the full matrix, flattened."""
+    """Index of each packed element in the full matrix, flattened."""
     rows, cols = torch.tril_indices(dim, dim, device=device).unbind()
     return rows.mul(dim).add(cols)
 
 
 @cache
 def _mirror(dim: int, device: torch.device) -> Tensor:
-    """Which packed element each element of the full matrix is."""
+    """Index of the packed element of each element of the full matrix."""
     index = torch.arange(dim, device=device)
     low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
     return (high * (high + 1) // 2 + low).reshape(-1)

@@ -1,4 +1,4 @@
-"""What this rank does for each tensor: the blocks it owns, and where their state lies.
+"""The blocks that this rank owns of each tensor, and the memory of their states.
 
 owned run of a tensor, flat         |-------- strip --------|-------- strip --------|
 as a matrix                          rows x all columns; a block is some of the columns
@@ -61,7 +61,7 @@ class OwnedBlock:
 
 
 class TensorPlan:
-    """One parameter: how it is cut, which of its strips this rank owns, and their blocks.
+    """One parameter: its grid, the strips of it that this rank owns, and their blocks.
 
     Attributes:
         grid: its blocks, or None where it goes element by element (it is then cut anywhere, and nothing of it moves).
@@ -90,7 +90,7 @@ class TensorPlan:
 
     @property
     def moves(self) -> bool:
-        """Whether strips of it travel, here or between other ranks."""
+        """Whether strips of it are exchanged, between any ranks."""
         return self.assignment is not None and bool(self.assignment.moving)
 
     @property
@@ -104,13 +104,13 @@ class TensorPlan:
     def own(self, assignment: StripAssignment, counts: dict[tuple[int, int], int]) -> None:
         """Take this rank's strips; `counts` numbers the blocks of each size over the whole model, from 0."""
         self.assignment = assignment
-        grid, mine = self.grid_of_blocks, assignment.owned
+        grid, own_strips = self.grid_of_blocks, assignment.owned
         base = assignment.owned_range[0]
         for index in range(grid.num_strips):
             strip = grid.strip(index)
             for column, width in grid.columns:
                 size = (strip.rows, width)
-                if index in mine:
+                if index in own_strips:
                     self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, counts[size]))
                 counts[size] += 1
 
@@ -157,20 +157,20 @@ class Plan:
         self._added = 0
 
     def add(self, params: Sequence[Param], everyone: Iterable[Param]) -> list[TensorPlan]:
-        """Plan parameters of one group: nothing is communicated, every rank comes to the same.
+        """Plan parameters of one group. Communicates nothing; the result is the same on every rank.
 
         Blocks are numbered over ``everyone``, the optimizer's parameters, so that those of a parameter that is frozen
         at first have the numbers that they would have had.
         """
-        found: list[TensorPlan] = []
+        result: list[TensorPlan] = []
         for param in params:
             if param.tensor in self.tensors:
                 continue
             grid = grid_of(tuple(param.shape), param.group)
             holding = _elementwise_holding(param) if grid is None else param.holding.in_order()
-            found.append(TensorPlan(param, self._added, grid, holding))
+            result.append(TensorPlan(param, self._added, grid, holding))
             self._added += 1
-        gridded = [t for t in found if t.grid is not None]
+        gridded = [t for t in result if t.grid is not None]
         assigned = assign_strips([(t.grid_of_blocks, t.holding) for t in gridded], self._loads)
         own = {t.param.tensor: (t, a) for t, a in zip(gridded, assigned, strict=True)}
         counts: dict[tuple[int, int], int] = defaultdict(int)
@@ -181,10 +181,10 @@ class Plan:
             elif (grid := grid_of(tuple(param.shape), param.group)) is not None:
                 for size in grid.blocks():
                     counts[size] += 1
-        self.tensors.update((t.param.tensor, t) for t in found)
+        self.tensors.update((t.param.tensor, t) for t in result)
         return [self.tensors[param.tensor] for param in params]
 
 
 def _elementwise_holding(param: Param) -> Holding:
-    """A tensor that goes element by element is worked on where it lies, however that is."""
+    """Holding of a tensor that is updated element by element: each rank works on its elements."""
     return Holding(param.mesh, (), (), 0, (run(0, param.local.numel()),))

@@ -17,7 +17,7 @@ from block_optim.shampoo.rule import ShampooOptions
 
 @dataclass
 class RootJob:
-    """Roots of factors of one size and kind, whichever tensors and sides they belong to.
+    """Roots of factors of one size and kind, of any tensors and sides.
 
     Attributes:
         items: the blocks and sides.
@@ -82,7 +82,7 @@ def diagonal_roots(factors: Tensor, options: RootOptions, *, last: Tensor) -> Ro
     finite, zero = scale.isfinite(), scale.isfinite() & (scale < TINY)
     safe = torch.where(finite & ~zero, scale, torch.ones_like(scale))[:, None]
     unit, sizes = factors / safe, linalg.power(safe, -options.exponent)
-    found = linalg.power(unit.clamp(min=0) + options.epsilon, -options.exponent) * sizes
-    found = torch.where(zero[:, None], torch.ones_like(found), torch.where(finite[:, None], found, last))
+    result = linalg.power(unit.clamp(min=0) + options.epsilon, -options.exponent) * sizes
+    result = torch.where(zero[:, None], torch.ones_like(result), torch.where(finite[:, None], result, last))
     kept = [i for i, ok in enumerate(finite.tolist()) if not ok]
-    return Roots(found, RootCounts(len(factors), 0, len(kept), int(zero.sum())), kept)
+    return Roots(result, RootCounts(len(factors), 0, len(kept), int(zero.sum())), kept)

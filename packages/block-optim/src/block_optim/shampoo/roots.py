@@ -8,7 +8,7 @@
     else fp64 eigh, checked   ->  done                                     counted: fell_back
     else                      ->  the last good root                       counted: kept
 
-The ridge is relative to the Frobenius norm, which lies between the largest eigenvalue and sqrt(d) times it: a factor is
+The ridge is relative to the Frobenius norm, which is between the largest eigenvalue and sqrt(d) times it: a factor is
 as well conditioned at 1e-30 as at 1e+30, and every method sees the same matrix. All work is done on A / ||A||_F.
 
 | method | what it does | residual that is checked |
@@ -154,8 +154,8 @@ def eigenbases(factors: Tensor, last: Tensor) -> Roots:
     """
     scale, _, unit = _normalised(factors)
     _, vectors = linalg.eigh(unit)
-    found = vectors.flip(2).contiguous()
-    return _checked_bases(found, unit, scale, last)
+    bases = vectors.flip(2).contiguous()
+    return _checked_bases(bases, unit, scale, last)
 
 
 def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
@@ -169,8 +169,8 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     moved = linalg.matmul(unit, last)
     estimates = linalg.col_sums(last * moved)
     order = torch.sort(estimates, dim=1, descending=True, stable=True).indices
-    found = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
-    result = _checked_bases(found, unit, scale, last)
+    bases = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
+    result = _checked_bases(bases, unit, scale, last)
     stays = torch.arange(order.shape[1], device=order.device).expand_as(order)
     unchanged = torch.zeros(len(factors), dtype=torch.bool, device=order.device)
     unusable = [i for i, ok in enumerate(usable.tolist()) if not ok]
@@ -179,11 +179,11 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     return result, torch.where(unchanged[:, None], stays, order)
 
 
-def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
-    counts = RootCounts(computed=len(found))
+def _checked_bases(bases: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
+    counts = RootCounts(computed=len(bases))
     kept: list[int] = []
     zero = scale.isfinite() & (scale < TINY)
-    good = _finite(found) & scale.isfinite() & ~zero
+    good = _finite(bases) & scale.isfinite() & ~zero
     for index, (is_good, is_zero, is_finite) in enumerate(
         zip(*torch.stack([good, zero, scale.isfinite()]).tolist(), strict=True)
     ):
@@ -191,17 +191,17 @@ def _checked_bases(found: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> 
             continue
         if is_zero:  # keep the previous basis, or the identity if there is none
             counts.zero += 1
-            found[index] = last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
+            bases[index] = last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
             continue
         _, exact = linalg.eigh(unit[index : index + 1].double()) if is_finite else (None, None)
         if exact is not None and bool(exact.isfinite().all()):
             counts.fell_back += 1
-            found[index] = exact[0].flip(1).to(found.dtype)
+            bases[index] = exact[0].flip(1).to(bases.dtype)
         else:
             counts.kept += 1
             kept.append(index)
-            found[index] = last[index]
-    return Roots(found, counts, kept)
+            bases[index] = last[index]
+    return Roots(bases, counts, kept)
 
 
 # ---- the methods: (k, d, d) of unit norm -> roots, residuals (k,)
@@ -217,10 +217,10 @@ def _eigh_roots(unit: Tensor, options: RootOptions) -> tuple[Tensor, Tensor]:
 
 def _congruence_residual(unit: Tensor, basis: Tensor, values: Tensor, options: RootOptions) -> Tensor:
     """Rms of D^-1/2 Q'(A + r)Q D^-1/2 - I: what X^p (A + r) - I is in the eigenbasis, for any exponent."""
-    found = linalg.matmul(basis.mT, linalg.matmul(unit, basis))
-    found.diagonal(dim1=1, dim2=2).add_(options.epsilon)
+    rotated = linalg.matmul(basis.mT, linalg.matmul(unit, basis))
+    rotated.diagonal(dim1=1, dim2=2).add_(options.epsilon)
     inverse = values.sqrt().reciprocal()
-    return _rms_from_identity(found * inverse[:, :, None] * inverse[:, None, :])
+    return _rms_from_identity(rotated * inverse[:, :, None] * inverse[:, None, :])
 
 
 def _newton_roots(unit: Tensor, options: RootOptions) -> tuple[Tensor, Tensor]:

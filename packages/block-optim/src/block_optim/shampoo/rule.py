@@ -123,17 +123,17 @@ def whitened(options: ShampooOptions, step: int, batch: Batch, grads: Tensor) ->
     S = sqrt(mean G^2) I.
     """
     ready = [step > options.first_due(block.number) for block in batch.blocks]
-    found = {}
+    result = {}
     for side, other in ((ROWS, COLS), (COLS, ROWS)):
-        found[side] = apply_side(grads, batch.side("root", other, options.packed), other)
+        result[side] = apply_side(grads, batch.side("root", other, options.packed), other)
     if not all(ready):
         rms = linalg.norms(grads) / (batch.rows * batch.cols) ** 0.5
         scale = torch.where(rms > TINY, rms, torch.ones_like(rms)).sqrt().reciprocal()
         plain = grads * scale[:, None, None]
         padded = [*ready, *[True] * (batch.capacity - len(ready))]
         mask = torch.tensor(padded, device=grads.device)[:, None, None]
-        found = {side: torch.where(mask, values, plain) for side, values in found.items()}
-    return found
+        result = {side: torch.where(mask, values, plain) for side, values in result.items()}
+    return result
 
 
 def _graft(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:
@@ -151,13 +151,13 @@ def direction(options: ShampooOptions, step: int, batch: Batch, filtered: Tensor
     graft = _graft(options, step, filtered, batch.state("exp_avg_sq")) if grafting else None
     if step < options.start:
         return torch.zeros_like(filtered) if graft is None else graft
-    found = apply_side(filtered, batch.side("root", ROWS, options.packed), ROWS)
-    found = apply_side(found, batch.side("root", COLS, options.packed), COLS)
+    result = apply_side(filtered, batch.side("root", ROWS, options.packed), ROWS)
+    result = apply_side(result, batch.side("root", COLS, options.packed), COLS)
     if graft is not None:
-        size = linalg.norms(found)
+        size = linalg.norms(result)
         ratio = torch.where(size > 0, linalg.norms(graft) / size, torch.zeros_like(size))
-        found = found * ratio[:, None, None]
-    return found
+        result = result * ratio[:, None, None]
+    return result
 
 
 def elementwise_direction(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:

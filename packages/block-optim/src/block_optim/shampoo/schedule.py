@@ -16,7 +16,7 @@ not staggered: all blocks at 8, 12, 16 ...
 def first_due(number: int, start: int, frequency: int, stagger: bool) -> int:
     """The first step at which a block's roots are computed.
 
-    Within the `frequency` steps up to `start`, in its phase; at `start` where that would lie before step 1.
+    Within the `frequency` steps up to `start`, in its phase; at `start` if that would be before step 1.
     """
     if not stagger:
         return start

@@ -66,7 +66,7 @@ class Shampoo(Preconditioned):
         start_preconditioning_step: until then the update is the grafting method's; without one there is none, and
             statistics are gathered. None: `precondition_frequency`.
         stagger: spread the blocks' turns over the steps.
-        overlap: compute roots during the next forward and backward: a thread, on CUDA a stream of its own. They
+        overlap: compute roots during the next forward and backward: in a thread, on CUDA with a separate stream. They
             are then used from the step after; the numbers are the same on every device.
         grafting: "none", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
         grafting_beta2: of the grafting method's second moment. None: ``betas[1]``, or 0.999 where that is 1.
@@ -200,7 +200,7 @@ class Shampoo(Preconditioned):
         works = self._gather(active)
         for group, step, members in by_step(works):
             self._accumulate(ShampooOptions.of(group), step, members, skip)
-        overlapped = self._refresh(works, skip)  # roots of the whole model together, whatever their tensors
+        overlapped = self._refresh(works, skip)  # roots of the whole model together
         for group, step, members in by_step(works):
             self._precondition(ShampooOptions.of(group), step, members)
         if overlapped:
@@ -242,8 +242,8 @@ class Shampoo(Preconditioned):
         return None if state is None else local_of(state).view(-1)
 
     def _averages(self, works: Sequence[TensorStep]) -> list[Tensor]:
-        found = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
-        return [state for state in found if state is not None]
+        result = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
+        return [state for state in result if state is not None]
 
     def _buffers(self, works: Sequence[TensorStep]) -> list[Tensor]:
         return [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
@@ -302,9 +302,9 @@ class Shampoo(Preconditioned):
         return later
 
     def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
-        for job, found in results:
-            store_square(job.views("root"), found.roots, job.options.packed)
-            self._count(found.counts, [job.items[i][0] for i in found.kept])
+        for job, result in results:
+            store_square(job.views("root"), result.roots, job.options.packed)
+            self._count(result.counts, [job.items[i][0] for i in result.kept])
 
     # ---------------------------------------------------------------- the parameters
 

@@ -57,7 +57,7 @@ class SOAP(Preconditioned):
         first_step_update: use the first gradient too, in a basis made from itself. By default the first step only makes
             the bases, and moves nothing.
         stagger: spread the blocks' turns over the steps (the first bases are made in the first step).
-        overlap: refresh during the next forward and backward: a thread, on CUDA a stream of its own. Same numbers.
+        overlap: refresh during the next forward and backward, in a thread, on CUDA with a separate stream.
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
         packed: keep the lower triangles of factors only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
@@ -212,27 +212,27 @@ class SOAP(Preconditioned):
 
     def _first_bases(self, group: Group, batch: Batch) -> None:
         for side in _turned(batch):
-            found = eigenbases(batch.side("factor", side, group["packed"]), batch.side("basis", side, False))
-            batch.put_side("basis", side, found.roots, False)
-            self._count_batch(batch, found)
+            result = eigenbases(batch.side("factor", side, group["packed"]), batch.side("basis", side, False))
+            batch.put_side("basis", side, result.roots, False)
+            self._count_batch(batch, result)
 
     def _turn(self, results: Sequence[_Refreshed]) -> None:
         """Put new bases in place: second moments in the new order, first moments turned from the old basis."""
         for batch, sides in results:
             first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
-            for side, (found, order) in sides.items():
-                turn = linalg.matmul(found.roots.mT, batch.side("basis", side, False))
+            for side, (result, order) in sides.items():
+                turn = linalg.matmul(result.roots.mT, batch.side("basis", side, False))
                 first = apply_side(first, turn if side == ROWS else turn.mT, side)
                 index = order[:, :, None] if side == ROWS else order[:, None, :]
                 second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
-                batch.put_side("basis", side, found.roots, False)
-                self._count_batch(batch, found)
+                batch.put_side("basis", side, result.roots, False)
+                self._count_batch(batch, result)
             batch.put("exp_avg", first)
             batch.put("exp_avg_sq", second)
 
-    def _count_batch(self, batch: Batch, found: Roots) -> None:
-        counts = found.without(batch.capacity - len(batch.blocks)).counts
-        self._count(counts, [batch.blocks[i] for i in found.kept])
+    def _count_batch(self, batch: Batch, result: Roots) -> None:
+        counts = result.without(batch.capacity - len(batch.blocks)).counts
+        self._count(counts, [batch.blocks[i] for i in result.kept])
 
 
 def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
@@ -243,7 +243,7 @@ def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> N
 
 
 def updates_at(group: Group, step: int) -> int:
-    """Which update a step makes; 0 for a first step that makes none."""
+    """Number of the update that a step makes; 0 for a first step that makes none."""
     return step if group["first_step_update"] else step - 1
 
 
@@ -274,10 +274,10 @@ def _direction(group: Group, updates: int, batch: Batch, grads: Tensor) -> Tenso
     second.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
     batch.put("exp_avg", first)
     batch.put("exp_avg_sq", second)
-    found = _adam(group, updates, first, second)
+    result = _adam(group, updates, first, second)
     for side, basis in bases.items():
-        found = apply_side(found, basis if side == ROWS else basis.mT, side)
-    return found
+        result = apply_side(result, basis if side == ROWS else basis.mT, side)
+    return result
 
 
 def _load(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,9 +1,9 @@
-"""Which rank owns which strip, and the way of strips that no rank holds whole to their owners and back.
+"""Owners of strips, and the exchange of strips that no rank holds whole with their owners.
 
     ranks hold    |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|      (any contiguous runs in rank order)
     strips        |-- s0 --|-- s1 --|-- s2 --|-- s3 --|-- s4 --|- s5 -|
 
-    s0 and s5 lie whole on ranks 0 and 3: those own them, nothing moves
+    s0 and s5 are whole on ranks 0 and 3: those own them, nothing is exchanged
     s1 is cut between 0 and 1: one of the two owns it; its gradient goes there, its update comes back
 
 Ownership never runs against rank order, so the state of a tensor's strips, laid end to end, is a `RaggedShard` of one
@@ -55,8 +55,8 @@ class StripAssignment:
     @property
     def owned(self) -> range:
         """This rank's strips: consecutive."""
-        mine = [i for i, owner in enumerate(self.owners) if owner == self.holding.rank]
-        return range(mine[0], mine[-1] + 1) if mine else range(0)
+        own_strips = [i for i, owner in enumerate(self.owners) if owner == self.holding.rank]
+        return range(own_strips[0], own_strips[-1] + 1) if own_strips else range(0)
 
     @property
     def owned_range(self) -> Range:
@@ -96,9 +96,9 @@ def assign_strips(
     held_by: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in tensors]
     for name, numbered in by_group.items():
         jobs, load = [job for _, job in numbered], before[name]
-        found = assign(jobs, len(load), load)
-        before[name] = loads(jobs, found, len(load), load)
-        for (number, job), owner in zip(numbered, found, strict=True):
+        result = assign(jobs, len(load), load)
+        before[name] = loads(jobs, result, len(load), load)
+        for (number, job), owner in zip(numbered, result, strict=True):
             owners[number].append(owner)
             held_by[number].append(job.held)
     return [
@@ -147,7 +147,7 @@ class StripExchange:
         return list(self._tensors)
 
     def agree(self, present: Sequence[bool]) -> list[bool]:
-        """Which tensors have a gradient on some rank: one all_reduce of a byte for each."""
+        """Find the tensors with a gradient on any rank: one all_reduce of a byte for each."""
         return self._presence.all_reduce(present)()
 
     def gather(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> None:
@@ -158,8 +158,8 @@ class StripExchange:
             owned: what this rank owns of the same tensors, flat; filled.
         """
         for number in owned:
-            for here, there in self._kept(number, local[number], owned[number]):
-                there.copy_(here)
+            for local_part, owned_part in self._kept(number, local[number], owned[number]):
+                owned_part.copy_(local_part)
         for i, sent in self._exchange.held.items():
             number, index = self._strips[i]
             if number in local:
@@ -186,17 +186,17 @@ class StripExchange:
                 for piece, part in self._packed(number, index, self._rank, received):
                     piece.here(local[number]).copy_(part)
         for number in owned:
-            for here, there in self._kept(number, local[number], owned[number]):
-                here.copy_(there)
+            for local_part, owned_part in self._kept(number, local[number], owned[number]):
+                local_part.copy_(owned_part)
 
     def _kept(self, number: int, local: Tensor, owned: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What this rank both holds and owns of a tensor, in each of the two."""
+        """The elements of a tensor that this rank both holds and owns, in each of the two."""
         t = self._tensors[number]
         pieces = t.holding.pieces(self._rank, *t.owned_range)
         return [(piece.here(local), self._in_owned(number, piece, owned)) for piece in pieces]
 
     def _packed(self, number: int, index: int, rank: int, packed: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """What a rank holds of a strip, piece by piece, each with its place in what travels of the strip."""
+        """The pieces of a strip on a rank, each with its place in the exchanged part of the strip."""
         t = self._tensors[number]
         strip, at = t.grid.strip(index), 0
         for piece in t.holding.pieces(rank, strip.start, strip.stop):

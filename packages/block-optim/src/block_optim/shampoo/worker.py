@@ -1,4 +1,4 @@
-"""TensorStep next to the training step: a thread of its own, on an accelerator with a stream of its own.
+"""Work that overlaps the training step: in a separate thread, on an accelerator with a separate stream.
 
     step t:    ... update | submit(jobs)        a job: a snapshot in, a result out; reads nothing else
                                \\------- run one by one during the next forward and backward -------\\
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs one list of jobs at a time. The thread exists from the first one on, and goes with this object."""
+    """Runs one list of jobs at a time. The thread starts with the first job, and ends with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._layer = device_layer(device)
@@ -38,7 +38,7 @@ class Worker:
         """
         assert self._join is None, "one list of jobs at a time"
         if self._threads is None:
-            # A new thread has a default of its own: other bits, and other cores.
+            # A new thread has another default: other bits, and other cores.
             count = torch.get_num_threads()
             self._threads = ThreadPoolExecutor(
                 1, "block_optim", initializer=torch.set_num_threads, initargs=(count,)

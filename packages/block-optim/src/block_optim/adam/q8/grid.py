@@ -1,4 +1,4 @@
-"""Block grids of 8-bit states: which blocks a tensor has, where ranks may cut it, how the tensor of scales lies.
+"""Block grids of 8-bit states: the blocks of a tensor, where ranks may cut it, and the placements of its scales.
 
     weight (5, 6), Tile(2, 4)        scales (3, 2)        rank 0 holds rows 0-3: scales 0-1
         a a a a b b                    a b                rank 1 holds row 4:    scales 2
@@ -9,7 +9,7 @@
 
 `Elements(n)` cuts the flattened tensor; its scales are one-dimensional.
 
-Tensor and expert parallelism leave a slab of the tensor on a rank. Where their cuts lie between blocks, the slab's own
+Tensor and expert parallelism leave a slab of the tensor on a rank. If their cuts are between blocks, the slab's
 grid has the same blocks, and its scales are the same slab of the tensor of scales.
 """
 
@@ -72,17 +72,17 @@ class Grid:
                 return None
             first, after = self.scales_before(pieces[0].first), self.scales_before(pieces[0].stop)
             return None if first is None or after is None else ((first,), (after - first,))
-        found: list[tuple[int, int]] = []
+        result: list[tuple[int, int]] = []
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             tile = {0: self.block.columns, 1: self.block.rows}.get(len(sizes) - 1 - dim, 1)
             end = offset + size
             if offset % tile or (end % tile and end != self.shape[dim]):
                 return None
-            found.append((offset // tile, -(-size // tile)))
-        return tuple(a for a, _ in found), tuple(n for _, n in found)
+            result.append((offset // tile, -(-size // tile)))
+        return tuple(a for a, _ in result), tuple(n for _, n in result)
 
     def cut_points(self) -> str:
-        """For messages: where a cut may be."""
+        """Where a cut may be, for messages."""
         if isinstance(self.block, Elements):
             return f"every {self.block.count} elements"
         return f"every {self.block.rows} rows"
@@ -105,11 +105,11 @@ def check_block(block: Block | int | str) -> Elements | Tile:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """The blocks of one parameter here, and where their scales lie.
+    """The blocks of one parameter on this rank, and the places of their scales.
 
     Attributes:
         grid: of the global tensor.
-        slab: of what other axes (tensor or expert parallelism) leave on this rank; its blocks are the grid's.
+        slab: grid of the part that other axes (tensor or expert parallelism) leave on this rank.
         start, stop: this rank's elements of the flattened slab.
         placements: of the tensor of scales.
     """
@@ -122,7 +122,7 @@ class ScaleLayout:
 
     @property
     def num_scales(self) -> int:
-        """Of the blocks that this rank holds."""
+        """Number of scales: one for each block on this rank."""
         first, after = self.slab.scales_before(self.start), self.slab.scales_before(self.stop)
         assert first is not None
         assert after is not None
@@ -155,27 +155,29 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     along = [a for a in cutting if isinstance(param.placements[a], RaggedShard)]
     along = along or [a for a in cutting if param.placements[a] == Shard(0)][-1:]
     sizes = [1 if a in along else mesh.size(a) for a in range(mesh.ndim)]
-    found = {where: _slab_at(param, grid, along, where) for where in itertools.product(*map(range, sizes))}
-    units = {RaggedShard((0,), slab.lengths) for slab in found.values() if any(slab.lengths)}
+    result = {where: _slab_at(param, grid, along, where) for where in itertools.product(*map(range, sizes))}
+    units = {RaggedShard((0,), slab.lengths) for slab in result.values() if any(slab.lengths)}
     if along and len(units) > 1:
         raise _refusal(param, f"its axes leave ranks different numbers of blocks of {block}")
     own = mesh.get_coordinate()
     assert own is not None
     placements = _scale_placements(param, grid, along, units.pop().local_units if units else (1,))
-    for where, slab in found.items():
+    for where, slab in result.items():
         chunk = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
         if held_boxes(grid.scale_shape, mesh.shape, chunk, where) != slab.scales:
             raise _refusal(
                 param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share"
             )
-    here = found[tuple(0 if a in along else own[a] for a in range(mesh.ndim))]
+    own_slab = result[tuple(0 if a in along else own[a] for a in range(mesh.ndim))]
     rank = own[along[0]] if along else 0
-    return ScaleLayout(grid, Grid(here.shape, block), here.cuts[rank], here.cuts[rank + 1], placements)
+    return ScaleLayout(
+        grid, Grid(own_slab.shape, block), own_slab.cuts[rank], own_slab.cuts[rank + 1], placements
+    )
 
 
 @dataclass(frozen=True)
 class _Slab:
-    """What the axes that cut first leave of a tensor at one place.
+    """The part of a tensor that the axes that cut first leave at one place.
 
     Attributes:
         shape: of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` are those of rank r of the last axis.
@@ -228,27 +230,27 @@ def _scale_placements(
     mesh = param.mesh
     assert mesh is not None
     dims, cutting = tuple(range(max(len(grid.scale_shape) - 1, 1))), cutting_axes(mesh, param.placements)
-    found: list[Placement] = []
+    result: list[Placement] = []
     factor = 1
     for axis in reversed(range(mesh.ndim)):
         placement = param.placements[axis]
         if axis in along:
             strided = isinstance(placement, StridedRaggedShard) and factor > 1
-            found.append(StridedRaggedShard(dims, units, factor) if strided else RaggedShard(dims, units))
+            result.append(StridedRaggedShard(dims, units, factor) if strided else RaggedShard(dims, units))
         elif isinstance(placement, RaggedShard):  # on an axis of size 1
-            found.append(RaggedShard(dims, [1]) if not along else Replicate())
+            result.append(RaggedShard(dims, [1]) if not along else Replicate())
         elif axis in cutting:
-            found.append(placement)
+            result.append(placement)
             factor *= mesh.size(axis) if isinstance(placement, Shard) and placement.dim in dims else 1
         else:
-            found.append(Replicate())
-    return tuple(reversed(found))
+            result.append(Replicate())
+    return tuple(reversed(result))
 
 
 def _refusal(param: Param, reason: str) -> ValueError:
     return ValueError(
         f"{param.name}: 8-bit states need a run of whole blocks on each rank, but with placements {param.placements} "
-        f"{reason}; choose a Tile whose blocks lie between the cuts, or keep its states in fp32 with quantize=False in "
+        f"{reason}; choose a Tile whose blocks fit between the cuts, or keep its states in fp32 with quantize=False in "
         "its group"
     )
 
@@ -286,7 +288,7 @@ class Stretch:
         return -(-self.rows // self.tile[0]) * -(-self.columns // self.tile[1])
 
     def joins(self, other: "Stretch") -> bool:
-        """Whether ``other`` goes on where this one ends."""
+        """Whether ``other`` begins where this one ends."""
         return (
             self.uniform
             and other.uniform
@@ -311,10 +313,10 @@ def stretches_of(layout: ScaleLayout, start: int, scale: int) -> list[Stretch]:
     if isinstance(grid.block, Elements):
         count = grid.block.count
         full, rest = divmod(numel, count)
-        found = [Stretch(start, full, count, (1, count), scale)] if full else []
+        result = [Stretch(start, full, count, (1, count), scale)] if full else []
         if rest:
-            found.append(Stretch(start + full * count, 1, rest, (1, count), scale + full))
-        return found
+            result.append(Stretch(start + full * count, 1, rest, (1, count), scale + full))
+        return result
     if not numel:
         return []
     rows, columns = grid.shape[-2:]
@@ -322,21 +324,21 @@ def stretches_of(layout: ScaleLayout, start: int, scale: int) -> list[Stretch]:
     row, end = layout.start // columns, layout.stop // columns
     if rows % tile[0] == 0:
         return [Stretch(start, end - row, columns, tile, scale)]
-    found = []
+    result = []
     while row < end:
         stop = min(end, (row // rows + 1) * rows)
-        found.append(Stretch(start, stop - row, columns, tile, scale))
-        start, scale = start + found[-1].numel, scale + found[-1].num_scales
+        result.append(Stretch(start, stop - row, columns, tile, scale))
+        start, scale = start + result[-1].numel, scale + result[-1].num_scales
         row = stop
-    return found
+    return result
 
 
 def merged(stretches: list[Stretch]) -> list[Stretch]:
-    """The same blocks in as few stretches as can be."""
-    found: list[Stretch] = []
+    """The blocks in as few stretches as possible."""
+    result: list[Stretch] = []
     for stretch in stretches:
-        if found and found[-1].joins(stretch):
-            last = found.pop()
+        if result and result[-1].joins(stretch):
+            last = result.pop()
             stretch = Stretch(last.start, last.rows + stretch.rows, last.columns, last.tile, last.scale)
-        found.append(stretch)
-    return found
+        result.append(stretch)
+    return result

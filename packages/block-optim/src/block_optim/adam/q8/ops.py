@@ -1,7 +1,7 @@
 """One AdamW step over a matrix of tiles with 8-bit moments, as a list of torch ops.
 
     codes, scales -> m, r            decode (scratch), with the betas in the scales
-    m, v = r^2, g -> m', v'          each product and sum rounded by itself: what Triton computes without contraction
+    m, v = r^2, g -> m', v'          each product and sum rounded separately, as Triton does without contraction
     m', v' -> r' = root of v', p'    v' / sqrt(v'), since torch's CPU square root is not always rounded correctly
     m', r' -> scales', codes'        the largest of each tile, the nearest code of each number over its scale
 
@@ -25,7 +25,7 @@ BUFFERS = 4  # m, r and two for the update
 
 
 class TileScratch:
-    """Buffers that all tile steps of a device take turns with."""
+    """Buffers that all tile steps of a device share."""
 
     def __init__(self, device: torch.device, numel: int) -> None:
         self._flat = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(BUFFERS + 2)]

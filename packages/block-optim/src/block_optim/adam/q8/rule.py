@@ -1,6 +1,6 @@
 """AdamW with 8-bit moments over blocks: the update rule, apart from the optimizer that hosts it.
 
-    runs        where parameters, gradients and codes are neighbours alike, without gaps
+    runs        where parameters, gradients and codes are neighbours in the same order, without gaps
     stretches   consecutive blocks of one width: a matrix of tiles, over several parameters if they fit together
     tile steps  stretches cut between bands of tiles to what the scratch holds
 
@@ -50,7 +50,7 @@ class Codes(Entry):
 
     @property
     def scale_memory(self) -> tuple[int, int, int]:
-        """What is equal for parameters whose scales may be neighbours: both storages, and their offsets' difference."""
+        """Equal for parameters whose scales may be neighbours: both storages, and the difference of their offsets."""
         first, second = self.scales
         storages = first.untyped_storage().data_ptr(), second.untyped_storage().data_ptr()
         return *storages, offset_of(second) - offset_of(first)
@@ -114,7 +114,7 @@ class QuantizedRule(Rule[Codes]):
 
 @dataclass
 class _Call:
-    """A tile step, the stretch of the run in whose gradients its own lie, and its class."""
+    """A tile step, the stretch of the run from which its gradients are taken, and its class."""
 
     tiles: TileStep
     run: Run
@@ -126,9 +126,9 @@ class _Call:
         """The gradients as (rows, columns)."""
         if self.kept is not None and self.kept[0] == step.keep:
             return self.kept[1]
-        found = _matrix(step.grads[self.run.members[0]], self.stretch)
-        self.kept = (step.keep, found) if step.keep else None
-        return found
+        result = _matrix(step.grads[self.run.members[0]], self.stretch)
+        self.kept = (step.keep, result) if step.keep else None
+        return result
 
 
 def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
@@ -157,16 +157,19 @@ class _Plan(StepPlan[Codes]):
     def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
         own = [self._own(i, e) for i, e in enumerate(self.entries)]
-        kinds = [(key, e.scale_memory, mine) for key, e, mine in zip(keys, self.entries, own, strict=True)]
-        found: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
+        kinds = [
+            (key, e.scale_memory, format_key)
+            for key, e, format_key in zip(keys, self.entries, own, strict=True)
+        ]
+        result: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
         for run in joint_runs(lists, kinds, max_gap=0):
             first = run.members[0]
             kind = self.classes.index(keys[first])
-            found.setdefault(self.locals[first].device, []).extend(
+            result.setdefault(self.locals[first].device, []).extend(
                 (run, kind, s) for s in self._stretches(run)
             )
         self.calls, self.launches = [], []
-        for device, stretches in found.items():
+        for device, stretches in result.items():
             if has_triton(device):
                 scalars = Scalars(device, len(self.classes))
                 self.launches.append((scalars, self._launches(device, stretches, grads)))
@@ -174,23 +177,23 @@ class _Plan(StepPlan[Codes]):
                 self.calls += self._tile_steps(device, stretches)
 
     def _own(self, i: int, entry: Codes) -> tuple[str, int | None]:
-        """What else keeps parameters out of one run: their format, and each bf16 one that is rounded by its name."""
+        """Keys that must match for parameters to share a run: block format, and the rounding of bf16 parameters."""
         return entry.group["block"], None if self._seed(i) is None else i
 
     def _seed(self, i: int) -> int | None:
-        """Of the stochastic rounding of an entry's parameter; None: rounded to nearest."""
+        """Rounding seed of the entry's parameter, or None for round-to-nearest."""
         group = self.entries[i].group
         rounded = group["stochastic_rounding"] and self.locals[i].dtype == torch.bfloat16
         return group["seed"] if rounded else None
 
     def _stretches(self, run: Run) -> list[Stretch]:
         base = offset_of(self.locals[run.members[0]])
-        found = []
+        stretches = []
         for i in run.members:
             entry = self.entries[i]
             start = offset_of(self.locals[i]) - base
-            found += stretches_of(entry.layout, start, offset_of(entry.scales[0]))
-        return merged(found)
+            stretches += stretches_of(entry.layout, start, offset_of(entry.scales[0]))
+        return merged(stretches)
 
     def _tensors(self, i: int, stretch: Stretch) -> TileTensors:
         """The memory of a stretch of the run that begins with entry i."""
@@ -226,11 +229,11 @@ class _Plan(StepPlan[Codes]):
             )  # fmt: skip
             seed = group["seed"] if group["stochastic_rounding"] else None
             rows.setdefault((s.tile, seed, dtypes), []).append(row)
-        found: list[Launch] = []
+        result: list[Launch] = []
         for (tile, seed, dtypes), chosen in rows.items():
             variant = partial(_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
-            found += launches_of(chosen, seed, variant)
-        return found
+            result += launches_of(chosen, seed, variant)
+        return result
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
         limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)

@@ -14,7 +14,7 @@ _MOST_WARPS = 16
 
 
 def quantized_variant(tile: tuple[int, int], types: Types, *, aligned: bool, single: bool) -> Variant:
-    """For tiles of 8-bit states; ``single``: no row of the stretches has more than one tile."""
+    """Variant for tiles of 8-bit states; ``single``: no row of the stretches has more than one tile."""
     from block_optim.adam.q8 import kernels_triton
 
     rows, columns = (_power_of_two(n) for n in tile)
