@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 import time
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from train_helpers import apart, losses, newest, text_folder, tiny, train, train_and_stop, with_changes
 
-from fsdp_runtime.train import PRESETS, TrainError, checkpoint
+from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.parallel.meshes import make_meshes
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import run_ranks
@@ -166,20 +165,6 @@ def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(
         after = everything(newest(tmp_path / f"{name} saved"))
         assert before.keys() == after.keys()
         assert not [key for key in before if not torch.equal(before[key], after[key])], name
-
-
-def test_a_checkpoint_with_settings_by_group_as_of_0_1_0_is_resumed(folder, tmp_path):
-    config = made(folder, "dense", save_every=2, eval_every=0, optimizer="adamw")
-    run_ranks(1, train, config, tmp_path / "whole")
-    run_ranks(1, save_by_group, config, tmp_path / "old")
-    (summary,) = run_ranks(1, train, with_changes(config, resume=True), tmp_path / "old")
-    assert summary["first_step"] == 2
-    assert apart(losses(tmp_path / "old"), losses(tmp_path / "whole")) < 1e-6
-
-
-def save_by_group(config, out):
-    with mock.patch.object(checkpoint, "_BY_NAME", checkpoint._BY_GROUP):
-        return train_and_stop(config, out, 1, 0)
 
 
 @pytest.mark.parametrize(

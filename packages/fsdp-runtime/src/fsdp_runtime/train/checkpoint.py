@@ -127,7 +127,7 @@ def find_damage(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 
 
 def is_as_written(folder: Path, name: str) -> bool:
-    """Whether one file of a checkpoint has the digest that was written with it."""
+    """True if one file of a checkpoint has the digest that was written with it."""
     try:
         return bool(json.loads((folder / SUMS).read_text())["files"][name] == _digest(folder / name))
     except (OSError, *MALFORMED):
@@ -251,7 +251,7 @@ class Checkpoints:
     Args:
         folder: of the run; ``checkpoints`` is made below it.
         keep: how many complete ones stay.
-        group: a process group with gloo, for DCP's coordination next to the training's own collectives; None for one
+        group: a process group with gloo, for DCP's coordination, apart from the training's collectives; None for one
             process.
 
     Collective: one gather of small objects, the hosts' names.
@@ -295,16 +295,16 @@ class Checkpoints:
         self._pending = _Pending(step, future)
 
     def failed(self) -> bool:
-        """Whether this rank knows already that the save under way has failed."""
+        """True once this rank knows that the running save has failed."""
         pending = self._pending
         return pending is not None and pending.future.done() and pending.future.exception() is not None
 
     def written(self) -> bool:
-        """Whether this rank knows that the save under way is complete on disk."""
+        """True once this rank knows that the running save is complete on disk."""
         return self._pending is not None and self._pending.future.done()
 
     def finish(self) -> int | None:
-        """Wait for the save under way and make it the latest; returns its step. All ranks call it.
+        """Wait for the running save and make it the latest; returns its step. All ranks call it.
 
         Raises:
             TrainError: it could not be written; the folder of the one before stays the latest.
@@ -407,7 +407,7 @@ _ABOUT = {"config": dict, "identity": dict, "parameters": dict, "step": int, "wo
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run.
+    """Read ``run.json``: the run that a checkpoint belongs to.
 
     Raises:
         TrainError: no complete checkpoint, or not of this program.
@@ -450,13 +450,13 @@ def describe(model: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def check_same_model(checkpoint: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_same_model(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise, naming the first difference, if a checkpoint is of another model; both as of `describe`."""
-    for name in sorted(saved.keys() | mine.keys()):
-        if saved.get(name) != mine.get(name):
+    for name in sorted(saved.keys() | current.keys()):
+        if saved.get(name) != current.get(name):
             raise TrainError(
                 f"{checkpoint} is a checkpoint of another model: {name} is {_shown(saved.get(name))} there and "
-                f"{_shown(mine.get(name))} here"
+                f"{_shown(current.get(name))} here"
             )
 
 
@@ -464,22 +464,22 @@ def check_same_run(
     checkpoint: Path, about: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
 ) -> None:
     """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
-    theirs = about["config"]
-    if theirs.get("optimizer") != config["optimizer"]:
+    saved = about["config"]
+    if saved.get("optimizer") != config["optimizer"]:
         raise TrainError(
-            f"{checkpoint} has the state of {theirs.get('optimizer')}, --optimizer is {config['optimizer']}"
+            f"{checkpoint} has the state of {saved.get('optimizer')}, --optimizer is {config['optimizer']}"
         )
-    for name, mine in identity.items():
+    for name, value in identity.items():
         before = about["identity"].get(name)
-        if before != mine and name == "data":
+        if before != value and name == "data":
             was, now = (
-                " ".join(map(str, c.get("data") or ())) or "the standard library" for c in (theirs, config)
+                " ".join(map(str, c.get("data") or ())) or "the standard library" for c in (saved, config)
             )
             raise TrainError(
                 f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
             )
-        if before != mine:
-            raise TrainError(f"{checkpoint} was made with {name} {before}, this run has {mine}")
+        if before != value:
+            raise TrainError(f"{checkpoint} was made with {name} {before}, this run has {value}")
     if about["step"] > config["steps"]:
         raise TrainError(f"{checkpoint} is beyond --steps {config['steps']}")
 
@@ -489,7 +489,7 @@ def _shown(entry: list[Any] | None) -> str:
 
 
 def root_cause(error: BaseException, hosts: Sequence[str] = ()) -> str:
-    """What really failed, in one line: DCP wraps what ranks raised, and torch.save hides a full disk.
+    """The error that caused a failure, in one line: DCP wraps errors of ranks, and torch.save hides a full disk.
 
     With `hosts`, by rank, where there are several: also on which rank.
     """
@@ -497,11 +497,11 @@ def root_cause(error: BaseException, hosts: Sequence[str] = ()) -> str:
     if failed and len(set(hosts)) > 1:
         rank = min(failed)
         return f"{named(rank, hosts)}: {root_cause(failed[rank][0])}"
-    found = list(causes(error))
-    for cause in found:
+    chain = list(causes(error))
+    for cause in chain:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-    deepest = found[-1]
+    deepest = chain[-1]
     if "unexpected pos" in str(deepest):  # what torch.save says when a write came up short
         return "not all bytes could be written (is the disk full?)"
     return one_line(deepest)

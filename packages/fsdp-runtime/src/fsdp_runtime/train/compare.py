@@ -122,7 +122,7 @@ def compare(
 
 
 def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str, list[Way]]:
-    """What is varied, and each way of it that is installed here; the others are reported."""
+    """The varied option, and its values that are installed; the others are reported."""
     what, _, names = vary.partition("=")
     known = {"system": list(SYSTEMS), "gathers": list(GATHERS), "optimizer": None}
     if what not in known or not names:

@@ -1,4 +1,4 @@
-"""What a run is: one frozen dataclass, filled from the command line, checked before anything starts."""
+"""The options of a run: one frozen dataclass, filled from the command line, checked before anything starts."""
 
 import argparse
 import dataclasses
@@ -31,8 +31,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: anything else, and what is less than one byte.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
-    if not found or (nbytes := int(float(found[1]) * _UNITS[(found[2] or "").upper()])) < 1:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    if not match or (nbytes := int(float(match[1]) * _UNITS[(match[2] or "").upper()])) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 8GiB, 500MB or 123456789")
     return nbytes
 
@@ -120,7 +120,7 @@ class RunConfig:
     measure: bool = _option(False, "count the peak of live bytes, to compare with the plan's (default: no)")
 
     def check(self, world_size: int) -> None:
-        """Raise `TrainError` for anything that can be told without data and without other ranks."""
+        """Raises `TrainError` for any mistake that shows without data and without other ranks."""
         for option in _OPTIONS:
             value, least = getattr(self, option.name), option.metadata["least"]
             if least is not None and not least <= value < math.inf:
@@ -156,7 +156,7 @@ class RunConfig:
                 f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
             )
         if self.system == "deepspeed" and self.on_nan == "skip":
-            raise TrainError("--on-nan skip: deepspeed decides itself about updates")
+            raise TrainError("--on-nan skip: deepspeed decides about updates")
         if self.memory_budget is not None:
             self._check_budget()
         check_present(self.device)
@@ -168,23 +168,23 @@ class RunConfig:
             self._check_splits(splits)
 
     def _check_budget(self) -> None:
-        for reason, found in (
+        for reason, applies in (
             (f"only fsdp_runtime has it, not {self.system}", self.system != "fsdp_runtime"),
             ("it decides what --no-reshard does", not self.reshard),
             (f"not with --pp {self.pp}, whose stages are used in turns", self.pp > 1),
         ):
-            if found:
+            if applies:
                 raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
 
     def divides(self, world_size: int) -> bool:
-        """Whether the splits divide so many ranks, and those that read divide the batch."""
+        """True if the splits divide this number of ranks, and the readers divide the batch."""
         try:
             return self.batch % (self.splits(world_size).readers * self.accumulate) == 0
         except TrainError:
             return False
 
     def _check_division(self, splits: Splits) -> None:
-        """Raise, with what would fit, if the readers and microbatches do not divide the batch."""
+        """Raises `TrainError`, with numbers that fit, if the readers and microbatches do not divide the batch."""
         parts = splits.readers * self.accumulate
         if self.batch % parts == 0:
             return
@@ -198,15 +198,15 @@ class RunConfig:
         )
 
     def splits(self, world_size: int) -> Splits:
-        """How the ranks are divided.
+        """The numbers of ranks of each kind of parallelism.
 
         Raises:
-            TrainError: they cannot be.
+            TrainError: they do not divide the ranks.
         """
         return find_splits({axis: getattr(self, axis) for axis in AXES}, self.pp_schedule, world_size)
 
     def _check_splits(self, splits: Splits) -> None:
-        """Raise for what does not go together with the splits."""
+        """Raises `TrainError` for options that do not work with the splits."""
         asked = next(f"--{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
         if self.system != "fsdp_runtime":
             raise TrainError(f"{asked}: only fsdp_runtime has it here, not {self.system}")
@@ -331,22 +331,22 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     return RunConfig(model=_model(options, PRESETS["small"]), **values)
 
 
-# What a run may not change when it goes on, and why: options of the model come in addition.
+# Options that a resumed run may not change, and why; options of the model are in addition.
 _FIXED = {
     "optimizer": "its state is another's",
     "hf_config": "its weights are of another model",
     "seed": "the next batch would not be the next",
     "seq_len": "the next batch would not be the next",
     "batch": "the next batch would not be the next",
-    "dtype": "its data would be read otherwise",
+    "dtype": "its data would be read differently",
 }
 
 
 def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
-    """The options of a run that goes on: its own, but for those that are given on the command line.
+    """The options of a resumed run: its saved ones, replaced by those on the command line.
 
     Raises:
-        TrainError: one is given that the run cannot change.
+        TrainError: one on the command line cannot change.
     """
     values = _values(options)
     if "hf_config" in values:
@@ -359,10 +359,10 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
     sizes = _sizes(options)
     model = _model(options, saved.model) if sizes else saved.model
     for field_ in dataclasses.fields(ModelConfig):
-        mine, theirs = getattr(model, field_.name), getattr(saved.model, field_.name)
-        if mine != theirs:
-            said = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
-            raise TrainError(f"{said}: {field_.name} is {mine}, the run in {run} has {theirs}")
+        value, before = getattr(model, field_.name), getattr(saved.model, field_.name)
+        if value != before:
+            flags = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
+            raise TrainError(f"{flags}: {field_.name} is {value}, the run in {run} has {before}")
     changes = {"measure": False, **values, "out": str(run), "resume": True}
     return dataclasses.replace(saved, **changes)
 

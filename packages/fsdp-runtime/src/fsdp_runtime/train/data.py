@@ -1,4 +1,4 @@
-"""Which files are training and held-out text, their tokens as one long run, and which sequences make up which batch.
+"""Training and held-out files, their tokens as one long run, and the sequences of each batch.
 
 Text files are bytes as tokens (256 of them); `.npy` and `.bin` files are token arrays, mapped, not read. A corpus is a
 list of arrays and where each begins; nothing is copied.
@@ -26,7 +26,7 @@ from .errors import TrainError
 ARRAYS = (".npy", ".bin")
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
 _BYTES = 256
-_MOST_TOKENS = 1 << 20  # of a vocabulary that nobody asked for: a table of more rows is a mistake in reading
+_MOST_TOKENS = 1 << 20  # of a vocabulary without --vocab-size: a larger one is a mistake in reading
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def read_data(
     source = (
         ", ".join(paths) if paths else f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
     )
-    held = _expand(held_out) if held_out else {}
-    train = {name: path for name, path in files.items() if path not in held.values()}
-    if not held:
-        held = {name: path for name, path in train.items() if _is_held_out(name)}
-        train = {name: path for name, path in train.items() if name not in held}
-    arrays = _open_all({**train, **held}, dtype)
-    sides = [_corpus(train, arrays), _corpus(held, arrays)]
+    held_files = _expand(held_out) if held_out else {}
+    train = {name: path for name, path in files.items() if path not in held_files.values()}
+    if not held_files:
+        held_files = {name: path for name, path in train.items() if _is_held_out(name)}
+        train = {name: path for name, path in train.items() if name not in held_files}
+    arrays = _open_all({**train, **held_files}, dtype)
+    sides = [_corpus(train, arrays), _corpus(held_files, arrays)]
     if (
         min(side.num_tokens for side in sides) <= seq_len and not held_out
     ):  # too few files: hold out their ends
@@ -127,8 +127,8 @@ def _check_dtype(name: str) -> None:
 def _standard_library() -> dict[str, Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
-    found = (path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
-    files = {str(path.relative_to(root)): path for path in found if path.is_file() and path.stat().st_size}
+    paths = (path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    files = {str(path.relative_to(root)): path for path in paths if path.is_file() and path.stat().st_size}
     if not files:
         raise TrainError(f"this Python has no standard library text in {root}: give text with --data PATH")
     return dict(sorted(files.items()))
@@ -137,20 +137,22 @@ def _standard_library() -> dict[str, Path]:
 def _expand(paths: Sequence[str]) -> dict[str, Path]:
     """Files by a name that does not depend on where the data lies: relative to the folder that was given."""
     files: dict[str, Path] = {}
-    for given in paths:
-        path = Path(given).expanduser()
+    for pattern in paths:
+        path = Path(pattern).expanduser()
         if path.is_dir():
             below = (p for p in path.rglob("*") if p.is_file())
             parts = {str(p.relative_to(path)): p for p in below}
-            found = {n: p for n, p in parts.items() if not n.startswith(".") and "/." not in n}
+            matches = {n: p for n, p in parts.items() if not n.startswith(".") and "/." not in n}
         elif path.exists():
-            found = {path.name: path}
+            matches = {path.name: path}
         else:
-            found = {Path(p).name: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
-        if not found:
+            matches = {
+                Path(p).name: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()
+            }
+        if not matches:
             what = "holds no files" if path.is_dir() else "matches no file"
-            raise TrainError(f"no data: {given!r} {what}")
-        for name, file in found.items():
+            raise TrainError(f"no data: {pattern!r} {what}")
+        for name, file in matches.items():
             files[name if name not in files else str(file)] = file
     return dict(sorted(files.items()))
 
@@ -196,11 +198,11 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def _map_npy(path: Path) -> Any:
-    """The array of a .npy file, mapped; never an archive of arrays, never a pickle.
+    """Map the array of a .npy file; archives and pickles are refused.
 
     Raises:
-        OSError, ValueError: it cannot be read, or it is no such file.
-        TrainError: it holds something else than integers in one dimension.
+        OSError, ValueError: the file cannot be read, or is no .npy file.
+        TrainError: it holds anything but integers in one dimension.
     """
     try:
         with path.open("rb") as file:
@@ -266,7 +268,7 @@ def _mix(values: Any, key: int) -> Any:
 
 
 def permute(positions: Any, count: int, seed: int) -> Any:
-    """Where a seeded permutation of ``range(count)`` sends `positions`, without building it.
+    """Map `positions` through a seeded permutation of ``range(count)``, without building it.
 
     A Feistel network permutes the power of four that covers `count`; results outside walk on until inside.
     """
@@ -293,7 +295,7 @@ class Batches:
         seq_len: tokens of a sequence.
         batch: sequences of a global batch.
         accumulate: microbatches of a batch.
-        rank, world_size: whose part is read.
+        rank, world_size: the rank whose part is read.
         seed: of the shuffle; None keeps the order (held-out text).
         vocab_size: tokens must be below it.
         slice_number, slices: which of equal slices of each sequence is read.
@@ -343,8 +345,8 @@ class Batches:
 
     def microbatches(self, step: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's part of step's batch: (tokens, next tokens) for each microbatch, int64 (rows, seq_len)."""
-        mine = self.windows(step).reshape(self.accumulate, self.world_size, -1)[:, self.rank]
-        return [self._read(windows, device) for windows in mine]
+        windows_of_rank = self.windows(step).reshape(self.accumulate, self.world_size, -1)[:, self.rank]
+        return [self._read(windows, device) for windows in windows_of_rank]
 
     def _read(self, windows: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         starts = [int(window) * self.seq_len for window in windows]

@@ -55,25 +55,27 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    found = gather_from_ranks((message, socket.gethostname()))
-    failed = [(rank, text) for rank, (text, _) in enumerate(found) if text is not None]
+    messages = gather_from_ranks((message, socket.gethostname()))
+    failed = [(rank, text) for rank, (text, _) in enumerate(messages) if text is not None]
     if failed:
         rank, text = failed[0]
-        everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(found)
-        number = named(rank, [host for _, host in found]).removeprefix("rank ")
+        everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(messages)
+        number = named(rank, [host for _, host in messages]).removeprefix("rank ")
         raise TrainError(text if everywhere else f"rank {number}: {text}") from cause
 
 
 def failed_collective(error: BaseException) -> str:
-    """Which of torch.distributed's functions an exception came out of, and who called it; "" if none or not known."""
-    found, caller = "", ""
+    """The function of torch.distributed that raised an exception, and its caller; "" if unknown."""
+    collective, caller = "", ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
-            found = found or f"{code.co_name} in {caller}"
-        elif not found and str(frame.f_globals.get("__name__")).startswith(("fsdp_runtime", "ragged_shard")):
+            collective = collective or f"{code.co_name} in {caller}"
+        elif not collective and str(frame.f_globals.get("__name__")).startswith(
+            ("fsdp_runtime", "ragged_shard")
+        ):
             caller = f"{code.co_name} ({Path(code.co_filename).name}:{line})"
-    return found
+    return collective
 
 
 def named(rank: int, hosts: Sequence[str]) -> str:
@@ -82,13 +84,13 @@ def named(rank: int, hosts: Sequence[str]) -> str:
 
 
 def this_rank(rank: int) -> str:
-    """As `named`, when the others cannot be asked: by what torchrun, or another launcher, has set."""
+    """`named` without communication: from the variables that torchrun or another launcher sets."""
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     return f"rank {rank} ({socket.gethostname()})" if several else f"rank {rank}"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and all that led to it, here and (DCP's `failures`) on other ranks."""
+    """An exception and its causes, on this rank and (DCP's `failures`) on others."""
     yield error
     for wrapped in (getattr(error, "failures", None) or {}).values():
         yield from causes(wrapped[0] if isinstance(wrapped, tuple) else wrapped)
@@ -98,7 +100,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an exception only says that another rank is gone: what happened there is the cause."""
+    """True if an exception only reports that another rank is gone; the cause is on that rank."""
     return any(
         isinstance(cause, (dist.DistError, ConnectionError))
         or (isinstance(cause, RuntimeError) and _GONE.search(str(cause)))
@@ -107,7 +109,7 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def say(text: str) -> None:
-    """A line on stderr. If nobody reads it any more (a closed pipe, a terminal that is gone), it is dropped.
+    """Print a line on stderr. It is dropped if stderr is closed (a pipe, a terminal that is gone).
 
     So is all that follows, from this process: training does not end because its output does.
     """

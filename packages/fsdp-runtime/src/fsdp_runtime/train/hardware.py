@@ -1,4 +1,4 @@
-"""What the machine can do and how much of it is in use: its devices, peaks for MFU, memory, times."""
+"""Devices of this machine: their names, peaks for MFU, memory and times."""
 
 import os
 import resource
@@ -50,8 +50,8 @@ def pick_device(asked: str) -> torch.device:
             return torch.device(asked)
         except RuntimeError:
             raise TrainError(f"--device {asked!r}: expected one of auto, {', '.join(DEVICES)}") from None
-    found: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
-    return CPU if found is None else torch.device(found.type)
+    accelerator: torch.device | None = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if accelerator is None else torch.device(accelerator.type)
 
 
 def own_device(asked: str, local_rank: int) -> torch.device:
@@ -64,7 +64,7 @@ def own_device(asked: str, local_rank: int) -> torch.device:
 
 
 def backends(device: torch.device) -> str:
-    """Of a process group for tensors of the device and of the CPU."""
+    """Backends of a process group for tensors of the device and of the CPU."""
     own, cpu = (dist.get_default_backend_for_device(kind) for kind in (device, CPU))
     return cpu if is_cpu(device) else f"{CPU.type}:{cpu},{device.type}:{own}"
 
@@ -83,12 +83,12 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether matrices of FP8 are multiplied as such: NVIDIA's from compute capability 8.9 on."""
+    """True if the device multiplies FP8 matrices: NVIDIA's from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_present(asked: str) -> None:
-    """Raise TrainError where a device was asked for that this machine does not have."""
+    """Raises TrainError if this machine does not have the device."""
     if asked not in ("auto", CPU.type, pick_device("auto").type):
         raise TrainError(f"--device {asked}: torch finds no {asked.upper()} device here")
 

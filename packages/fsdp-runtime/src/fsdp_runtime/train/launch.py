@@ -111,6 +111,7 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
             logs_specs=DefaultLogsSpecs(log_dir=name),
             signals_to_handle="SIGQUIT",  # the others are handled here: ranks save first
         )
+        launch.numa_options = None  # no binding, also if there is a GPU for each rank
         try:
             with _environment(ranks), _quiet_agent():
                 # -P: do not import modules from the working directory
@@ -192,7 +193,7 @@ class RankError(Exception):
 
 @dataclass
 class StopFlag:
-    """Whether this rank should stop; `received` is the signal's number, 0 for none."""
+    """Tells the training loop to stop; `received` is the signal's number, 0 for none."""
 
     stop_file: Path | None = None
     received: int = 0

@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806  (capitals are dimensions)
 """A Llama-style transformer, dense or mixture-of-experts, top to bottom. It knows nothing of sharding.
 
-What other parallelism exchanges has a place of its own: `CausalAttention`, `MixtureOfExperts.sum_counts`,
+Other parallelism replaces or sets `CausalAttention`, `MixtureOfExperts.sum_counts`,
 `Transformer.positions` and `Transformer.stage`.
 
 Suffixes name dimensions: B sequences, T positions, D model, H heads, K heads of keys and values, C channels of a
@@ -104,7 +104,7 @@ def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """What attention computes once heads have their queries, keys and values; it has no parameters."""
+    """Causal attention of queries, keys and values; no parameters."""
 
     def forward(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
         """(B, H, T, C) out: each position sees itself and those before it."""
@@ -350,7 +350,7 @@ def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 def losses_from(out: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from what the model has returned. Logits cut by token (a DTensor) need torch's ``loss_parallel``."""
+    """`losses_of` for an output of the model. Logits cut by token (a DTensor) need torch's ``loss_parallel``."""
     logits, aux = out if isinstance(out, tuple) else (out.logits, targets.new_zeros((), dtype=torch.float32))
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss, aux

@@ -63,11 +63,11 @@ class Buffers:
     reducing: tuple[int, ...]
     gradients: int  # the shard that a reduction leaves
     keeps: bool  # stays gathered between forward and backward
-    received: int = 0  # next to the gathered gradients while they are reduced
+    received: int = 0  # scratch of the reduction, besides the gathered gradients
     decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
 
     def without_gradients(self) -> "Buffers":
-        """The same in a microbatch after which nothing is reduced."""
+        """A copy for a microbatch after which nothing is reduced."""
         return replace(self, reducing=(), gradients=0, received=0)
 
 
@@ -222,7 +222,7 @@ _PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests t
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit on one rank. Bytes, but for `parameters` and `shards` (elements)."""
+    """One unit on one rank: bytes, except `parameters` and `shards` (elements)."""
 
     name: str
     parameters: int
@@ -278,7 +278,7 @@ class MemoryPlan:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The same if reductions end at once, as on the last rank to begin, or after the next unit's last gradient.
+        """The peak if reductions end at once, as on the last rank to begin, or after the next unit's last gradient.
 
         The lower one counts no scratch of reductions, which a transport may hold where no meter of tensors sees it.
         """
@@ -301,15 +301,13 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     if dist.is_initialized():
         raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
     splits = config.splits(world_size)
-    exchanges = (
-        splits.slices > 1 or splits.ep > 1
-    )  # inside forward and backward, whose values nobody looks at
+    exchanges = splits.slices > 1 or splits.ep > 1  # inside forward and backward; their values are not used
     with simulated_ranks(world_size, rank=rank, collectives="skip" if exchanges else "refuse"):
         return plan_here(config, vocab_size)
 
 
 def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
-    """The same inside `simulated_ranks`, for several plans: DTensor keeps what it knows of a process group by its name.
+    """`make_plan` inside `simulated_ranks`, for several plans: DTensor caches process groups by name.
 
     Raises:
         TrainError: as `make_plan`.
@@ -324,27 +322,27 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     meshes = make_meshes(splits, device.type)
     stages, step = _sharded(config, sizes, meshes, device)
     passes = stage_passes(config, sizes, meshes, device)
-    held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
-    waiting = (held - 1) * sum(one.kept for one in passes) // len(passes)
+    passes_held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
+    waiting = (passes_held - 1) * sum(stage.kept for stage in passes) // len(passes)
     gathered = (
-        splits.pp > 1 and held < len(passes) * config.accumulate
+        splits.pp > 1 and passes_held < len(passes) * config.accumulate
     )  # a forward follows the first backward
     if gathered:  # gradients are reduced after the last microbatch, of all units
         waiting += sum(
             sum(unit.buffers.reducing) + unit.buffers.gradients for units in stages for unit in units
         )
     peaks, buffers = [], 0
-    for units, one in zip(stages, passes, strict=True):
+    for units, stage in zip(stages, passes, strict=True):
         own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
         waiting_shards = _shards(own) if config.accumulate > 1 else 0
-        of_ends = [step_peaks(own, one.moments, ends) for ends in ENDS]
+        of_ends = [step_peaks(own, stage.moments, ends) for ends in ENDS]
         peaks.append([peak + waiting + waiting_shards for peak, _ in of_ends])
         buffers = max(buffers, of_ends[-1][1])
     at_once, soon, late = (max(of_stages) for of_stages in zip(*peaks, strict=True))
     return MemoryPlan(
         units=tuple(unit for units in stages for unit in units),
         buffers=buffers,
-        activations=max(moment.live for one in passes for moment in one.moments) + waiting,
+        activations=max(moment.live for stage in passes for moment in stage.moments) + waiting,
         pass_peaks=(at_once, soon, late),
         optimizer_step=step,
     )
@@ -410,7 +408,7 @@ class Pass:
 
 
 def stage_passes(config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: torch.device) -> list[Pass]:
-    """What each of this rank's stages holds in addition to parameters and kept gradients."""
+    """Live bytes of each of this rank's stages, besides parameters and kept gradients."""
     splits = meshes.splits
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     length, rows = config.seq_len // splits.cp, config.batch // (splits.readers * config.accumulate)
@@ -523,7 +521,7 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
         ("sent by one gather of every unit", (over - 1) * sum(unit.given for unit in plan.units)),
         ("sent by one reduction of every unit", (over - 1) * sum(unit.reduced for unit in plan.units)),
     ]
-    held = [
+    rows = [
         ("weights, their codes, optimizer state, for good", plan.at_rest),
         ("gradients, when all are there", plan.gradients),
         ("gathered buffers, at most", plan.buffers),
@@ -536,11 +534,11 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
         ("reserved on CUDA, at least (an estimate)", plan.reserved),
         ("expected peak, half-way", plan.peak),
     ]
-    return [*lines, "", *(f"{text + ':':<48}{megabytes(nbytes):>12} MB" for text, nbytes in held)]
+    return [*lines, "", *(f"{text + ':':<48}{megabytes(nbytes):>12} MB" for text, nbytes in rows)]
 
 
 def megabytes(nbytes: int | None) -> str:
-    """As text, in 10^6 bytes."""
+    """Format bytes as MB (10^6)."""
     return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
 
 
@@ -571,7 +569,7 @@ class Traffic:
 
 
 def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
-    """What one rank sends in a step; the rank of the pipeline with the most layers, without embedding and head.
+    """Bytes that one rank sends in a step: the rank of the pipeline with the most layers, without embedding and head.
 
     `kept` layers stay gathered between forward and backward.
     """
@@ -766,8 +764,8 @@ def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:
     """Bytes that a rank may hold, and who says so."""
     if gib is not None:
         return gib * _GIB, "--memory"
-    mine = device_memory(pick_device(config.device))
-    return (_ASSUMED_GIB * _GIB, "assumed; no GPU here") if mine is None else (mine, "this GPU's")
+    total = device_memory(pick_device(config.device))
+    return (_ASSUMED_GIB * _GIB, "assumed; no GPU here") if total is None else (total, "this GPU's")
 
 
 def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float | None) -> list[str]:
@@ -780,11 +778,11 @@ def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float |
         ranks: number of ranks to split.
         gib: GiB that a rank may hold; None takes this machine's GPU.
     """
-    found = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
+    traffics = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
     limit, whose = memory_limit(config, gib)
     rows: list[str] = []
     planned = 0
-    for splits, traffic in sorted(found, key=lambda pair: pair[1].total):
+    for splits, traffic in sorted(traffics, key=lambda pair: pair[1].total):
         if len(rows) == _SHOWN or planned == _PLANNED:
             break
         planned += 1
@@ -797,7 +795,7 @@ def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float |
                 f"| {splits} | {peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
             )
     lines = [
-        f"{len(found)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "
+        f"{len(traffics)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "
         f"{planned} that send least:",
         "",
         f"| split | GiB a rank | bubble | MB sent | {' | '.join(_SENT)} |",

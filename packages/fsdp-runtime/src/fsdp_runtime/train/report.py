@@ -45,9 +45,9 @@ class Report:
         """One training step's figures."""
         self._write({"kind": "train", **entry})
         if self.bar is not None:
-            self.bar.update(self.task, completed=entry["step"] + 1, said=said(entry))
+            self.bar.update(self.task, completed=entry["step"] + 1, text=shown(entry))
         elif not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
-            self.say(f"step {entry['step'] + 1:>6}/{self.steps}  {said(entry)}")
+            self.say(f"step {entry['step'] + 1:>6}/{self.steps}  {shown(entry)}")
 
     def held_out(self, step: int, loss: float) -> None:
         """A held-out loss, after `step` steps."""
@@ -83,7 +83,7 @@ class Report:
             self.file.close()
 
 
-def said(entry: dict[str, Any]) -> str:
+def shown(entry: dict[str, Any]) -> str:
     """A step's figures as people read them."""
     parts = [
         f"loss {entry['loss']:.4f}",
@@ -103,11 +103,11 @@ def _bar(steps: int, start: int) -> tuple[Any, Any]:
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}"),
+        TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=Console(stderr=True))
-    return bar, bar.add_task("training", total=steps, completed=start, said="")
+    return bar, bar.add_task("training", total=steps, completed=start, text="")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a line has what every entry has: its kind, a step and a loss."""
+    """Whether an entry has a kind, a step and a loss."""
     if not isinstance(entry, dict) or entry.get("kind") not in ("train", "held_out"):
         return False
     return type(entry.get("step")) is int and isinstance(entry.get("loss"), float)
@@ -158,18 +158,18 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
 
 
 def closing_lines(summary: dict[str, Any]) -> str:
-    """What a run says last."""
+    """The last lines that a run prints."""
     out, steps = summary["out"], summary["steps"]
     if summary["stopped"]:
         resume = shlex.join(["fsdp-train", "--resume", "--out", out])
         return f"stopped after step {steps}, saved in {out}; go on with: {resume}"
     if summary["loss"] is None:
         return f"nothing to do: {out} has all {steps} steps"
-    held = summary["held_out_loss"]
-    said = "" if held is None else f", held out {held:.4f}"
+    held_out = summary["held_out_loss"]
+    more = "" if held_out is None else f", held out {held_out:.4f}"
     if summary["bad_steps"]:
-        said += f"; {summary['bad_steps']} updates were skipped, their gradients not being finite"
+        more += f"; {summary['bad_steps']} updates were skipped, their gradients not being finite"
     return (
-        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{said}\n"
+        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\n"
         f"metrics, curves.png and checkpoints are in {out}"
     )

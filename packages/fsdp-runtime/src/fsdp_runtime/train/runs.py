@@ -92,7 +92,7 @@ def choose_folder(config: RunConfig) -> RunFolder:
     Where torchrun starts the ranks again, they go on with the folder that they had before.
 
     Raises:
-        TrainError: on every rank: the folder holds another run, or one that goes on now, or there is none to resume,
+        TrainError: on every rank: the folder holds another run, or a running one, or there is none to resume,
             or it cannot be made.
     """
     folder: RunFolder | None = None
@@ -104,15 +104,15 @@ def choose_folder(config: RunConfig) -> RunFolder:
             problem = str(error)
         except OSError as error:
             problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
-    found = (folder.path, folder.resume) if folder else None
-    found, problem = gather_from_ranks((found, problem))[0]
-    if found is None:
+    chosen = (folder.path, folder.resume) if folder else None
+    chosen, problem = gather_from_ranks((chosen, problem))[0]
+    if chosen is None:
         raise TrainError(problem or "no folder")
-    return folder or RunFolder(found[0], resume=found[1])
+    return folder or RunFolder(chosen[0], resume=chosen[1])
 
 
 def this_launch() -> str:
-    """What all starts of one launch under torchrun have in common, and no other launch; "" without torchrun.
+    """A name that all starts of one launch under torchrun share, and no other launch has; "" without torchrun.
 
     That is torchrun's --rdzv-id; without one, the folder that rank 0's torchrun has made for its ranks' errors.
     """
@@ -207,7 +207,7 @@ def next_free(parent: Path) -> Path:
 
 
 def _holder(lock: Path) -> tuple[str, str]:
-    """Who has locked a folder last: the process, and its launch."""
+    """The process that locked a folder last, and its launch."""
     try:
         process, _, launch = lock.read_text(errors="replace").partition("\n")
     except OSError:
@@ -281,17 +281,17 @@ def export(run: str, output: str | None, dtype: str) -> int:
     from safetensors.torch import save_file
 
     folder = Path(run)
-    found = next(iter(checkpoints_of(folder)), None)
-    if found is None:
+    checkpoint = next(iter(checkpoints_of(folder)), None)
+    if checkpoint is None:
         raise TrainError(f"{run} has no complete checkpoint")
-    if lines := find_damage(found):
-        raise TrainError(f"{found} is damaged: {shortened(lines)}")
-    about = read_about(found)
-    tensors = read_model(found)
+    if lines := find_damage(checkpoint):
+        raise TrainError(f"{checkpoint} is damaged: {shortened(lines)}")
+    about = read_about(checkpoint)
+    tensors = read_model(checkpoint)
     if dtype == "bf16":
         tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
     path = Path(output) if output else folder / "model.safetensors"
-    if output is None and found == folder:
+    if output is None and checkpoint == folder:
         path = Path("model.safetensors")
     if path.is_dir():
         raise TrainError(f"cannot write {path}: it is a folder")
@@ -303,7 +303,7 @@ def export(run: str, output: str | None, dtype: str) -> int:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise TrainError(f"cannot write {path}: {one_line(error)}") from error
-    except Exception as error:  # safetensors raises a class of its own for a full disk
+    except Exception as error:  # safetensors raises its own class for a full disk
         raise TrainError(f"cannot write {path}: {one_line(error)}") from error
     total = sum(t.numel() for t in tensors.values())
     print(f"{path}: {len(tensors)} tensors, {total / 1e6:.2f}M parameters, step {about['step']}")

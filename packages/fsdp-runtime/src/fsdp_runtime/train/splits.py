@@ -1,8 +1,8 @@
-"""How a run's ranks are divided between kinds of parallelism: numbers only, checked before any process is started.
+"""The ranks of each kind of parallelism: numbers only, checked before any process is started.
 
 ranks = pp x hsdp x fsdp x cp x tp          the last one changes fastest from rank to rank
           |    |      |     |    |
-          |    |      |     |    +-- matrices are cut by rows or columns, what lies between them by positions
+          |    |      |     |    +-- matrices are cut by rows or columns, activations between them by positions
           |    |      |     +------- sequences are cut; each attention gathers keys and values
           |    |      +------------- what is left: sequences are dealt out, parameters are sharded
           |    +-------------------- copies of all that
@@ -67,12 +67,12 @@ class Splits:
 
     @property
     def one_mesh(self) -> bool:
-        """Whether experts are sharded over the same ranks as all else."""
+        """True if experts are sharded over the same ranks as all other parameters."""
         return self.ep == 1 and self.tp == 1
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but fsdp."""
+        """True if there is no split except fsdp."""
         return all(getattr(self, axis) == 1 for axis in AXES)
 
     def __str__(self) -> str:
@@ -137,9 +137,9 @@ def find_splits(asked: dict[str, int], schedule: str, world_size: int) -> Splits
         raise TrainError(f"--pp-schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
     product = asked["hsdp"] * asked["tp"] * asked["pp"] * asked["cp"]
     if world_size % product:
-        said = " x ".join(f"--{axis} {n}" for axis, n in asked.items() if n > 1 and axis != "ep")
+        sizes = " x ".join(f"--{axis} {n}" for axis, n in asked.items() if n > 1 and axis != "ep")
         near = -(-world_size // product) * product
-        raise TrainError(f"{said} is {product} ranks, of which there are {world_size}: use --ranks {near}")
+        raise TrainError(f"{sizes} is {product} ranks, of which there are {world_size}: use --ranks {near}")
     splits = Splits(fsdp=world_size // product, **asked, schedule=schedule)
     over = splits.shards * splits.tp
     if over % splits.ep:
@@ -151,7 +151,7 @@ def find_splits(asked: dict[str, int], schedule: str, world_size: int) -> Splits
 
 
 def check_splits(splits: Splits, model: ModelConfig, seq_len: int, accumulate: int) -> None:
-    """Raise, naming the option, where a model or its batches cannot be divided so.
+    """Check that a model and its batches can be divided.
 
     Raises:
         TrainError: heads, positions, experts, layers or microbatches that do not divide.
@@ -179,10 +179,10 @@ _BYTE_LEAST = 4096  # elements of the smallest tensor of which AdamW8bit has 8-b
 
 
 def check_optimizer(optimizer: str, tp: int, model: ModelConfig) -> None:
-    """Raise where tensor parallelism would cut through the blocks of 8-bit states: those of matrices cut by columns.
+    """Check that tensor parallelism does not cut through blocks of 8-bit states, of matrices cut by columns.
 
     Raises:
-        TrainError: naming the matrix.
+        TrainError: it does; names the matrix.
     """
     widths = {"wo": model.dim} | ({} if model.num_experts else {"w_down": model.ff_dim})
     cut = [name for name, width in widths.items() if width * model.dim >= _BYTE_LEAST]

@@ -65,8 +65,8 @@ class System:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             initialise(name, whole)
             with torch.no_grad():
-                mine = distribute_like(whole.to(self.device), parameter, src_data_rank=None)
-                parameter.copy_(mine)
+                local = distribute_like(whole.to(self.device), parameter, src_data_rank=None)
+                parameter.copy_(local)
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -133,7 +133,7 @@ class FullyShard(System):
         return model, make_optimizer(model)
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
-        """As the base; a model that has values was moved when it was sharded."""
+        """Allocate and initialize. A model that has values was moved when it was sharded."""
         return model if initialise is None else super().materialise(model, initialise)
 
     def shard(self, model: nn.Module) -> None:
@@ -228,7 +228,7 @@ class Float8(FullyShard):
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
     ) -> Tensor:
-        """The same, then the scales of all weights by one all-reduce."""
+        """Step, then compute the scales of all weights with one all-reduce."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         norm = super().step(model, optimizer, step)
@@ -237,7 +237,7 @@ class Float8(FullyShard):
 
 
 def _takes_float8(module: nn.Module, name: str) -> bool:
-    """Whether FP8 matrix products take the module: sizes in multiples of 16; no router of experts."""
+    """True if FP8 matrix products take the module: sizes in multiples of 16; no router of experts."""
     return (
         isinstance(module, nn.Linear)
         and module.in_features % 16 == 0
@@ -355,8 +355,8 @@ def pool_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of gathered buffers of models that fsdp_runtime has sharded, lent and kept; 0 of others."""
     from fsdp_runtime import FSDPModule, gathered_memory
 
-    found = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
-    return sum(stats.lent_bytes + stats.parked_bytes for stats in found)
+    sizes = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
+    return sum(stats.lent_bytes + stats.parked_bytes for stats in sizes)
 
 
 def quantization(weights: str, gradients: str, compute: Any) -> Any:
@@ -412,7 +412,7 @@ def choose_kept(
 
 
 def describe_kept(tuning: Tuning, model: nn.Module, budget: int) -> str:
-    """What was chosen, in a line."""
+    """The chosen tuning, as one line."""
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     return (
         f"{len(tuning.kept)} of {units} units stay gathered between forward and backward, {tuning.prefetch_depth} "

@@ -3,7 +3,7 @@
     set up (all ranks agree or all raise) -> [ batch -> forward, backward -> clip, step -> figures ] -> save -> leave
 
 One small all-reduce per step carries the loss and two flags, "asked to stop" and "a save failed", and is read one
-step later: so ranks stop at the same step, nobody waits for a flag, and the device is never waited for.
+step later: so ranks stop at the same step, no rank waits for a flag, and the device is never waited for.
 """
 
 import contextlib
@@ -99,8 +99,8 @@ class Trainer:
         config: the run.
         out: its folder, the same on every rank.
         quiet: print nothing.
-        stop: what is asked, at every step, whether to stop: the number of the signal that says so, else 0.
-        beat: what is told, at every step, evaluation and save, that it begins.
+        stop: called at every step; returns the number of a stop signal, or 0.
+        beat: called when a step, an evaluation or a save begins.
 
     Raises:
         TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
@@ -236,19 +236,19 @@ class Trainer:
         }
 
     def _resume(self) -> None:
-        found, damaged = ckpt.newest_intact(self.out)
+        checkpoint, damaged = ckpt.newest_intact(self.out)
         if self.rank == 0 and not self.quiet:
             for line in damaged:
-                say(f"{line}; going on from {found.name}")
+                say(f"{line}; going on from {checkpoint.name}")
         with agreed("resuming"):
-            about = ckpt.read_about(found)
-            ckpt.check_same_model(found, about["parameters"], self._described)
-            ckpt.check_same_run(found, about, self.config.to_json(), self._identity())
+            about = ckpt.read_about(checkpoint)
+            ckpt.check_same_model(checkpoint, about["parameters"], self._described)
+            ckpt.check_same_run(checkpoint, about, self.config.to_json(), self._identity())
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
-        ckpt.load(found, self.model, self.optimizer, self.group)
-        for group, mine in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
-            if mine is not None:
-                group["weight_decay"] = mine
+        ckpt.load(checkpoint, self.model, self.optimizer, self.group)
+        for group, value in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
+            if value is not None:
+                group["weight_decay"] = value
         self.step = int(about["step"])
 
     def run(self) -> dict[str, Any]:
@@ -308,7 +308,7 @@ class Trainer:
         return summary
 
     def _measures(self, first: int) -> bool:
-        """Whether this step's live bytes are counted."""
+        """True if this step's live bytes are counted."""
         asked = self.config.measure and self.step + 1 == min(MEASURED_STEP, self.config.steps)
         return asked or (self.config.memory_budget is not None and self.step == first)
 
@@ -360,7 +360,7 @@ class Trainer:
         return _Sums(self.step, values, work, lr)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
-        """Take in a step's figures; True if some rank was asked to stop. The same on every rank."""
+        """Record a step's figures. Returns True, on every rank, if a rank was asked to stop."""
         if sums.work is not None:
             try:
                 sums.work.wait()
@@ -391,13 +391,13 @@ class Trainer:
         if failed:
             self._give_up()
         try:
-            said = self._bad.take(sums.step + 1, loss, norm, int(bad), int(bad_rank))
+            message = self._bad.take(sums.step + 1, loss, norm, int(bad), int(bad_rank))
         except TrainError:
             if self.checkpoints:
                 self.checkpoints.finish()  # of an earlier step: those numbers were good
             raise
-        if said and report:
-            report.say(said)
+        if message and report:
+            report.say(message)
         return bool(stop > 0)
 
     def _give_up(self) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  (capitals are dimensions)
-"""Expert parallelism: the ranks of a mesh axis share out the experts, and tokens travel to them and back.
+"""Expert parallelism: the ranks of a mesh axis divide the experts; tokens are sent to them and back.
 
     x_SD sorted by expert  --all-to-all-->  pairs of this rank's experts  -- SwiGLU -->  --all-to-all-->  y_SD
     counts_E               --all-to-all-->  how many come from each rank, for each expert
@@ -28,7 +28,7 @@ from ..model import MixtureOfExperts, swiglu_of_experts
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Have the ranks of a 1-D mesh share out the experts of every mixture-of-experts layer. In place.
+    """Divide the experts of every mixture-of-experts layer over the ranks of a 1-D mesh, in place.
 
     Layers are `MixtureOfExperts`, and the experts of transformers' models that are stacked as Qwen3-MoE's: a module
     with `act_fn` and the parameters `gate_up_proj` (E, 2 F, D) and `down_proj` (E, D, F) alone.
@@ -48,23 +48,23 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Param
         raise ValueError(
             f"ep_mesh has {ep_mesh.ndim} axes {ep_mesh.mesh_dim_names}; pass one, such as mesh['ep']"
         )
-    found = [
+    layers = [
         (parent, name, f"{path}.{name}" if path else name, child)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
         if type(child) is MixtureOfExperts or _is_stacked(child)
     ]
-    if not found:
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no layer of experts that can be shared out")
     ranks = ep_mesh.size()
-    for _, _, path, layer in found:
+    for _, _, path, layer in layers:
         if _num_experts(layer) % ranks:
             raise ValueError(
                 f"{path} has {_num_experts(layer)} experts, which {ranks} ranks of expert parallelism do not divide; "
                 "choose a divisor"
             )
     params: set[nn.Parameter] = set()
-    for parent, name, _, layer in found:
+    for parent, name, _, layer in layers:
         parallel: ParallelMixtureOfExperts | ParallelStackedExperts
         if isinstance(layer, MixtureOfExperts):
             parallel = ParallelMixtureOfExperts(layer, ep_mesh)
@@ -80,7 +80,7 @@ def _num_experts(layer: nn.Module) -> int:
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    """Whether these are experts of transformers, stacked as Qwen3-MoE's are."""
+    """True for experts of transformers that are stacked as Qwen3-MoE's."""
     params = dict(module.named_parameters())
     if params.keys() != {"gate_up_proj", "down_proj"}:
         return False
@@ -118,7 +118,7 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
 
 
 class ParallelStackedExperts(nn.Module):
-    """The same for experts of transformers, whose router is outside."""
+    """`ParallelMixtureOfExperts` for experts of transformers, whose router is outside."""
 
     def __init__(self, layer: Any, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def through_experts(
 
 
 def _row_sizes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank and come from each, on the host; without values (meta) as many."""
+    """Numbers of rows to send to and receive from each rank, on the host; equal ones without values (meta)."""
     R = len(go_RL)
     if go_RL.is_meta or type(go_RL).__name__ == "FakeTensor":
         even = [total // R + (r < total % R) for r in range(R)]
@@ -183,8 +183,8 @@ def _row_sizes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], l
 
 
 def _shared_out(weight: Any, mesh: DeviceMesh) -> nn.Parameter:
-    mine: Any = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-    return nn.Parameter(mine, requires_grad=weight.requires_grad)
+    local: Any = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return nn.Parameter(local, requires_grad=weight.requires_grad)
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -32,14 +32,14 @@ class Meshes:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """What dense parameters are sharded over, with the replicas if there are any."""
+        """The mesh of dense parameters, with the replicas if there are any."""
         if self.dense is None:
             return None
         return self.dense["replicate", "shard"] if self.splits.hsdp > 1 else self.dense["shard"]
 
     @property
     def expert_shard_mesh(self) -> DeviceMesh | None:
-        """What experts are sharded over, where that is another mesh."""
+        """The mesh of experts if it differs from `shard_mesh`."""
         if self.experts is None:
             return None
         hybrid = self.splits.hsdp > 1

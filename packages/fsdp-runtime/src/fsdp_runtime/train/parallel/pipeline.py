@@ -68,7 +68,7 @@ class Pipeline:
         return total
 
     def _received(self, rows: int, number: int) -> Tensor:
-        """What the stage before has sent."""
+        """Receive the activations of the previous stage."""
         before = self.splits.rank_of_stage(number - 1)
         if before == self.splits.rank_of_stage(number):
             return self._here

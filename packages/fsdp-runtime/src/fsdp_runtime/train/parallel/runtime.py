@@ -32,7 +32,7 @@ class SplitRuntime(Runtime):
     def build(
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """As the base; what comes back has the layers of this rank's stages only, under the names of the whole."""
+        """Divide, shard and initialize. The returned model has this rank's layers, named as in the whole."""
         model = self.divide(model)
         for stage in self.stages:
             self.shard(stage)
@@ -53,12 +53,12 @@ class SplitRuntime(Runtime):
             return model
         numbers = self.splits.stages_of(self.meshes.rank_of("pp"))
         parts = [self.splits.layers_of(number, model.config.num_layers) for number in numbers]
-        mine = model.stage(*parts)
-        self.stages = [mine.stage(part) for part in parts]
-        return mine
+        part_of_rank = model.stage(*parts)
+        self.stages = [part_of_rank.stage(part) for part in parts]
+        return part_of_rank
 
     def shard(self, model: nn.Module) -> None:
-        """As the base. Experts sum gradients of other ranks than all else does: the average is over the same losses."""
+        """`fully_shard` on each layer and stage. Experts' gradients are divided by the number of losses, too."""
         super().shard(model)
         if "shard_placement_fn" in self.options:
             for module in model.modules():
@@ -70,7 +70,7 @@ class SplitRuntime(Runtime):
         return self.stages
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
-        """As the base. In a pipeline the last stage has the losses, times its ranks, and the others 0."""
+        """Forward and backward. In a pipeline the last stage returns the losses, times its ranks; the others 0."""
         with self._loss_parallel():
             if self._pipeline is None:
                 # Ranks of tp see the same loss, and balance their own share of the positions.
@@ -78,7 +78,7 @@ class SplitRuntime(Runtime):
             return self._pipeline.train(batches)
 
     def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
-        """As the base, and as `accumulate` in a pipeline."""
+        """Sum of the losses; in a pipeline on the last stage, times its ranks."""
         with self._loss_parallel():
             if self._pipeline is None:
                 return super().evaluate(model, batches)
@@ -90,7 +90,7 @@ class SplitRuntime(Runtime):
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
     ) -> Tensor:
-        """As the base, with the norm of all meshes and stages."""
+        """Clip by the norm over all meshes and stages, step, and clear."""
         pp_mesh = None if self._pipeline is None else self._pipeline.mesh
         limit = self.config.clip or float("inf")
         norm = clip_grad_norm_(model.parameters(), limit, pp_mesh=pp_mesh)

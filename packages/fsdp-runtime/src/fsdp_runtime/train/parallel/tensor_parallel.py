@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  (capitals are dimensions)
-"""What of the built-in model changes where ranks share its matrices or its sequences.
+"""Tensor, sequence and context parallelism of the built-in model.
 
     tp    matrices by rows or columns; embedding, norms, residuals and experts by positions (sequence parallel)
               x (T/tp) -> norm -> gather -> wq wk wv | heads/tp | wo -> reduce-scatter -> x (T/tp)
@@ -36,14 +36,14 @@ def parallelize(model: Transformer, meshes: Meshes, seq_len: int) -> set[nn.Para
     """Divide the model over tp, cp and ep, in place, before it is sharded.
 
     Returns:
-        the experts' parameters, where they lie on another mesh than all else.
+        the experts' parameters if they are on another mesh than the others.
     """
     splits = meshes.splits
     assert meshes.dense is not None
     assert meshes.batches is not None
-    each, mine = seq_len // splits.cp, meshes.rank_of("cp")
+    each, cp_rank = seq_len // splits.cp, meshes.rank_of("cp")
     if splits.slices > 1:
-        model.positions = range(mine * each, (mine + 1) * each)
+        model.positions = range(cp_rank * each, (cp_rank + 1) * each)
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
                 assert meshes.slices is not None
