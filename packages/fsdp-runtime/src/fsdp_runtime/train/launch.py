@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from fsdp_runtime import Watchdog, installed_versions
-from ragged_shard import gather_from_ranks, is_cpu
+from ragged_shard import gather_from_ranks, is_cpu, list_ranks
 
 from .checkpoint import latest
 from .config import RunConfig
@@ -301,7 +301,53 @@ def _init_process_group(config: RunConfig, rank: int, world_size: int) -> None:
         return
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
     allowed = timedelta(seconds=config.timeout)
-    dist.init_process_group(backends(device), rank=rank, world_size=world_size, timeout=allowed)
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        shared = PrefixStore("fsdp-train-meeting", _agents_store(allowed))
+        store = PrefixStore(f"round-{meet(shared, rank, world_size, config.timeout)}", shared)
+    dist.init_process_group(backends(device), store=store, rank=rank, world_size=world_size, timeout=allowed)
+
+
+def _agents_store(timeout: timedelta) -> Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
+    """A key for this round of ranks, the same on all of them. Called on every rank.
+
+    Agents keep one store for all rounds of a job, with the addresses that ranks of earlier rounds wrote, and hosts
+    count restarts separately: no variable tells two rounds apart.
+
+        rank r                                the store                      rank 0
+        hello/r = its own word  ------------> hello/r ---------------------> reads it
+        waits for answer/WORD   <------------ answer/WORD = the key <------- its own word is the key
+        KEY/r = ""              ------------> KEY/r -----------------------> waits for KEY/1 ... KEY/n
+
+    Raises:
+        ConnectionError: after `timeout` seconds; on rank 0 with the ranks that are missing.
+    """
+    word, deadline = secrets.token_hex(8), time.monotonic() + timeout
+
+    def wait(problem: str) -> None:
+        if time.monotonic() > deadline:
+            raise ConnectionError(problem)
+        time.sleep(0.05)
+
+    if rank:
+        store.set(f"hello/{rank}", word)
+        while not store.check([f"answer/{word}"]):
+            wait(f"rank 0 has not answered rank {rank} for {timeout:g} s")
+        key = store.get(f"answer/{word}").decode()
+        store.set(f"{key}/{rank}", "")
+        return key
+    missing = list(range(1, world_size))
+    while missing := [other for other in missing if not store.check([f"{word}/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]):
+                store.set(f"answer/{store.get(f'hello/{other}').decode()}", word)
+        wait(f"{list_ranks(missing)} did not come within {timeout:g} s")
+    return word
 
 
 @contextlib.contextmanager
@@ -317,7 +363,7 @@ def _watching(
     if world_size == 1 or not config.late:
         yield lambda doing: None
         return
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    store = _agents_store(timedelta(seconds=config.timeout))
     launch = gather_from_ranks(secrets.token_hex(8))[0]  # restarts use the same store
     prefixed = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
 
