@@ -268,6 +268,8 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
             (control / "summary.json").write_text(json.dumps(summary))
         if not quiet and not control and rank == 0:
             say(closing_lines(summary))
+        if dist.is_initialized():
+            dist.barrier()  # else a rank that leaves early is taken for a lost one
     except Exception as error:
         lost = lost_contact(error)
         if isinstance(error, TrainError) and not lost:
@@ -277,7 +279,6 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
             time.sleep(_GRACE)
         raise RankError(text) from error
     if dist.is_initialized():
-        dist.barrier()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
