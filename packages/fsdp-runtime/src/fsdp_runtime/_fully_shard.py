@@ -1,4 +1,10 @@
-"""`fully_shard`: from a module to a unit. Checks everything first; nothing is changed when it raises."""
+"""`fully_shard`: from a module to a unit. Nothing is changed when it raises.
+
+check     types and values of the arguments
+plan      which parameters, from where, on which mesh
+allocate  plans and memory of all groups, compared with other ranks; values are copied there
+commit    modules get the sharded parameters, hooks and their new class
+"""
 
 import logging
 from collections.abc import Iterable
@@ -94,9 +100,9 @@ def fully_shard(
     They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
     outer first too. After veScale-FSDP (arXiv 2602.22437).
 
-    Issues one 32-byte all-gather per parameter group to check that all ranks planned the same layout; with
-    `shard_placement_fn` one 64-byte all-reduce per axis of `mesh` to check that they chose the same meshes; where an
-    outer unit gives parameters to a new inner one, also what moves between ranks.
+    Issues one 64-byte all-reduce per mesh axis and parameter group to check that all ranks planned the same layout;
+    with `shard_placement_fn` one per axis of `mesh` to check that they chose the same meshes; and if an outer unit
+    gives parameters to a new inner one, the collectives that move them between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.
@@ -123,61 +129,20 @@ def fully_shard(
         The module (or list), now an `FSDPModule`.
 
     Raises:
-        ValueError, TypeError: naming the argument or parameter, what was found and what to do; on every rank, before
+        ValueError, TypeError: naming the argument or parameter, its value and what to do; on every rank, before
             anything is changed.
     """
     modules = _checked_modules(module)
     _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
-    managed, around_others = _managed_modules(modules)
-    gathered = gathered_around(modules)
-    found = _find_params(
-        modules, managed, gathered, _checked_ignored(ignored_params), data, shard_placement_fn
-    )
-    if count is not None:
-        _check_neighbors(found, count)
-    options, streams = UnitOptions(reshard_after_forward=keep), streams_of(data.device)
+    streams = streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
-    params: list[Param] = []
-    values: dict[str, torch.Tensor] = {}
-    for one in found:
-        params.append(one.param)
-        values[one.param.name] = one.value
-    if quantize is not None:
-        check_quantized(params, request, quantize)
-    for one in found:
-        if one.outer is not None:
-            check_taken_over(one.param, quantize)
-    unit = Unit(modules, request, options, streams)
-    member = Member(unit, Pass(streams))
-    unit.make_hook = hooks.gradient_hooks(member)
-    groups = unit.lay_out(params, values, around_others=around_others)
-    outer = _lay_out_outer(found)
-    buffers = _moved_buffers(managed, data.device)
-    classes = list(map(mixed_class, map(type, modules)))
-    # Everything that may be refused is done. From here on modules change.
-    for around in gathered:
-        around.reshard()
-    unit.take(groups, around_others=around_others)
-    for around_member, kept in outer.items():
-        around_member.unit.take(kept, around_others=True)
-    for one in found:
-        remember_original(one.original, one.param.name)
-    for slots, name, buffer in buffers:
-        slots[name] = buffer
-    for inner in managed:
-        compat.mark_for_dynamo(inner)
-    register(member)
-    hooks.attach(member)
-    torch_state.attach(member)
-    state_dict.attach(unit)
-    stale.watch()
-    for one_module, mixed in zip(modules, classes, strict=True):
-        one_module.__class__ = mixed
-    for joining in (member, *outer):
-        joining.join()
+    takeover = _plan_takeover(modules, request, ignored_params, shard_placement_fn)
+    unit = Unit(modules, request, UnitOptions(reshard_after_forward=keep), streams)
+    ready = _allocate(Member(unit, Pass(streams)), takeover)
+    _commit(takeover, ready)
     return module
 
 
@@ -186,24 +151,24 @@ fully_shard.state = compat.TORCHS_FULLY_SHARD.state  # type: ignore[attr-defined
 
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
-    given = [module] if isinstance(module, nn.Module) else module
+    listed = [module] if isinstance(module, nn.Module) else module
     refused = f"fully_shard takes a module or a list of modules, got {type(module).__name__}: "
-    if not isinstance(given, (list, tuple)) or not given:
+    if not isinstance(listed, (list, tuple)) or not listed:
         raise TypeError(f"{refused}{module!r}")
-    for one in given:
-        if not isinstance(one, nn.Module):
+    for each in listed:
+        if not isinstance(each, nn.Module):
             raise TypeError(f"{refused}{module!r}")
-        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {one}. "
+                f"fully_shard does not support containers that do not implement forward: {each}. "
                 "Call it on each of the modules inside"
             )
-        if member_of(one) is not None:
-            raise WrongCallError(f"fully_shard was already called on this {type(one).__name__}")
-    if len(given) == 1:
-        return tuple(given)
-    inside = {sub for one in given for sub in one.modules() if sub is not one}
-    return tuple(dict.fromkeys([one for one in given if one not in inside]))
+        if member_of(each) is not None:
+            raise WrongCallError(f"fully_shard was already called on this {type(each).__name__}")
+    if len(listed) == 1:
+        return tuple(listed)
+    inside = {sub for each in listed for sub in each.modules() if sub is not each}
+    return tuple(dict.fromkeys([each for each in listed if each not in inside]))
 
 
 def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantize: Any) -> None:
@@ -222,14 +187,6 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
         raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
     if quantize is not None and not isinstance(quantize, QuantizationPolicy):
         raise TypeError(f"quantize is {quantize!r}; expected a fsdp_runtime.QuantizationPolicy")
-
-
-def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    found = set(ignored or ())
-    for param in found:
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
-    return found
 
 
 def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | None]:
@@ -254,8 +211,8 @@ def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | Non
 
 
 @dataclass
-class _Found:
-    """A parameter to take: where it is, what it was and its full value on this rank."""
+class _Taken:
+    """A parameter to take: the managed one, what it was, its full or sharded value, and the unit that has it now."""
 
     param: Param
     original: torch.Tensor
@@ -263,20 +220,118 @@ class _Found:
     outer: Member | None
 
 
-def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bool]:
-    """The modules whose parameters a unit takes: those given and all inside, up to where another unit begins.
+@dataclass
+class _Takeover:
+    """Which parameters a unit takes, and from where.
 
-    And whether one does.
+    Attributes:
+        managed: the modules that hold them.
+        around_others: whether another unit is inside.
+        gathered: units around that hold gathered memory.
     """
-    found, ahead, around_others = set(modules), list(modules), False
+
+    params: list[_Taken]
+    managed: set[nn.Module]
+    around_others: bool
+    gathered: list[Unit]
+
+
+@dataclass
+class _Ready:
+    """All memory and values that a call needs, before any module changes.
+
+    Attributes:
+        groups: of the new unit.
+        outer: new groups of the units that give parameters away.
+        buffers: copies of the modules' buffers on the device, and where to put them.
+        classes: of the modules, with `FSDPModule`.
+    """
+
+    member: Member
+    groups: list[Group]
+    outer: dict[Member, list[Group]]
+    buffers: list[tuple[Slots, str, torch.Tensor]]
+    classes: list[type[nn.Module]]
+
+
+def _plan_takeover(
+    modules: tuple[nn.Module, ...],
+    request: Request,
+    ignored: Iterable[nn.Parameter] | None,
+    placement_fn: PlacementFn | None,
+) -> _Takeover:
+    """Find the parameters and check them. Changes nothing; compares the meshes that `placement_fn` chooses."""
+    without = set(ignored or ())
+    for param in without:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
+    managed, around_others = _managed_modules(modules)
+    gathered = gathered_around(modules)
+    taken = _find_params(modules, managed, gathered, without, request.data, placement_fn)
+    if request.neighbors is not None:
+        _check_neighbors(taken, request.neighbors)
+    if request.quantize is not None:
+        check_quantized([each.param for each in taken], request, request.quantize)
+    for each in taken:
+        if each.outer is not None:
+            check_taken_over(each.param, request.quantize)
+    return _Takeover(taken, managed, around_others, gathered)
+
+
+def _allocate(member: Member, takeover: _Takeover) -> _Ready:
+    """Allocate and fill the groups of the unit, and of those that give parameters away. Modules do not change."""
+    unit = member.unit
+    unit.make_hook = hooks.gradient_hooks(member)
+    params: list[Param] = []
+    values: dict[str, torch.Tensor] = {}
+    for each in takeover.params:
+        params.append(each.param)
+        values[each.param.name] = each.value
+    groups = unit.lay_out(params, values, around_others=takeover.around_others)
+    outer = _lay_out_outer(takeover.params)
+    buffers = _moved_buffers(takeover.managed, unit.data.device)
+    return _Ready(member, groups, outer, buffers, list(map(mixed_class, map(type, unit.modules))))
+
+
+def _commit(takeover: _Takeover, ready: _Ready) -> None:
+    """Put the sharded parameters into the modules, and hook the unit in. Nothing is refused from here on."""
+    member, unit = ready.member, ready.member.unit
+    for around in takeover.gathered:
+        around.reshard()
+    unit.take(ready.groups, around_others=takeover.around_others)
+    for around_member, groups in ready.outer.items():
+        around_member.unit.take(groups, around_others=True)
+    for each in takeover.params:
+        remember_original(each.original, each.param.name)
+    for slots, name, buffer in ready.buffers:
+        slots[name] = buffer
+    for inner in takeover.managed:
+        compat.mark_for_dynamo(inner)
+    register(member)
+    hooks.attach(member)
+    torch_state.attach(member)
+    state_dict.attach(unit)
+    stale.watch()
+    for module, mixed in zip(unit.modules, ready.classes, strict=True):
+        module.__class__ = mixed
+    for joining in (member, *ready.outer):
+        joining.join()
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bool]:
+    """The modules whose parameters a unit takes: `modules` and all inside, up to where another unit begins.
+
+    Returns also whether one does.
+    """
+    managed, ahead, around_others = set(modules), list(modules), False
     while ahead:
         for child in ahead.pop().children():
             if member_of(child) is not None:
                 around_others = True
-            elif child not in found:
-                found.add(child)
+            elif child not in managed:
+                managed.add(child)
                 ahead.append(child)
-    return found, around_others
+    return managed, around_others
 
 
 def _find_params(
@@ -286,7 +341,7 @@ def _find_params(
     ignored: set[nn.Parameter],
     data: DataMesh,
     placement_fn: PlacementFn | None,
-) -> list[_Found]:
+) -> list[_Taken]:
     places: dict[torch.Tensor, list[Place]] = {}
     names: dict[torch.Tensor, str] = {}
     # Units around that are gathered have these in their modules, where the sharded ones belong.
@@ -297,18 +352,21 @@ def _find_params(
         for path, module in top.named_modules():
             if module not in managed:
                 continue
-            for attribute, held in module._parameters.items():
-                param = sharded.get(held, held)
-                if param is None or held in ignored or param in ignored or param.numel() == 0:
+            for attribute, registered in module._parameters.items():
+                param = sharded.get(registered, registered)
+                if param is None or registered in ignored or param in ignored or param.numel() == 0:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
                 names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
                 places.setdefault(param, []).append(Place(module, attribute))
     meshes = dict.fromkeys(names, data) if placement_fn is None else choose_meshes(names, placement_fn, data)
-    return [_take(names[param], param, where, meshes[param]) for param, where in places.items()]
+    taken = []
+    for param, where in places.items():
+        taken.append(_take(names[param], param, where, meshes[param]))
+    return taken
 
 
-def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
+def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Taken:
     elsewhere = original_name(param)
     if elsewhere is not None:
         raise ValueError(
@@ -325,17 +383,17 @@ def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -
         )
     if type(param.data) is torch.Tensor:
         taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
-        return _Found(taken, param, param, None)
+        return _Taken(taken, param, param, None)
     plain, other = take_apart(name, param, data)
     extension = None
     if compat.is_wrapper_subclass(plain):
         extension = extension_of(name, plain.data)
         plain = extension.unwrap(plain.data)
     taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, extension)
-    return _Found(taken, param, plain, None)
+    return _Taken(taken, param, plain, None)
 
 
-def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Found:
+def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Taken:
     owner = owner_of(param)
     if owner is None:
         raise ValueError(
@@ -356,15 +414,15 @@ def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: 
     taken: Param = ManagedParam(
         name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.extension
     )
-    return _Found(taken, managed.sharded, managed.sharded, outer)
+    return _Taken(taken, managed.sharded, managed.sharded, outer)
 
 
-def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
+def _lay_out_outer(params: list[_Taken]) -> dict[Member, list[Group]]:
     """New groups for each outer unit that parameters are taken from, of the parameters that it keeps."""
     taken: dict[Member, set[int]] = {}
-    for one in found:
-        if one.outer is not None:
-            taken.setdefault(one.outer, set()).add(id(one.original))
+    for each in params:
+        if each.outer is not None:
+            taken.setdefault(each.outer, set()).add(id(each.original))
     laid_out: dict[Member, list[Group]] = {}
     for outer, gone in taken.items():
         kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
@@ -373,18 +431,18 @@ def _lay_out_outer(found: list[_Found]) -> dict[Member, list[Group]]:
     return laid_out
 
 
-def _check_neighbors(found: list[_Found], count: int) -> None:
-    for one in found:
-        size = one.param.data.shard_size
+def _check_neighbors(params: list[_Taken], count: int) -> None:
+    for param in (each.param for each in params):
+        size = param.data.shard_size
         if size % count:
             raise ValueError(
-                f"reshard_after_forward={count}: parameter {one.param.name} is cut over {size} ranks of a mesh of its "
-                f"own ({one.param.data.mesh}); pass a factor of each mesh's ranks, or a bool"
+                f"reshard_after_forward={count}: parameter {param.name} is cut over {size} ranks of a separate mesh "
+                f"({param.data.mesh}); pass a factor of each mesh's ranks, or a bool"
             )
-        if one.param.extension is not None and count < size:
+        if param.extension is not None and count < size:
             raise NotImplementedError(
-                f"reshard_after_forward={count}: parameter {one.param.name} is a {one.param.extension.kind.__name__}, "
-                "which says itself what is gathered and cannot be kept among neighbors; use True or False"
+                f"reshard_after_forward={count}: parameter {param.name} is a {param.extension.kind.__name__}, "
+                "which defines its own all-gather and does not support an integer; use True or False"
             )
 
 

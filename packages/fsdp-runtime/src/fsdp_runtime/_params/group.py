@@ -159,7 +159,7 @@ class Group:
         """Give parameters on the meta device memory of zeros, in the buffer; the others move there with their values.
 
         Those that were on meta are other objects afterwards, as after `to_empty`.
-        Issues the 32-byte all-gather that compares the ranks' layouts, where there was no buffer.
+        Issues the 64-byte all-reduce per mesh axis that compares the ranks' layouts, if there was no buffer.
         """
         if self.buffer is not None:
             return
@@ -274,7 +274,7 @@ class Group:
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
         """Point both objects of every pair to these tensors and the gathered memory, where there is a buffer."""
         for index, (param, tensor) in enumerate(zip(self.params, sharded, strict=True)):
-            param.join_group(self, index)
+            param.group, param.index = self, index
             param.set_sharded(tensor)
             if self.buffer is not None and self.extended is None:
                 param.set_unsharded(self._views[param.name], self._make_hook)
@@ -311,8 +311,8 @@ class Group:
     def release(self) -> bool:
         """Free the gathered parameters, and register the sharded ones. Returns whether the former were written to."""
         assert self.buffer is not None
-        written = self.gathered_written()
-        self._full_versions = []
+        versions, self._full_versions = self._full_versions, []
+        written = bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
         self.buffer.release()
         self.register_sharded()
         return written

@@ -49,7 +49,7 @@ class ManagedParam(Generic[G]):
         data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
         extension: how to take the tensor subclass apart that it is, or None.
-        group, index: the group that it belongs to, and its number there; set by `join_group`.
+        group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
     """
@@ -98,10 +98,6 @@ class ManagedParam(Generic[G]):
         if self.other is None:
             return self.sharded
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    def join_group(self, group: G, index: int) -> None:
-        """Belong to a group, as its parameter of this number."""
-        self.group, self.index = group, index
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
         """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
