@@ -14,7 +14,7 @@ from ragged_shard import gather_from_ranks, same_on_all_ranks
 from .. import _torch_compat as compat
 from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
 from .entries import Entry, entries_of_model
-from .runs import Run, axis_of, gather, receivers_of, runs_of_entries, tensors_in
+from .runs import Run, axis_of, gather, receivers_of, runs_of_entries, tensors_of
 
 _CALLER = "iter_full_params"
 
@@ -145,7 +145,7 @@ class Exporter:
             full = gather(run, receivers_of(run, self._ranks))
         if full is None:
             return
-        found = tensors_in(run, full)
+        found = tensors_of(run, full)
         del full
         while True:
             with torch.no_grad():

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,17 @@ from typing import Any
 import torch
 
 _LONGEST_NAME = 255  # of a file
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields another path to write to; the file gets its name when the block ends, and is removed if it raises."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

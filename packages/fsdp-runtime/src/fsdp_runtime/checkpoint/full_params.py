@@ -12,7 +12,7 @@ from dbuffer import BlockQuantizedTensor
 from .._params.group import Group
 from .._params.unit import Param, Unit
 from .entries import Entry
-from .runs import gather, runs_of_entries, tensors_in
+from .runs import gather, runs_of_entries, tensors_of
 from .targets import units_of
 
 _INSIDE = "are whole inside of full_params; leave it before they are used"
@@ -93,7 +93,7 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
     for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most):
         full = gather(run, None)
         assert full is not None
-        for name, tensor in tensors_in(run, full):
+        for name, tensor in tensors_of(run, full):
             yield by_name[name], tensor
 
 

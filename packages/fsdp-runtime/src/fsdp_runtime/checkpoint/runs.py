@@ -151,7 +151,7 @@ def axis_of(group: Group) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def tensors_in(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a gathered run, views of it; those that another parallelism cut are gathered over that too."""
     for entry in run.members:
         param = entry.param

@@ -16,7 +16,7 @@ from ragged_shard import CPU, gather_from_ranks
 from .conversions import FileForm
 from .entries import Entry
 from .export import Exporter
-from .files import library
+from .files import atomic_write, library
 from .fp8_files import SCALES
 from .safetensors_fp8 import formats_of, quantize_whole, write_config
 
@@ -156,12 +156,10 @@ def _add(
 
 def _write(content: dict[str, torch.Tensor], path: Path) -> None:
     """Write a file, which has its name when it is complete."""
-    unfinished = path.with_suffix(".unfinished")
     try:
-        library().torch.save_file(content, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, path)
+        with atomic_write(path) as unfinished:
+            library().torch.save_file(content, unfinished, metadata={"format": "pt"})
     finally:
-        unfinished.unlink(missing_ok=True)
         content.clear()
 
 
@@ -183,9 +181,8 @@ def _file_name(number: int, count: int) -> str:
 
 def _write_index(where: dict[str, str], total: int, folder: Path) -> None:
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-    unfinished = folder / f"{INDEX}.unfinished"
-    unfinished.write_text(text + "\n")
-    os.replace(unfinished, folder / INDEX)
+    with atomic_write(folder / INDEX) as unfinished:
+        unfinished.write_text(text + "\n")
 
 
 def _attempt(act: Callable[[], object]) -> str | None:

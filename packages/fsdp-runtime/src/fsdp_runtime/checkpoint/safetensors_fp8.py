@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from dbuffer import BlockFP8, BlocksOnWire, RowRun
 
 from .._schedule.model import member_of
-from .files import read_json
+from .files import atomic_write, read_json
 from .fp8_files import CONFIG, SCALES
 
 
@@ -68,6 +67,5 @@ def write_config(module: nn.Module, formats: dict[int, BlockFP8], folder: Path) 
         "weight_block_size": list(next(iter(formats.values())).tile),
         "modules_to_not_convert": plain,
     }
-    unfinished = folder / f"{CONFIG}.unfinished"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(unfinished, path)
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(json.dumps(config, indent=2) + "\n")

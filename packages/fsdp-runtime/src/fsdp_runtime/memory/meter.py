@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ragged_shard import is_cpu
+
+from .._torch.tree import local_tensor, tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
@@ -35,11 +36,11 @@ class LiveBytes(TorchDispatchMode):
         return self._storages.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(value)._cdata for value in _tensors((args, kwargs))}
+        arguments = {local_tensor(value).untyped_storage()._cdata for value in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for value in _tensors(out):
-            storage = _storage(value)
-            if storage._cdata not in given:  # else a view, or written in place
+        for value in tensors_in(out):
+            storage = local_tensor(value).untyped_storage()
+            if storage._cdata not in arguments:  # else a view, or written in place
                 self._count(storage)
         self.peak = max(self.peak, self.now + self.pool())
         return out
@@ -64,15 +65,6 @@ class _Storages:
 
     def forget(self, key: int) -> None:
         self.nbytes -= self.sizes.pop(key, 0)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(value: torch.Tensor) -> torch.UntypedStorage:
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return local.untyped_storage()
 
 
 class StepMeter:
@@ -118,10 +110,10 @@ def bytes_of_all_tensors() -> int:
     """Bytes of the storages of all tensors that Python knows in this process, each once."""
     gc.collect()  # what an earlier run in this process left in cycles is not this one's
     sizes: dict[int, int] = {}
-    for found in gc.get_objects():
-        kind = type(found)
-        if issubclass(kind, torch.Tensor) and not hasattr(kind, "to_local") and found.layout == torch.strided:
-            storage = found.untyped_storage()
+    for item in gc.get_objects():
+        kind = type(item)
+        if issubclass(kind, torch.Tensor) and not hasattr(kind, "to_local") and item.layout == torch.strided:
+            storage = item.untyped_storage()
             if _has_memory(storage):
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())

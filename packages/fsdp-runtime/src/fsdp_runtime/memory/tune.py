@@ -20,6 +20,7 @@ from ragged_shard import is_cpu, same_on_all_ranks
 from .._params.unit import Unit
 from .._schedule.model import member_of
 from .._schedule.passes import Pass
+from .._torch.tree import local_tensor
 from .meter import StepMeter
 from .units import unit_memory
 
@@ -192,9 +193,8 @@ class _Trial:
         sharded = {id(param.sharded) for unit in self._passes.units for param in unit.params}
         params = [param for param in self._model.parameters() if id(param) not in sharded]
         storages = {
-            id(local): local.untyped_storage().nbytes()
+            (storage := local_tensor(tensor).untyped_storage())._cdata: storage.nbytes()
             for tensor in [*params, *self._model.buffers()]
-            if (local := tensor.to_local() if hasattr(tensor, "to_local") else tensor) is not None
         }
         return sum(memory.weights + memory.codes for memory in memories) + sum(storages.values())
 
