@@ -63,7 +63,7 @@ class BufferSpec:
         return self.shard_device != self.layer.device
 
     def check(self, *, compare_ranks: bool) -> None:
-        """Raise what `DBuffer` documents; with `compare_ranks`, only after all ranks have heard of it."""
+        """Raise the errors that `DBuffer` documents; with `compare_ranks`, on all ranks."""
         problem = self._local_problem()
         if compare_ranks and self.view.size * self.view.num_replicas > 1:
             self._compare(problem)
@@ -72,10 +72,10 @@ class BufferSpec:
 
     def _local_problem(self) -> Exception | None:
         layout, view, device = self.layout, self.view, self.layer.device
-        given: object = layout
-        if not isinstance(given, Layout):
+        argument: object = layout
+        if not isinstance(argument, Layout):
             return TypeError(
-                f"layout is a {type(given).__name__}; expected a layout_planner.Layout (layout_planner.plan)"
+                f"layout is a {type(argument).__name__}; expected a layout_planner.Layout (layout_planner.plan)"
             )
         first = layout.tensors[0].name
         for dtype in (self.dtype, self.full_dtype):
@@ -132,7 +132,7 @@ class BufferSpec:
 
 
 def _name(choice: object) -> str:
-    """A choice in words that are the same on all ranks: addresses are not."""
+    """A description of a choice without addresses, the same on all ranks."""
     if isinstance(choice, str) or is_dataclass(choice):
         return str(choice)
     return getattr(choice, "__qualname__", type(choice).__qualname__)

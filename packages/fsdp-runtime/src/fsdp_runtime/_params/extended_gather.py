@@ -34,8 +34,8 @@ class _Plane:
 
     Attributes:
         shape, dtype: of what `fsdp_pre_all_gather` returns on this rank.
-        rows: that travel, the same on every rank.
-        mine: how many of this rank's are used; the others are padding.
+        rows: sent by each rank, the same number on every rank.
+        own: how many of this rank's rows are used; the others are padding.
         memory: of all ranks' rows.
         output: what `fsdp_post_all_gather` gets: the rows that are used.
     """
@@ -43,7 +43,7 @@ class _Plane:
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: int
-    mine: int
+    own: int
     memory: Scratch
     output: torch.Tensor
 
@@ -73,7 +73,7 @@ class ExtendedGather(Encoder):
 
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
     The first gather compares what pre returned on all ranks: one object all-gather of a few bytes. A rank without rows
-    calls pre with one row of zeros, so that collectives in it meet; what it returns is not used.
+    still calls pre, with one row of zeros, so that collectives inside it match; the result is ignored.
 
     Args:
         name: of the group, for errors.
@@ -114,7 +114,7 @@ class ExtendedGather(Encoder):
         return (shard,)
 
     def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "ExtendedGather":
-        """Itself: it serves one buffer, whose gathered memory it does without."""
+        """Returns itself: it serves one buffer, and that has no gathered memory."""
         gathered.forgo()
         layout = geometry.layout
         self._recycler = recycler
@@ -189,60 +189,60 @@ class ExtendedGather(Encoder):
             )
         return tuple(returned)
 
-    def _plan(self, member: _Member, tensors: tuple[torch.Tensor, ...], everyone: list[Any]) -> None:
+    def _plan(self, member: _Member, tensors: tuple[torch.Tensor, ...], by_rank: list[Any]) -> None:
         """Make the planes of one parameter.
 
         Args:
-            tensors: what pre returned here.
-            everyone: shapes and dtypes of it on each rank.
+            tensors: result of pre on this rank.
+            by_rank: shapes and dtypes of it on each rank.
         """
         who = f"{member.param.name} in {self._name}: what {PRE} of {member.extension.kind.__name__} returned"
-        for rank, theirs in enumerate(everyone):
-            if [(shape[1:], dtype) for shape, dtype in theirs] != [(s[1:], d) for s, d in everyone[0]]:
-                raise ValueError(f"{who} differs: {everyone[0]} on rank 0, {theirs} on rank {rank}")
+        for rank, specs in enumerate(by_rank):
+            if [(shape[1:], dtype) for shape, dtype in specs] != [(s[1:], d) for s, d in by_rank[0]]:
+                raise ValueError(f"{who} differs: {by_rank[0]} on rank 0, {specs} on rank {rank}")
         member.planes = []  # of a first gather that failed
-        given = [max(rows, 1) for rows in member.rows]
+        expected = [max(rows, 1) for rows in member.rows]
         most, total = max(member.rows), sum(member.rows)
-        mine = member.rows[self._data.shard_rank]
+        own = member.rows[self._data.shard_rank]
         for index, tensor in enumerate(tensors):
             shape = _rows_first(tensor)
-            counts = [theirs[index][0][0] for theirs in everyone]
+            counts = [specs[index][0][0] for specs in by_rank]
             if self._data.simulated:
-                counts = given if shape[0] == given[self._data.shard_rank] else counts
+                counts = expected if shape[0] == expected[self._data.shard_rank] else counts
             padded = min(counts) >= most and shape[1:] == tuple(member.param.shape[1:])
-            if counts == given or padded:  # as many rows as the parameter has, here too
-                rows, used, held = most, total, mine
-            elif len(set(counts)) == 1:  # the same on every rank, whatever it holds of the parameter
-                rows, used, held = counts[0], counts[0] * len(counts), counts[0]
+            if counts == expected or padded:  # as many rows as the parameter has, on this rank too
+                rows, used, filled = most, total, own
+            elif len(set(counts)) == 1:  # the same on every rank, independent of its slice
+                rows, used, filled = counts[0], counts[0] * len(counts), counts[0]
             else:
                 raise ValueError(
-                    f"{who} has {counts} rows on the ranks; expected as many as the slices have, {given}, or the same "
-                    "number on each"
+                    f"{who} has {counts} rows on the ranks; expected as many as the slices have, {expected}, or the "
+                    "same number on each"
                 )
-            member.planes.append(self._plane(tensor, shape, rows, used, held))
+            member.planes.append(self._plane(tensor, shape, rows, used, filled))
 
-    def _plane(self, tensor: torch.Tensor, shape: tuple[int, ...], rows: int, used: int, held: int) -> _Plane:
+    def _plane(self, tensor: torch.Tensor, shape: tuple[int, ...], rows: int, used: int, own: int) -> _Plane:
         row = math.prod(shape[1:]) * tensor.dtype.itemsize
         memory = Scratch(self._recycler, self._data.shard_size * rows * row)
         memory.materialize()
         output = torch.empty(0, dtype=tensor.dtype, device=self._layer.device)
         strides = torch.empty(shape, device="meta").stride()
         output.set_(memory.flat.untyped_storage(), 0, (used, *shape[1:]), strides)
-        return _Plane(shape, tensor.dtype, rows, held, memory, output)
+        return _Plane(shape, tensor.dtype, rows, own, memory, output)
 
     def _pairs(self, member: _Member, tensors: tuple[torch.Tensor, ...]) -> Pairs:
-        found = [(_rows_first(t), t.dtype) for t in tensors]
+        specs = [(_rows_first(t), t.dtype) for t in tensors]
         expected = [(plane.shape, plane.dtype) for plane in member.planes]
-        if found != expected:
+        if specs != expected:
             raise RuntimeError(
-                f"{member.param.name} in {self._name}: {PRE} of {member.extension.kind.__name__} returned {found}; "
+                f"{member.param.name} in {self._name}: {PRE} of {member.extension.kind.__name__} returned {specs}; "
                 f"in the first gather it was {expected}, and must stay so"
             )
         pairs: Pairs = []
         for plane, tensor in zip(member.planes, tensors, strict=True):
             plane.memory.materialize()
-            send = tensor.contiguous().view(plane.shape)[: plane.mine]
-            if plane.mine < plane.rows:
+            send = tensor.contiguous().view(plane.shape)[: plane.own]
+            if plane.own < plane.rows:
                 padded = send.new_empty((plane.rows, *plane.shape[1:]))
                 _bytes(padded)[: send.numel() * send.itemsize].copy_(_bytes(send))
                 send = padded
@@ -279,7 +279,9 @@ class ExtendedGather(Encoder):
             )
         planes = {plane.memory.flat.untyped_storage().data_ptr() for plane in member.planes}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in inner}
-        member.made = [(one, one.nbytes()) for pointer, one in storages.items() if pointer not in planes]
+        member.made = [
+            (storage, storage.nbytes()) for pointer, storage in storages.items() if pointer not in planes
+        ]
         member.unsharded = unsharded
         param.set_unsharded(unsharded, self._make_hook)
 

@@ -39,7 +39,7 @@ class Group:
         params: in the order of the module.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
-        extended: how parameters are gathered that say so themselves; None where they do not.
+        extended: gather of parameters that are tensor subclasses with FSDP2's all-gather extensions, else None.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Group:
         self.gradients.rename(self.name)
 
     def plan_of(self, param: "ManagedParam[Group]") -> ParamPlan:
-        """How a parameter of this group is cut."""
+        """Plan of a parameter of this group."""
         return self.plan.params[param.index]
 
     # -- getting memory ---------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Group:
         """Copy values into new memory: full plain tensors, the same on every rank; sharded ones; or any on meta.
 
         The parameters themselves do not change before `commit`. While one has no memory, they stay where their values
-        are, until `adopt`. Communicates for sharded ones that lie otherwise (see `ragged_shard.redistribute`).
+        are, until `adopt`. Communicates for sharded ones of another layout (see `ragged_shard.redistribute`).
         """
         slices: list[torch.Tensor] = []
         on_meta, at_rest = False, self.plan.at_rest
@@ -121,8 +121,8 @@ class Group:
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
 
-        Communicates only where a parameter was assigned that lies otherwise over the ranks (the collective that
-        `ragged_shard.redistribute` uses for it).
+        Communicates only for assigned parameters of another layout (the collective that `ragged_shard.redistribute`
+        uses for it).
 
         Raises:
             ValueError: an assigned parameter of another shape or kind, or dtypes that differ within the group.
@@ -146,17 +146,17 @@ class Group:
         self._point_to(self._filled(values))
 
     def _common_dtype(self) -> torch.dtype:
-        found = {param.sharded.dtype: param.name for param in self.params}
-        if len(found) > 1:
-            names = {str(dtype): name for dtype, name in found.items()}
+        dtypes = {param.sharded.dtype: param.name for param in self.params}
+        if len(dtypes) > 1:
+            names = {str(dtype): name for dtype, name in dtypes.items()}
             raise ValueError(
                 f"{self.name}: parameters that were sharded together now have different dtypes {names}; "
                 "convert all of them, or shard the module again"
             )
-        return next(iter(found))
+        return next(iter(dtypes))
 
     def materialize(self) -> None:
-        """Give parameters on the meta device memory of zeros, in the buffer; the others move there with their values.
+        """Allocate zeros in the buffer for parameters on the meta device; move the others there with their values.
 
         Those that were on meta are other objects afterwards, as after `to_empty`.
         Issues the 64-byte all-reduce per mesh axis that compares the ranks' layouts, if there was no buffer.
@@ -191,13 +191,15 @@ class Group:
         for param in self.params:
             slots, attribute = param.slots[0]
             sharded: Any = param.sharded
-            held = slots.get(attribute)
-            if (held is not sharded and held is not param.unsharded) or sharded.local is not param.local:
+            registered = slots.get(attribute)
+            if (
+                registered is not sharded and registered is not param.unsharded
+            ) or sharded.local is not param.local:
                 moved.append(param)
         return moved
 
     def _accept_assigned(self, param: "ManagedParam[Group]") -> None:
-        """Take a parameter object that was put into the module in place of ours."""
+        """Adopt a parameter object that the user put into the module."""
         assigned = param.registered()
         if assigned is param.sharded or assigned is param.unsharded:
             return
@@ -210,24 +212,24 @@ class Group:
                 f"{self.name}: parameter {param.name} was replaced by one of shape {tuple(assigned.shape)}; "
                 f"expected {tuple(param.sharded.shape)}"
             )
-        mine = self.as_sharded(param, assigned)
+        value = self.as_sharded(param, assigned)
         if isinstance(assigned, RaggedDTensor):
             adopted = assigned if isinstance(assigned, nn.Parameter) else nn.Parameter(assigned)
-            adopted.data = mine
+            adopted.data = value
         else:
-            adopted = nn.Parameter(mine, requires_grad=param.sharded.requires_grad)
+            adopted = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
         param.adopt_sharded(adopted)
 
     def as_sharded(self, param: "ManagedParam[Group]", value: torch.Tensor) -> RaggedDTensor:
-        """A value of the parameter's global shape, laid out like the sharded parameter. See `_plan.as_sharded`."""
+        """A value of the global shape, laid out like the sharded parameter. See `_plan.group.as_sharded`."""
         plan = self.plan_of(param)
         if self.plan.at_rest is not None:
             return wrap_local(plan, quantized(self.plan, plan, value))
-        found = as_sharded(self.plan, plan, param.sharded, param.plain(value.detach()))
-        return found if param.extension is None else found.with_local(param.extended(found.local))
+        sharded = as_sharded(self.plan, plan, param.sharded, param.plain(value.detach()))
+        return sharded if param.extension is None else sharded.with_local(param.extended(sharded.local))
 
     def _replan(self, dtype: torch.dtype) -> None:
-        """Go on in another dtype, with new memory; nothing is in it."""
+        """Switch to `dtype`, with new, uninitialised buffers."""
         self.plan = self.plan.with_kept_dtype(dtype)
         options = self.gradients.options
         self.gradients = Gradients(self.name, self.plan, self.params, self._streams, options)
@@ -260,7 +262,7 @@ class Group:
             self._views = {name: scaled_weight(view) for name, view in self._views.items()}
 
     def _filled(self, values: Sequence[torch.Tensor | None]) -> list[RaggedDTensor]:
-        """The sharded tensors in the buffer, after these slices were copied there; None: it has the value."""
+        """Copy slices into the buffer (None: already there), and return the sharded tensors on it."""
         assert self.buffer is not None
         local_views, sharded = self.buffer.local_views, []
         for param, plan, value in zip(self.params, self.plan.params, values, strict=True):
@@ -272,7 +274,7 @@ class Group:
         return sharded
 
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
-        """Point both objects of every pair to these tensors and the gathered memory, where there is a buffer."""
+        """Point both parameters of each pair at these tensors and, if there is a buffer, at the gathered memory."""
         for index, (param, tensor) in enumerate(zip(self.params, sharded, strict=True)):
             param.group, param.index = self, index
             param.set_sharded(tensor)
@@ -338,10 +340,10 @@ class Group:
     # -- staleness --------------------------------------------------------------------------------------------------
 
     def remember_gather(self) -> None:
-        """Note what the gathered memory holds.
+        """Record the versions of the gathered values.
 
         Raises:
-            NotImplementedError: before the first gather, where a local tensor was given all-gather methods by hand.
+            NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.
         """
         assert self.buffer is not None
         if self.extended is None and not self._gathered_versions:
@@ -366,7 +368,7 @@ class Group:
         return bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
 
     def forget_writes(self) -> None:
-        """Let `release` overlook writes to the gathered memory: they are part of what failed."""
+        """Make `release` ignore writes to the gathered memory, after a failure."""
         self._full_versions = []
 
     def _versions_of_subclasses(self, buffer: DBuffer) -> list[int]:

@@ -57,7 +57,7 @@ _OF_CALLS = {"gather_by", "reduce_by", "separate_reductions"}
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What the user asked of a unit; see the methods of `FSDPModule` that set them."""
+    """A unit's options; see the methods of `FSDPModule` that set them."""
 
     reshard_after_forward: bool | None = None  # None: unless it is a root
     reshard_after_backward: bool = True
@@ -65,7 +65,7 @@ class UnitOptions:
     requires_gradient_sync: bool = True
     reduce_unused: bool = False
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
-    gather_by: TransportChoice | None = None  # None: as `fully_shard` was asked
+    gather_by: TransportChoice | None = None  # None: as given to `fully_shard`
     reduce_by: TransportChoice | None = None
     separate_reductions: bool = False  # whether reductions have process groups of their own
     forward_prefetch: "tuple[Unit, ...] | None" = None
@@ -83,12 +83,12 @@ class Unit:
         mp_policy: of `fully_shard`.
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
-        quantized: whether a policy says what of it travels quantized.
+        quantized: whether it has a quantization policy.
         groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
-        closed: why its parameters cannot be used now, and what to do; empty where they can. See `weights`.
+        closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Unit:
     # -- what it is -------------------------------------------------------------------------------------------------
 
     def become_inner(self, name: str | None) -> None:
-        """Be inside a root from now on, under this name there."""
+        """Mark this unit as nested, and rename it to its name in the root."""
         self.root = False
         if name is not None and name != self.name:
             self.name = name
@@ -134,7 +134,7 @@ class Unit:
             self._forget_calls()
 
     def update(self) -> None:
-        """Let the optimizer in backward, if there is one, update the parameters. Their gradients are there."""
+        """Run the optimizer in backward, if there is one. The gradients are published."""
         if self.options.update is not None:
             self.options.update()
 
@@ -200,7 +200,7 @@ class Unit:
         return groups
 
     def take(self, groups: list[Group], *, around_others: bool) -> None:
-        """Hold these groups of `lay_out`, and put their sharded parameters into the modules."""
+        """Use these groups of `lay_out`, and put their sharded parameters into the modules."""
         if self.groups:
             self._forget_calls()
         self.groups, self.around_others = groups, around_others
@@ -215,7 +215,7 @@ class Unit:
         return any(group.has_moved() for group in self.groups)
 
     def prepare(self) -> None:
-        """Before a pass: take in what was moved or assigned, and drop gathered values that are out of date.
+        """Before a pass: adopt parameters that were moved or assigned, and drop gathered values that are out of date.
 
         Raises:
             RuntimeError: parameters without memory, by name.
@@ -231,7 +231,7 @@ class Unit:
                 self.reshard()
 
     def check_open(self) -> None:
-        """Raise RuntimeError where the parameters cannot be used now."""
+        """Raise RuntimeError if the parameters cannot be used now."""
         if self.closed:
             raise RuntimeError(f"the parameters of {self.name} {self.closed}")
 
@@ -241,7 +241,7 @@ class Unit:
             self._refuse_written()
 
     def adopt(self) -> None:
-        """Take in parameters that were moved or assigned."""
+        """Copy parameters that were moved or assigned into the shards."""
         self.check_open()
         for group in self.groups:
             before = group.buffer
@@ -250,7 +250,7 @@ class Unit:
                 self._forget_calls()
 
     def materialize(self) -> None:
-        """Take in what was moved or assigned, and give parameters that are on the meta device memory; see `Group`."""
+        """Like `adopt`, and allocate parameters that are on the meta device; see `Group`."""
         self.adopt()
         for group in self.groups:
             if group.buffer is None:
@@ -303,10 +303,10 @@ class Unit:
         return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
 
     def gather(self, after: Sequence[Any] | None = None) -> None:
-        """Start gathering the parameters: one coalesced all-gather. Nothing where they are there or on their way.
+        """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.
 
         Args:
-            after: events that must have completed first. None: all that the current stream holds.
+            after: events that must have completed first. Defaults to all work of the current stream.
         """
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
@@ -375,7 +375,7 @@ class Unit:
             not_at_rest.discard(self)
 
     def reshard_for_backward(self) -> None:
-        """The same after forward: where neighbors were asked for, keep this rank's slices among them."""
+        """Reshard after forward. With an integer `reshard_after_forward`, keep a slice of the smaller group."""
         self._leave(keep_slices=True)
 
     def park(self) -> None:
@@ -407,7 +407,7 @@ class Unit:
             self._refuse_written()
 
     def release_early(self, group: Group) -> None:
-        """Free a group that backward is done with, where the unit's own ends much later: around others."""
+        """Free one group of an outer unit as soon as its backward is done."""
         present = self.state is UnitState.UNSHARDED or self.state is UnitState.THINNED
         if present and group not in self._freed and not group.held_by_autograd():
             written = group.release()
@@ -440,12 +440,12 @@ class Unit:
         ]
 
     def reductions_of(self, groups: list[Group], accumulate: list[bool]) -> list[tuple[ReduceScatter, bool]]:
-        """The calls that reduce these groups, and whether each adds to the shard: one a mesh and way of scaling."""
-        found: dict[tuple[Any, ...], list[Group]] = {}
+        """The prepared reductions of these groups, one per mesh and scaling, and whether each adds to the shard."""
+        by_scaling: dict[tuple[Any, ...], list[Group]] = {}
         for group, add in zip(groups, accumulate, strict=True):
-            found.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
+            by_scaling.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
         calls = []
-        for (data, how, add), members in found.items():
+        for (data, how, add), members in by_scaling.items():
             key = tuple([group.gradients.memory for group in members])
             if key not in self._reductions:
                 options = self.options
@@ -468,13 +468,13 @@ class Unit:
     # -- modules of a list ------------------------------------------------------------------------------------------
 
     def enter_module(self, module: nn.Module) -> None:
-        """One of its modules begins its forward."""
+        """Record that `module` began its forward."""
         self._entered.append(module)
         if not self._waiting_for:
             self._waiting_for.update(self.modules)
 
     def leave_module(self, module: nn.Module, *, end: bool) -> bool:
-        """One of its modules has ended its forward, perhaps with an exception.
+        """Record that `module` finished its forward, possibly by raising.
 
         Args:
             end: wait for no further module.
@@ -496,7 +496,7 @@ class Unit:
     # -- recovery ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Drop what a failed iteration left: gathered memory and gradients that were not reduced."""
+        """Free the gathered memory and the unreduced gradients of a failed iteration."""
         self._waiting_for.clear()
         self._entered.clear()
         if self._handles:
@@ -505,7 +505,7 @@ class Unit:
         for handle in handles:
             try:
                 handle.wait()
-            except RuntimeError:  # what is being recovered from
+            except RuntimeError:  # the failure that is being recovered from
                 continue
         for group in self.groups:
             group.forget_writes()

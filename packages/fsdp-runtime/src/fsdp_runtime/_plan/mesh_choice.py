@@ -1,4 +1,4 @@
-"""Which mesh each parameter of a unit is cut over: what `shard_placement_fn` says, agreed on by all ranks."""
+"""Which mesh each parameter of a unit is cut over: the choice of `shard_placement_fn`, compared between ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -19,7 +19,7 @@ PlacementFn = Callable[[nn.Parameter], Any]
 def choose_meshes(
     names: Mapping[torch.Tensor, str], placement_fn: PlacementFn, default: DataMesh
 ) -> dict[torch.Tensor, DataMesh]:
-    """The mesh of each parameter. Those over the same process groups get the same object, the unit's where it is one.
+    """Mesh of each parameter. Those over the same process groups get the same object, the unit's if it is among them.
 
     Issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose the same meshes.
 
@@ -47,7 +47,7 @@ def choose_meshes(
 
 
 def _mesh_of(name: str, param: torch.Tensor, answer: Any, default: DataMesh) -> DataMesh:
-    """What the function's answer for one parameter means."""
+    """Mesh that the function's return value stands for."""
     placement, data = answer, default
     if compat.ShardPlacementResult is not None and isinstance(answer, compat.ShardPlacementResult):
         placement = answer.placement
@@ -64,7 +64,7 @@ def _mesh_of(name: str, param: torch.Tensor, answer: Any, default: DataMesh) -> 
     if placement is not None and type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn gave {placement!r} for {name}; expected None, Shard(dim), a DeviceMesh, or torch's "
-            "ShardPlacementResult with one of the first two. Say with block_policy what must stay whole"
+            "ShardPlacementResult with one of the first two. Use block_policy for tensors that must stay whole"
         )
     if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
         raise ValueError(f"shard_placement_fn gave {placement} for {name}, which has {param.ndim} dimensions")
@@ -77,5 +77,5 @@ def _mesh_of(name: str, param: torch.Tensor, answer: Any, default: DataMesh) -> 
 
 
 def _described(data: DataMesh) -> str:
-    """A mesh in words that are the same on all ranks: each is in another slice of it."""
+    """A description of the mesh that is identical on every rank."""
     return f"{data.mesh.mesh_dim_names or 'unnamed'} of {tuple(data.mesh.shape)}"

@@ -19,7 +19,7 @@ from .extension import Extension
 from .mesh import DataMesh, OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
-# Makes what autograd calls with the unsharded parameter when its gradient is there.
+# Makes the hook that autograd calls with the unsharded parameter after accumulating its gradient.
 MakeHook = Callable[["ManagedParam[Any]"], Callable[[torch.Tensor], None]]
 
 
@@ -43,12 +43,12 @@ class ManagedParam(Generic[G]):
     Attributes:
         name: in the unit; unique there.
         places: where it is registered.
-        slots: the same, as the dictionaries that hold it and its key there.
+        slots: the dictionaries that hold it, with its key in each.
         shape: of the plain tensor that this rank computes with.
         dtype: of the sharded parameter.
         data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
-        extension: how to take the tensor subclass apart that it is, or None.
+        extension: of its tensor subclass, or None.
         group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
@@ -92,7 +92,7 @@ class ManagedParam(Generic[G]):
 
     @property
     def example(self) -> torch.Tensor:
-        """What a block policy is shown: the parameter as it was given, later the sharded one."""
+        """The tensor that a block policy gets: the original parameter, later the sharded one."""
         if self._example is not None:
             return self._example
         if self.other is None:
@@ -109,7 +109,7 @@ class ManagedParam(Generic[G]):
         return self.extension.unwrap(value)
 
     def extended(self, local: torch.Tensor) -> torch.Tensor:
-        """The tensor subclass around a local tensor, where the parameter is one."""
+        """Wraps a local tensor in the parameter's tensor subclass, if it has one."""
         return local if self.extension is None else self.extension.wrap(local)
 
     # -- the pair ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ManagedParam(Generic[G]):
         self.local = self.sharded.local  # type: ignore[attr-defined]
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
-        """Take over another object, which a user has registered, as the sharded parameter."""
+        """Use another object, which a user has registered, as the sharded parameter."""
         self.sharded = param
         for slots, attribute in self.slots:
             if slots.get(attribute) is not self.unsharded:
@@ -141,7 +141,7 @@ class ManagedParam(Generic[G]):
     def set_unsharded(self, view: torch.Tensor, make_hook: MakeHook) -> None:
         """Make the unsharded parameter on a view of the gathered memory, with a hook for its gradient.
 
-        Nothing where it is on this view already.
+        Does nothing if it is on this view already.
         """
         if self._view is view:
             return
@@ -157,7 +157,7 @@ class ManagedParam(Generic[G]):
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
-        """Let the unsharded parameter require a gradient where the sharded one does."""
+        """Copy `requires_grad` from the sharded to the unsharded parameter."""
         unsharded = self.unsharded
         assert unsharded is not None
         unsharded.requires_grad_(self.sharded.requires_grad)

@@ -37,7 +37,7 @@ class Pass:
     Attributes:
         units: all of them.
         backward: their gradients.
-        streams: where they communicate, and what their gathered memory comes from.
+        streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
         last_backward: the units in the order of the last backward.
@@ -73,7 +73,7 @@ class Pass:
         layer.wait(layer.record() if event is None else event, self.streams.gather)
 
     def _check_capture(self, event: Any) -> None:
-        """Raise where a graph cannot capture this model's pass."""
+        """Raise if a graph cannot capture this model's pass."""
         if event is not None:
             raise RuntimeError(
                 "set_post_optim_event: a graph cannot wait for an event from before its capture"
@@ -120,10 +120,10 @@ class Pass:
             self._order.begin()
 
     def _watch_order(self) -> None:
-        """A root's first forward begins: compare from now on the order of what all units communicate."""
+        """Start comparing the order of all units' collectives with the other ranks, in a root's first forward."""
         scopes: dict[
             dist.ProcessGroup, str
-        ] = {}  # what tells this model from others, on all ranks of the group
+        ] = {}  # a name of this model that is the same on the group's ranks
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:
@@ -193,7 +193,7 @@ class Pass:
         return False
 
     def _end_forward(self) -> None:
-        """The outermost unit's forward has ended: what was gathered ahead in vain is freed."""
+        """Finish the root's forward, and free prefetched units that were not used."""
         trimmed = self._trimmed and not self._ahead
         for unit in self.units:
             if unit in self._ahead:
@@ -294,7 +294,7 @@ class Pass:
             self.rest(free=False)
 
     def finish_backward(self) -> None:
-        """Do what post-backwards have left; after the last backward of a step, wait for the reductions."""
+        """Finish units without a post-backward; after the last backward of a step, wait for the reductions."""
         recycler = self.streams.recycler
         recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
         for unit in reversed(self.units):
@@ -313,14 +313,14 @@ class Pass:
             order.compare(self.streams.layer, _PATIENCE)
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
-        """The same for a schedule that runs backward in pieces, and may write gradients past autograd's hooks."""
+        """Like `leave_backward`, for pipeline schedules that split backward and write `.grad` without running hooks."""
         for param in unit.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 self.backward.accept(unit, param)
         self.leave_backward(unit)
 
     def gather_for_backward(self, units: Iterable[Unit]) -> None:
-        """Unshard those of the units that have run forward since the last backward, and stay so after the next."""
+        """Unshard the units whose backward is still pending."""
         if self.in_backward:
             return
         for unit in units:
@@ -328,7 +328,7 @@ class Pass:
                 unit.unshard()
 
     def _has_work_left(self, unit: Unit) -> bool:
-        """Whether the end of backward must do what a post-backward of this unit has not, or not completely."""
+        """Whether this unit's post-backward is missing or incomplete at the end of backward."""
         options = unit.options
         return (
             unit in self._in_backward_of

@@ -112,7 +112,7 @@ class Exporter:
         try:
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of_model(model, buffers=buffers)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must not wait for this one
             problem = error
         options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "ranks": self._ranks}
         same_on_all_ranks(options, error=problem, caller=caller)

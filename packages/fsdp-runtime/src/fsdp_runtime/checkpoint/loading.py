@@ -81,7 +81,7 @@ def load_safetensors(
         checkpoint = Checkpoint(path)
         plan = _plan(model, checkpoint, rules, strict)
         bar = _bar(progress, group)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     files = {f"the checkpoint at {path}": checkpoint and checkpoint.fingerprint}
     same_on_all_ranks(files, group, error=problem, caller=_CALLER)
@@ -201,7 +201,7 @@ def _read(
                         f"{name} and {other} are one parameter of the model, and have different values in "
                         f"{checkpoint.path}. The model is partly loaded: load it again"
                     )
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     raise_on_all_ranks(problem, _CALLER, groups=group)
     return reader.bytes_read

@@ -191,7 +191,7 @@ def _attempt(act: Callable[[], object]) -> str | None:
         return None
     try:
         act()
-    except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
+    except Exception as error:  # the other ranks must not wait for this one
         return f"{type(error).__name__}: {error}"
     return None
 

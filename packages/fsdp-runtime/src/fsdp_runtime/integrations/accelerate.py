@@ -198,7 +198,7 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
     try:
         folder = _folder(accelerator, input_dir)
         step = _check_files(accelerator, folder, options.get("load_kwargs") or {})
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     answers = raise_on_all_ranks(problem, "load_state", (folder.name if input_dir is None else "", step))
     for rank, (name, other) in enumerate(answers):

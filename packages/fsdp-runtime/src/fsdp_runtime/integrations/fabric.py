@@ -167,7 +167,7 @@ def _read(
             if isinstance(value, torch.optim.Optimizer) and name in file:
                 file[name] = _by_name(file[name], model)
         absent = [name for name in wanted if name not in file]
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     answers = raise_on_all_ranks(problem, f"load_checkpoint: {path}", (kind, absent))
     for rank, (other, _) in enumerate(answers):

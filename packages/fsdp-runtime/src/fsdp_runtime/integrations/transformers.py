@@ -104,7 +104,7 @@ class RaggedTrainer:
             folder, problem = Path(self._trainer.state.best_model_checkpoint), None
             try:
                 _check_readable(folder, ["{model}.bin"] if self._rank == 0 else [])
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            except Exception as error:  # the other ranks must not wait for this one
                 problem = error
             raise_on_all_ranks(problem, "load_best_model_at_end")
         with accelerate.full_state_dicts():
@@ -124,7 +124,7 @@ class RaggedTrainer:
                 folder = str(checkpoint)
             if folder is not None:
                 files = self._check_files(Path(folder))
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # the other ranks must not wait for this one
             problem = error
         checkpoints = {"the checkpoint": f"{Path(folder).name if folder else None} with {files}"}
         same_on_all_ranks(checkpoints, error=problem, caller="resume_from_checkpoint")
