@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+import dbuffer
+from dbuffer import ReduceScatter, TransportChoice
+
 from .. import _torch_compat as compat
 from .._plan.group import GroupPlan, as_sharded
 from .._plan.param import ManagedParam
@@ -56,10 +59,11 @@ class Gradients:
         self._training_changed = True
         self._trained: frozenset[int] | None = None
         self._first_reduction = 0
+        self._prepared: tuple[tuple[Any, ...], ReduceScatter] | None = None
 
     def rename(self, name: str) -> None:
         """Call the memory by the unit's new name."""
-        self._name = name
+        self._name, self._prepared = name, None
         for memory in {self._whole, self.memory}:
             memory.rename(name)
 
@@ -69,11 +73,9 @@ class Gradients:
         for memory in {self._whole, self.memory}:
             memory.count_reductions_from(self._first_reduction)
 
-    def scale(self, options: ReduceOptions) -> bool:
-        """Follow the unit's options from the next reduction on. Returns whether gradients are scaled otherwise then."""
-        before, self.scaling = self.scaling, self._scaling_of(options)
-        self.options = options
-        return self.scaling != before
+    def scale(self, options: ReduceOptions) -> None:
+        """Apply new reduction options, from the next reduction on."""
+        self.options, self.scaling = options, self._scaling_of(options)
 
     def _scaling_of(self, options: ReduceOptions) -> Scaling:
         data = self._plan.data
@@ -103,7 +105,7 @@ class Gradients:
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     def accept(self) -> None:
-        """Be ready for gradients; the first that is not kept gets memory. No reduction may use it any more."""
+        """Start accepting gradients. The last reduction must have released the buffer; the first write allocates it."""
         if self._training_changed and not self.partial:
             self._follow_training()
         self.accepting = True
@@ -138,7 +140,7 @@ class Gradients:
             self.memory.put(index, grad, self.scaling.before)
 
     def _copy_kept(self) -> None:
-        """Bring the gradients into the memory that were kept as autograd made them; have it, if there is none yet."""
+        """Allocate the buffer if needed, and copy the deferred gradients into it."""
         if not self._writable:
             self.memory.buffer.materialize()
             self._writable = True
@@ -147,7 +149,7 @@ class Gradients:
             self.memory.put_all(kept, self.scaling.before)
 
     def close(self) -> Params:
-        """Zero what no gradient came for, so that all of it may be reduced. Returns the others' parameters.
+        """Zero the slots without a gradient. Returns the parameters that have one.
 
         Afterwards there is a shard for what the reduction brings: a new one, or a partial sum to add to.
         """
@@ -165,6 +167,27 @@ class Gradients:
             self.memory.zero(missing)
         return [param for param in self._params if param.index in written]
 
+    def reduction_of(
+        self, members: "list[Gradients]", transport: TransportChoice | None, separate: bool
+    ) -> ReduceScatter:
+        """The reduction of the memory of `members`, after `close`; prepared again if anything has changed since.
+
+        Args:
+            members: groups of one mesh and scaling, of which this is the first.
+            transport: of the reduction; None: as given to `fully_shard`.
+            separate: whether reductions have separate process groups.
+        """
+        memories, how = [gradients.memory for gradients in members], self.scaling
+        key = (memories, how.op, how.divide, transport, separate)
+        if self._prepared is None or self._prepared[0] != key:
+            group = self._plan.data.reduction_group() if separate else None
+            buffers = [memory.buffer for memory in memories]
+            call = dbuffer.ReduceScatter(
+                buffers, op=how.op, divide=how.divide, transport=transport, group=group
+            )
+            self._prepared = (key, call)
+        return self._prepared[1]
+
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
         self.written = set()
@@ -177,7 +200,7 @@ class Gradients:
     # -- after the reduction ----------------------------------------------------------------------------------------
 
     def free(self, memory: GradientMemory, *, partial: bool) -> None:
-        """A reduction has completed: free the gathered memory. What it brought may be a partial sum."""
+        """Free the buffer after its reduce-scatter. `partial`: the shard is not yet summed over replicas."""
         memory.buffer.release()
         self.partial = partial
 

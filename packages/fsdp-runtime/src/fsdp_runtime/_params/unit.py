@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import dbuffer
-from dbuffer import Gather, Handle, ReduceScatter, TransportChoice
+from dbuffer import Gather, Handle, TransportChoice
 
-from .._grads.memory import GradientMemory
 from .._grads.scaling import ReduceOptions
 from .._plan.group import Request, children_of, is_selected, plan_group
 from .._plan.mesh import DataMesh, check_alike
@@ -50,9 +49,6 @@ class UnitState(enum.Enum):
 
 # Units that hold more than their shards; few at a time, however many units there are.
 not_at_rest: "weakref.WeakSet[Unit]" = weakref.WeakSet()
-
-# Options that prepared collectives depend on.
-_OF_CALLS = {"gather_by", "reduce_by", "separate_reductions"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,6 @@ class Unit:
         self._freed: list[Group] = []  # where thinned
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
-        self._reductions: dict[tuple[GradientMemory, ...], ReduceScatter] = {}
         self._entered: list[nn.Module] = []
         self._waiting_for: set[nn.Module] = set()
 
@@ -131,7 +126,7 @@ class Unit:
             self.name = name
             for group in self.groups:
                 group.rename(name)
-            self._forget_calls()
+            self._gathers.clear()
 
     def update(self) -> None:
         """Run the optimizer in backward, if there is one. The gradients are published."""
@@ -143,12 +138,11 @@ class Unit:
         if changes.get("reshard_after_forward") is not None:
             self._keeps_slices = False
         self.options = replace(self.options, **changes)
-        if changes.keys() & _OF_CALLS:
-            self._forget_calls()
+        if "gather_by" in changes:
+            self._gathers.clear()
         if "reduction" in changes:
-            changed = [group.gradients.scale(self.options.reduction) for group in self.groups]
-            if any(changed):
-                self._reductions.clear()
+            for group in self.groups:
+                group.gradients.scale(self.options.reduction)
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -202,7 +196,7 @@ class Unit:
     def take(self, groups: list[Group], *, around_others: bool) -> None:
         """Use these groups of `lay_out`, and put their sharded parameters into the modules."""
         if self.groups:
-            self._forget_calls()
+            self._gathers.clear()
         self.groups, self.around_others = groups, around_others
         meshes = set()
         for group in groups:
@@ -247,7 +241,7 @@ class Unit:
             before = group.buffer
             group.adopt()
             if group.buffer is not before:
-                self._forget_calls()
+                self._gathers.clear()
 
     def materialize(self) -> None:
         """Like `adopt`, and allocate parameters that are on the meta device; see `Group`."""
@@ -255,7 +249,7 @@ class Unit:
         for group in self.groups:
             if group.buffer is None:
                 group.materialize()
-                self._forget_calls()
+                self._gathers.clear()
 
     def _refuse_meta(self) -> None:
         prefix = "" if self.root else f"{self.name}."
@@ -266,10 +260,6 @@ class Unit:
             f"parameters {missing} are still on the meta device; call module.to_empty(device=...) and initialize them "
             "(reset_parameters), or load a state dict with assign=True, before the forward"
         )
-
-    def _forget_calls(self) -> None:
-        self._gathers.clear()
-        self._reductions.clear()
 
     # -- sharded <-> unsharded --------------------------------------------------------------------------------------
 
@@ -438,32 +428,6 @@ class Unit:
             for group in self.groups
             if group.gradients.written or any(p.sharded.requires_grad for p in group.params)
         ]
-
-    def reductions_of(self, groups: list[Group], accumulate: list[bool]) -> list[tuple[ReduceScatter, bool]]:
-        """The prepared reductions of these groups, one per mesh and scaling, and whether each adds to the shard."""
-        by_scaling: dict[tuple[Any, ...], list[Group]] = {}
-        for group, add in zip(groups, accumulate, strict=True):
-            by_scaling.setdefault((group.plan.data, group.gradients.scaling, add), []).append(group)
-        calls = []
-        for (data, how, add), members in by_scaling.items():
-            key = tuple([group.gradients.memory for group in members])
-            if key not in self._reductions:
-                options = self.options
-                self._forget_replaced_memory()
-                self._reductions[key] = dbuffer.ReduceScatter(
-                    [memory.buffer for memory in key],
-                    op=how.op,
-                    divide=how.divide,
-                    transport=options.reduce_by,
-                    group=data.reduction_group() if options.separate_reductions else None,
-                )
-            calls.append((self._reductions[key], add))
-        return calls
-
-    def _forget_replaced_memory(self) -> None:
-        """Drop the prepared reductions of memory that was replaced, since other parameters are trained now."""
-        current = {group.gradients.memory for group in self.groups}
-        self._reductions = {key: call for key, call in self._reductions.items() if current.issuperset(key)}
 
     # -- modules of a list ------------------------------------------------------------------------------------------
 

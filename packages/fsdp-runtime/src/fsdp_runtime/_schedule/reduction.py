@@ -15,6 +15,7 @@ from typing import Any
 
 from dbuffer import AllReduce, Handle
 
+from .._grads.gradients import Gradients
 from .._grads.memory import GradientMemory
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
@@ -34,7 +35,7 @@ class ReductionState(enum.Enum):
 
 
 class Reduction:
-    """The gradients of some groups of one unit, on their way from the moment this is made.
+    """An in-flight reduction of some groups of one unit. The constructor launches it.
 
     Attributes:
         unit, groups: those that are reduced.
@@ -44,10 +45,11 @@ class Reduction:
 
     def __init__(self, unit: Unit, groups: list[Group], streams: Streams) -> None:
         self.unit, self.groups = unit, groups
-        self.updates = unit.options.update is not None
+        options = unit.options
+        self.updates = options.update is not None
         self.state = ReductionState.LAUNCHED
-        self._options = unit.options.reduction
-        self._unused = unit.options.reduce_unused
+        self._options = options.reduction
+        self._unused = options.reduce_unused
         self._streams = streams
         self._event: Any = None
         self._used: list[list[Param]] = []
@@ -55,18 +57,19 @@ class Reduction:
         # Of the groups on meshes without replicas, and with them.
         self._sharded: list[tuple[GradientMemory, Scaling]] = []
         self._replicated: list[tuple[GradientMemory, Scaling]] = []
-        partial: list[bool] = []
+        calls: dict[tuple[Any, ...], list[Gradients]] = {}  # one per mesh and scaling
         for group in groups:
             gradients, how = group.gradients, group.gradients.scaling
-            partial.append(gradients.partial)
+            calls.setdefault((group.plan.data, how, gradients.partial), []).append(gradients)
             self._used.append(gradients.close())
             self._memories.append(gradients.memory)
-            alike = self._replicated if group.plan.data.hybrid else self._sharded
-            alike.append((gradients.memory, how))
+            reduced = self._replicated if group.plan.data.hybrid else self._sharded
+            reduced.append((gradients.memory, how))
         self._handles: list[Handle] = []
         with label("post_backward_reduce", unit.name):
-            for call, add in unit.reductions_of(groups, partial):
-                self._handles.append(call.start(accumulate=add, stream=streams.reduce))
+            for (_, _, partial), members in calls.items():
+                call = members[0].reduction_of(members, options.reduce_by, options.separate_reductions)
+                self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
 
     @property
     def completed(self) -> bool:
