@@ -39,6 +39,11 @@ def folder(tmp_path_factory):
     return made
 
 
+# Sums are rounded differently on other numbers of ranks and other CPUs. A router then sends a token to another expert,
+# which moves later losses in the fourth digit; a wrong gradient moves the first.
+SAME = 1e-3
+
+
 @pytest.fixture(scope="module")
 def curve(folder):
     """The curve of 50 steps in one process, without sharding."""
@@ -50,7 +55,7 @@ def curve(folder):
 def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
     config = tiny(folder, model=PRESETS["tiny-moe"], steps=50)
     run_ranks(world_size, train, config, folder / f"w{world_size}")
-    assert apart(losses(folder / f"w{world_size}"), curve) < 1e-5
+    assert apart(losses(folder / f"w{world_size}"), curve) < SAME
     assert len(curve) == 50
     assert curve[49] < curve[0] - 1.0
 
@@ -58,7 +63,7 @@ def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
 @pytest.mark.parametrize("block", ["tile:8x8", "whole"])
 def test_blocks_of_matrices_leave_norm_weights_alone(folder, curve, block):
     run_ranks(2, train, tiny(folder, model=PRESETS["tiny-moe"], steps=50, block=block), folder / block)
-    assert apart(losses(folder / block), curve) < 1e-5
+    assert apart(losses(folder / block), curve) < SAME
 
 
 def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
@@ -71,7 +76,7 @@ def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
     }
     for name, changes in runs.items():
         run_ranks(2, train, with_changes(config, **changes), folder / name)
-        assert apart(losses(folder / name), curve) < 1e-5, name
+        assert apart(losses(folder / name), curve) < SAME, name
 
 
 def test_bf16_follows_fp32(folder, curve):
