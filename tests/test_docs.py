@@ -86,6 +86,14 @@ def test_the_api_page_has_every_public_name(package):
         assert hasattr(module, name) or importlib.import_module(f"{MODULES[package]}.{name}"), name
 
 
+@pytest.mark.parametrize("namespace", ["checkpoint", "memory", "quantization"])
+def test_the_api_page_has_every_name_of_a_namespace(namespace):
+    module = importlib.import_module(f"fsdp_runtime.{namespace}")
+    text = (DOCS / "api/fsdp-runtime.md").read_text()
+    for name in module.__all__:
+        assert re.search(rf"^::: fsdp_runtime\.({namespace}\.)?{name}$", text, re.MULTILINE), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_links_between_files_lead_to_files_of_the_checkout(page):
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

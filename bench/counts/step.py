@@ -64,7 +64,8 @@ def nbytes_of(parameters: Iterable[Any]) -> int:
 
 def parked_bytes(module: Any) -> int:
     """Bytes that our runtime keeps for the next gathered buffer; 0 for other systems."""
-    from fsdp_runtime import FSDPModule, gathered_memory
+    from fsdp_runtime import FSDPModule
+    from fsdp_runtime.memory import gathered_memory
 
     sharded: bool = isinstance(module, FSDPModule)
     return gathered_memory(module).parked_bytes if sharded else 0

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import seeded, shard
 
-from fsdp_runtime import BlockFP8, QuantizationPolicy, read_safetensors, save_safetensors
+from fsdp_runtime import QuantizationPolicy, save_safetensors
+from fsdp_runtime.checkpoint import read_safetensors
+from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -72,7 +74,7 @@ def test_a_missing_library_is_an_error_that_names_the_extra(tmp_path, monkeypatc
 
 
 def save_quantized(folder, limit):
-    model = shard(seeded(width=20), quantize=QuantizationPolicy(weights=BlockFP8((8, 16))))
+    model = shard(seeded(width=20), quantization_policy=QuantizationPolicy(weights=BlockFP8((8, 16))))
     (folder / "config.json").write_text('{"model_type": "body"}')
     files = save_safetensors(model, folder, quantized=True, max_file_bytes=limit)
     loaded = shard(seeded(width=20, seed=1))

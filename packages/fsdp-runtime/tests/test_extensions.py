@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
-from fsdp_runtime import BlockFP8, MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
+from fsdp_runtime.quantization import BlockFP8
 from ragged_shard import RaggedDTensor, distribute_like
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -222,7 +223,7 @@ class TwoInside(Halved):
             Halved,
             ValueError,
             r"0\.weight was selected, but is a Halved",
-            {"quantize": QuantizationPolicy(weights=BlockFP8((128, 128)))},
+            {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))},
         ),
     ],
 )

@@ -6,14 +6,9 @@ import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 
 import block_optim
-from fsdp_runtime import (
-    BlockInt8,
-    QuantizationPolicy,
-    get_full_optimizer_state_dict,
-    get_full_state_dict,
-    set_full_optimizer_state_dict,
-    set_full_state_dict,
-)
+from fsdp_runtime import QuantizationPolicy, get_full_state_dict, set_full_state_dict
+from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
+from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import run_ranks
 
 
@@ -85,9 +80,9 @@ def test_training_goes_on_from_full_state_dicts(kind):
 
 def codes():
     quantize = QuantizationPolicy(at_rest=BlockInt8(8))
-    model = shard(seeded().requires_grad_(False), quantize=quantize)
+    model = shard(seeded().requires_grad_(False), quantization_policy=quantize)
     values = get_full_state_dict(model, rank0_only=True)
-    other = shard(seeded(seed=1).requires_grad_(False), quantize=quantize)
+    other = shard(seeded(seed=1).requires_grad_(False), quantization_policy=quantize)
     set_full_state_dict(other, values, rank0_only=True)
     for name, value in get_full_state_dict(other).items():
         torch.testing.assert_close(value, seeded().state_dict()[name], atol=0.02, rtol=0.02)

@@ -4,7 +4,8 @@ import torch
 from runtime_helpers import loss_of, seeded, tokens
 from torch import nn
 
-from fsdp_runtime import block_policies, fully_shard, unit_memory
+from fsdp_runtime import block_policies, fully_shard
+from fsdp_runtime.memory import unit_memory
 from ragged_shard.testing import run_ranks, simulated_ranks
 
 

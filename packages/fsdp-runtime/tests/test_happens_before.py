@@ -19,11 +19,11 @@ from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
     _torch_compat,
-    gathered_memory,
     offload,
     reload,
 )
 from fsdp_runtime._plan import group as _plan
+from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 
@@ -308,7 +308,7 @@ class TestNoRace:
                 seeded(Net, width=16),
                 mesh=mesh_of(4),
                 mp_policy=BF16,
-                quantize=FP8,
+                quantization_policy=FP8,
                 reshard_after_forward=neighbors,
             )
             train(model, steps=2)
@@ -319,12 +319,15 @@ class TestNoRace:
     def test_when_gradients_are_exchanged(self, gradients):
         with device("at random"):
             policy = QuantizationPolicy(gradients=gradients)
-            train(shard(seeded(Net, width=16), mesh=mesh_of(4), mp_policy=BF16, quantize=policy), steps=2)
+            train(
+                shard(seeded(Net, width=16), mesh=mesh_of(4), mp_policy=BF16, quantization_policy=policy),
+                steps=2,
+            )
 
     @pytest.mark.parametrize("quantize", [None, FP8], ids=["as they are", "as codes"])
     def test_when_a_unit_is_gathered_by_hand(self, quantize):
         with device():
-            model = shard(seeded(Net, width=16), mesh=mesh_of(4), quantize=quantize)
+            model = shard(seeded(Net, width=16), mesh=mesh_of(4), quantization_policy=quantize)
             train(model, steps=2)
             block = model.blocks[0]
             block.unshard(async_op=True).wait()

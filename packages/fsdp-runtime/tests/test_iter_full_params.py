@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import (
-    BlockFP8,
-    BlockInt8,
-    ExportedParams,
     MixedPrecisionPolicy,
     QuantizationPolicy,
     block_policies,
     fully_shard,
     iter_full_params,
 )
+from fsdp_runtime.checkpoint import ExportedParams
+from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard import distribute_like
 from ragged_shard.testing import record_collectives, record_memory, run_ranks
 
@@ -54,7 +53,7 @@ def test_one_rank_exports_without_a_collective():
 
 def test_a_quantized_gather_does_not_round_what_is_exported():
     quantize = QuantizationPolicy(weights=BlockFP8((8, 8)))
-    run_ranks(2, everything, 1 << 20, None, {"quantize": quantize})
+    run_ranks(2, everything, 1 << 20, None, {"quantization_policy": quantize})
 
 
 def as_bf16():
@@ -73,7 +72,7 @@ def other_forms():
     model = seeded()
     model.blocks[0].requires_grad_(False)
     ignored = {model.norm.weight}
-    fully_shard(model.blocks[0], quantize=quantize)
+    fully_shard(model.blocks[0], quantization_policy=quantize)
     fully_shard(model, ignored_params=ignored)
     found = collected(model)
     assert found.keys() == dict(seeded().named_parameters()).keys()

@@ -15,20 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_runtime import (
-    BlockFP8,
-    BlockInt8,
-    Fused,
-    QuantizationPolicy,
-    Rename,
-    Split,
-    block_policies,
-    fully_shard,
-    load_safetensors,
-    read_safetensors,
-    save_safetensors,
-)
+from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors, save_safetensors
+from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
+from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -202,13 +192,13 @@ def test_several_files_are_loaded_with_and_without_an_index(index, tmp_path):
 
 def load_fp8(path):
     quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
-    save_safetensors(shard(seeded(width=20), quantize=quantize), path, quantized=True)
+    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), path, quantized=True)
     # Columns and rows of tiles are cut by these blocks.
     model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
     load_safetensors(model, path)
     wanted = read_safetensors(path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
-    model = shard(on_meta(width=20), quantize=quantize)
+    model = shard(on_meta(width=20), quantization_policy=quantize)
     load_safetensors(model, path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
 
@@ -220,7 +210,7 @@ def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
 def load_at_rest(path):
     def coded(model):
         model.requires_grad_(False)
-        return shard(model, quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+        return shard(model, quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8)))
 
     model = coded(on_meta(width=20))
     load_safetensors(model, path)

@@ -7,14 +7,8 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import tokens
 
-from fsdp_runtime import (
-    MIXTRAL_EXPERTS,
-    STACKED_EXPERTS,
-    fully_shard,
-    get_full_state_dict,
-    load_safetensors,
-    save_safetensors,
-)
+from fsdp_runtime import fully_shard, get_full_state_dict, load_safetensors, save_safetensors
+from fsdp_runtime.checkpoint import MIXTRAL_EXPERTS, STACKED_EXPERTS
 from ragged_shard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")

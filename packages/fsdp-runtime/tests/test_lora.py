@@ -36,7 +36,7 @@ def llama():
 
 def sharded(model):
     for layer in model.model.model.layers:
-        fully_shard(layer, quantize=QuantizationPolicy(at_rest=NF4))
+        fully_shard(layer, quantization_policy=QuantizationPolicy(at_rest=NF4))
     return fully_shard(model)
 
 

@@ -7,7 +7,8 @@ import torch
 from runtime_helpers import device, loss_of, seeded, tokens
 
 import block_optim
-from fsdp_runtime import OffloadedOptimizer, fully_shard
+from fsdp_runtime import fully_shard
+from fsdp_runtime.checkpoint import OffloadedOptimizer
 from layout_planner import Elements
 from ragged_shard.testing import RaceError
 

@@ -5,7 +5,8 @@ import torch
 from runtime_helpers import device, loss_of, seeded, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_runtime import OffloadedOptimizer, fully_shard
+from fsdp_runtime import fully_shard
+from fsdp_runtime.checkpoint import OffloadedOptimizer
 from ragged_shard.testing import RaceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode

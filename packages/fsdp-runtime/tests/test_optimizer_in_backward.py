@@ -12,14 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
-from fsdp_runtime import (
-    clip_grad_norm_,
-    fully_shard,
-    get_full_optimizer_state_dict,
-    optimizer_in_backward,
-    set_full_optimizer_state_dict,
-    step_rest,
-)
+from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward, step_rest
+from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from ragged_shard.testing import RankError, record_memory, run_ranks
 
 MAKES = {

@@ -6,7 +6,9 @@ import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import BlockInt8, MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
+from fsdp_runtime.memory import unit_memory
+from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import record_collectives, run_ranks
 
 BF16 = QuantizationPolicy(gradients="bf16")
@@ -27,7 +29,7 @@ def plain_gradients(model, step, ranks):
 
 def train(microbatches):
     ranks, plain = dist.get_world_size(), seeded()
-    model = shard(seeded(), quantize=BF16)
+    model = shard(seeded(), quantization_policy=BF16)
     full = dict(plain.named_parameters())
     for step in range(STEPS):
         wanted = plain_gradients(plain, step, ranks)
@@ -57,7 +59,7 @@ def test_gradients_of_microbatches_are_added_up_before_they_are_rounded():
 
 def count(precision):
     ranks = dist.get_world_size()
-    model = shard(seeded(), quantize=BF16, mp_policy=MixedPrecisionPolicy(**precision))
+    model = shard(seeded(), quantization_policy=BF16, mp_policy=MixedPrecisionPolicy(**precision))
     loss = loss_of(model, tokens())
     with record_collectives() as record:
         loss.backward()
@@ -79,7 +81,7 @@ def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all():
 
 def hybrid():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantize=BF16, mesh=mesh)
+    plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantization_policy=BF16, mesh=mesh)
     rank = dist.get_rank()
     loss = loss_of(model, tokens(rank=rank))
     with record_collectives() as record:
@@ -112,7 +114,7 @@ def refused():
     with pytest.raises(
         ValueError, match=r"parameter norm\.weight of torch\.float64: gradients in torch\.float64"
     ):
-        fully_shard(model, quantize=BF16)
+        fully_shard(model, quantization_policy=BF16)
     assert type(model.head.weight.data) is torch.Tensor
     with pytest.raises(TypeError, match=r"expected a fsdp_runtime\.QuantizationPolicy"):
         fully_shard(model, quantize="bf16")  # type: ignore[call-overload]
@@ -138,7 +140,10 @@ def gradients_of(model, step):
 
 
 def resumed():
-    uninterrupted, other = shard(seeded(), quantize=INT8), shard(seeded(), quantize=INT8)
+    uninterrupted, other = (
+        shard(seeded(), quantization_policy=INT8),
+        shard(seeded(), quantization_policy=INT8),
+    )
     steps = [gradients_of(uninterrupted, step) for step in range(3)]
     for step in (2, 0):
         assert all(map(torch.equal, gradients_of(other, step), steps[step]))

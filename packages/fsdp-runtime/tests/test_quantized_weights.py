@@ -8,16 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dbuffer
-from fsdp_runtime import (
-    BlockFP8,
-    BlockInt8,
-    MixedPrecisionPolicy,
-    QuantizationPolicy,
-    fully_shard,
-    unit_memory,
-)
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
-from fsdp_runtime.quantization import matrices_only, meet_tiles
+from fsdp_runtime.memory import unit_memory
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -70,7 +64,7 @@ class Plain:
 def train(fmt, cut, steps=2, microbatches=1, **options):
     plain = Plain(fmt)
     policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
-    model = shard(body(), quantize=policy, **options)
+    model = shard(body(), quantization_policy=policy, **options)
     encoders = [
         group.buffer.encoder
         for block in model.blocks
@@ -111,7 +105,7 @@ def train_all():
 
 def alone():
     """One rank sends nothing, and computes with the same values; its gradients are not rounded."""
-    plain, model = Plain(FP8), shard(body(), quantize=QuantizationPolicy(weights=FP8))
+    plain, model = Plain(FP8), shard(body(), quantization_policy=QuantizationPolicy(weights=FP8))
     plain.step(0)  # brings the weights into its model
     loss = loss_of(model, tokens())
     assert loss.equal(loss_of(plain.model, tokens()))
@@ -120,7 +114,7 @@ def alone():
 def between_neighbors():
     train(FP8, "auto", reshard_after_forward=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = shard(body(), quantize=QuantizationPolicy(weights=FP8), mesh=mesh)
+    model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh)
     plain = Plain(FP8)
     plain.step(0)
     assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
@@ -131,7 +125,7 @@ def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
 
 
 def kept():
-    model = shard(body(), quantize=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
+    model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
     loss = loss_of(model, tokens())
     unit = member_of(model.blocks[0]).unit
     (coded,) = [group for group in unit.groups if group.plan.wire is not None]
@@ -156,7 +150,7 @@ def test_resharding_to_neighbors_keeps_codes():
 
 def count(fmt, cut):
     ranks = dist.get_world_size()
-    model = shard(body(), quantize=QuantizationPolicy(weights=fmt, cut=cut))
+    model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
     seen = []
     for step in range(2):
         with record_collectives() as record:
@@ -188,7 +182,7 @@ def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
 def frozen():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16, bias=False))
-    fully_shard(model, quantize=QuantizationPolicy(weights=FP8))
+    fully_shard(model, quantization_policy=QuantizationPolicy(weights=FP8))
     base, _ = member_of(model).unit.groups
     assert not base.params[0].requires_grad
     versions = []
@@ -206,7 +200,8 @@ def bad_numbers():
     from block_optim import AdamW
 
     model = shard(
-        body(), quantize=QuantizationPolicy(weights=FP8, gradients=BlockInt8(8, rounding="stochastic"))
+        body(),
+        quantization_policy=QuantizationPolicy(weights=FP8, gradients=BlockInt8(8, rounding="stochastic")),
     )
     optimizer = AdamW(model.parameters(), lr=1e-3)
     weight = model.blocks[0].weight
@@ -227,7 +222,7 @@ def test_an_infinite_weight_makes_loss_and_gradients_nan_and_the_optimizer_skips
 
 def checkpoint():
     policy = QuantizationPolicy(weights=FP8, gradients="bf16")
-    model = shard(body(), quantize=policy)
+    model = shard(body(), quantization_policy=policy)
     loss_of(model, tokens()).backward()
     with torch.no_grad():
         for param in model.parameters():
@@ -237,7 +232,7 @@ def checkpoint():
     assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
     others = (
         shard(body()),
-        shard(body(), quantize=QuantizationPolicy(weights=CUT, cut="shared")),
+        shard(body(), quantization_policy=QuantizationPolicy(weights=CUT, cut="shared")),
     )
     for other in others:
         loss_of(other, tokens()).backward()  # has codes of its own
@@ -258,7 +253,7 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
 def auto():
     chosen = []
     for tile in (8, 24):
-        model = shard(body(), quantize=QuantizationPolicy(weights=BlockFP8((tile, tile))))
+        model = shard(body(), quantization_policy=QuantizationPolicy(weights=BlockFP8((tile, tile))))
         chosen.append([g.plan.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire])
         loss_of(model, tokens()).backward()
     return chosen
@@ -273,12 +268,16 @@ def refused():
     with pytest.raises(
         ValueError, match=r"parameter 0\.weight was selected: torch\.float64 cannot be quantized"
     ):
-        fully_shard(model, quantize=QuantizationPolicy(weights=FP8))
+        fully_shard(model, quantization_policy=QuantizationPolicy(weights=FP8))
     assert type(model[0].weight.data) is torch.Tensor
-    fully_shard(model, quantize=QuantizationPolicy(weights=FP8, select=lambda name, param, module: False))
+    fully_shard(
+        model, quantization_policy=QuantizationPolicy(weights=FP8, select=lambda name, param, module: False)
+    )
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(
-        nn.Linear(8, 8).to(torch.bfloat16), quantize=QuantizationPolicy(weights=INT8), mp_policy=precision
+        nn.Linear(8, 8).to(torch.bfloat16),
+        quantization_policy=QuantizationPolicy(weights=INT8),
+        mp_policy=precision,
     )
 
 

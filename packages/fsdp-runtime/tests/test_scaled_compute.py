@@ -11,20 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dbuffer
-from fsdp_runtime import (
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    MixedPrecisionPolicy,
-    QuantizationPolicy,
-    fake_tensors,
-    fully_shard,
-    gathered_memory,
-    unit_memory,
-)
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._params import scaled as scaled
 from fsdp_runtime._schedule.model import member_of
-from fsdp_runtime.quantization import check_products
+from fsdp_runtime.memory import fake_tensors, gathered_memory, unit_memory
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, check_products
 from ragged_shard import multiplies_blocks
 from ragged_shard.testing import run_ranks
 
@@ -224,7 +215,7 @@ def checkpointed():
 def train(cut="whole", make=body, microbatches=1, **options):
     plain = Plain(body)
     policy = QuantizationPolicy(weights=FP8, gradients="bf16", cut=cut, compute="scaled")
-    model = shard(make(), quantize=policy, **options)
+    model = shard(make(), quantization_policy=policy, **options)
     for step in range(2):
         plain.step(step, microbatches)
         for micro in range(microbatches):
@@ -261,7 +252,7 @@ def test_units_compute_and_train_as_one_process_with_whole_codes(ranks):
 
 def memory():
     ranks, precision = dist.get_world_size(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = shard(body(), quantize=POLICY, mp_policy=precision)
+    model = shard(body(), quantization_policy=POLICY, mp_policy=precision)
     block = unit_memory(model.blocks[0])
     weight, bias = member_of(model.blocks[0]).unit.groups
     codes = ranks * sum(segment.shard_size for segment in weight.plan.layout.segments)
@@ -291,7 +282,7 @@ def frozen():
     base = nn.Linear(256, 256, bias=False).requires_grad_(False)
     model = nn.Sequential(base, nn.Linear(256, 128))
     expected = model[1](F.linear(torch.ones(2, 256), coded(base.weight)))
-    fully_shard(model, quantize=QuantizationPolicy(at_rest=FP8, compute="scaled"))
+    fully_shard(model, quantization_policy=QuantizationPolicy(at_rest=FP8, compute="scaled"))
     y = model(torch.ones(2, 256))
     assert y.equal(expected)
     y.sum().backward()
@@ -307,7 +298,7 @@ def compiled():
     torch.manual_seed(0)
     losses = []
     for backend in (None, "aot_eager"):
-        model = shard(body(), quantize=POLICY)
+        model = shard(body(), quantization_policy=POLICY)
         if backend:
             for block in model.blocks:
                 block.compile(backend=backend)
@@ -341,7 +332,7 @@ def refused():
         (nn.Linear(128, 144), r"shape \(144, 128\), expected multiples of 128"),
     ):
         with pytest.raises(ValueError, match=message):
-            fully_shard(module, quantize=everything)
+            fully_shard(module, quantization_policy=everything)
         assert type(module.weight.data) is torch.Tensor
 
 

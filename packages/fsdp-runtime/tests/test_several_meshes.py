@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer import BlockFP8, BlockInt8
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard, unit_memory
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._torch_compat import ShardPlacementResult
+from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
 from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
 
@@ -120,7 +121,12 @@ def check_quantized(policy):
     flat, hybrid, _ = two_meshes()
     model = seeded(width=16)
     apart = {model.blocks[0].weight, model.head.weight}  # matrices on both meshes
-    shard(model, mesh=flat, quantize=policy, shard_placement_fn=lambda p: hybrid if p in apart else None)
+    shard(
+        model,
+        mesh=flat,
+        quantization_policy=policy,
+        shard_placement_fn=lambda p: hybrid if p in apart else None,
+    )
     accumulated(model, 2)
     check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
 

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import block_optim
 from fsdp_runtime import (
-    BlockInt8,
     QuantizationPolicy,
     fully_shard,
     iter_full_params,
@@ -17,6 +16,7 @@ from fsdp_runtime import (
     offload,
     reload,
 )
+from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
@@ -150,7 +150,7 @@ def test_memory_that_numpy_holds_is_refused_and_nothing_is_lost():
 
 def codes_asleep():
     model = seeded().requires_grad_(False)
-    shard(model, quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+    shard(model, quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8)))
     before = loss_of(model, tokens())
     offload(model)
     reload(model)

@@ -7,7 +7,10 @@ import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime import BlockInt8, QuantizationPolicy, gathered_memory, offload, snapshot
+from fsdp_runtime import QuantizationPolicy, offload
+from fsdp_runtime.checkpoint import snapshot
+from fsdp_runtime.memory import gathered_memory
+from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import record_collectives, run_ranks
 
 
@@ -136,7 +139,9 @@ def test_another_thread_takes_one_while_a_forward_runs():
 
 
 def of_codes():
-    model = shard(seeded().requires_grad_(False), quantize=QuantizationPolicy(at_rest=BlockInt8(8)))
+    model = shard(
+        seeded().requires_grad_(False), quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8))
+    )
     loss_of(model, tokens())
     wanted = values(model)
     assert "blocks.0.weight.codes" in wanted

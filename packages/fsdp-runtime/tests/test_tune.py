@@ -9,7 +9,8 @@ import torch
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime import BudgetError, StepMeter, fully_shard, gathered_memory, optimizer_in_backward, tune
+from fsdp_runtime import fully_shard, optimizer_in_backward
+from fsdp_runtime.memory import BudgetError, StepMeter, gathered_memory, tune
 from ragged_shard.testing import run_ranks, simulated_ranks
 
 BLOCK = 4 * 64 * 65  # bytes of a gathered block

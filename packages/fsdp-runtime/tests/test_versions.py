@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import fully_shard, installed_versions
+from fsdp_runtime import fully_shard
+from fsdp_runtime._params.group import _IN_COMMON
 from ragged_shard.testing import run_ranks
 
 
@@ -15,7 +16,7 @@ def _shard(changes, shape):
     """What this rank is told; `changes`: of its versions, by rank. Also how many gathers of objects there were."""
     names = {1: ("shard",), 2: ("replicate", "shard")}[len(shape)]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    mine = {**installed_versions(), **changes.get(dist.get_rank(), {})}
+    mine = {**_IN_COMMON, **changes.get(dist.get_rank(), {})}
     objects = mock.Mock(wraps=dist.all_gather_object)
     with (
         mock.patch("fsdp_runtime._params.group._IN_COMMON", mine),
@@ -42,7 +43,7 @@ def test_replicas_with_another_python_are_named_by_their_ranks_in_the_job():
     name = "the version of Python"
     other = {name: "9.9"}
     results = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
-    mine = installed_versions()[name]
+    mine = _IN_COMMON[name]
     assert {message for message, _ in results} == {
         f"ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3"
     }
@@ -54,4 +55,4 @@ def test_equal_versions_travel_in_the_digest_of_the_layout_and_cost_no_collectiv
 
 @pytest.mark.parametrize("name", ["torch", "Python", "layout-planner", "block-optim", "fsdp-runtime"])
 def test_versions_are_those_of_torch_of_each_package_and_of_python(name):
-    assert f"the version of {name}" in installed_versions()
+    assert f"the version of {name}" in _IN_COMMON

@@ -12,16 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import dbuffer
 import ragged_shard
 from dbuffer import BlockQuantizedTensor
-from fsdp_runtime import (
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    MixedPrecisionPolicy,
-    QuantizationPolicy,
-    fully_shard,
-    unit_memory,
-)
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
+from fsdp_runtime.memory import unit_memory
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4
 from ragged_shard.testing import record_collectives, run_ranks
 
 WIDTH = 64
@@ -54,7 +48,7 @@ def adapted():
 def shard(model, fmt=NF4, **options):
     policy = QuantizationPolicy(at_rest=fmt)
     for block in model.blocks:
-        fully_shard(block, quantize=policy, **options)
+        fully_shard(block, quantization_policy=policy, **options)
     return fully_shard(model, **options)
 
 
@@ -230,7 +224,7 @@ def distributed_sources():
     codes.load_state_dict(source.state_dict())
     assert_codes(codes, NF4, other_values())
     full = {name: value.full_tensor() for name, value in codes.state_dict().items()}
-    again = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
+    again = fully_shard(adapted(), quantization_policy=QuantizationPolicy(at_rest=NF4))
     again.load_state_dict(full)
     assert_codes(again, NF4, other_values())
     again.load_state_dict(adapted().state_dict())
@@ -292,14 +286,14 @@ def moved():
     assert model.blocks[0].base.weight.dtype == torch.bfloat16
     loss_of(model, tokens()).backward()
     assert model.blocks[0].base.weight.local.codes.equal(before)
-    outer = fully_shard(adapted(), quantize=QuantizationPolicy(at_rest=NF4))
+    outer = fully_shard(adapted(), quantization_policy=QuantizationPolicy(at_rest=NF4))
     with pytest.raises(
         ValueError, match=r"base\.weight is kept as codes of BlockNF4\(size=64\) by the unit around"
     ):
         fully_shard(outer.blocks[0])
     outer.blocks[0].base.weight.local.codes.random_()  # no values are quantized to these
     before = outer.state_dict()["blocks.0.base.weight.codes"].full_tensor()
-    fully_shard(outer.blocks[0], quantize=QuantizationPolicy(at_rest=NF4))
+    fully_shard(outer.blocks[0], quantization_policy=QuantizationPolicy(at_rest=NF4))
     assert outer.state_dict()["blocks.0.base.weight.codes"].full_tensor().equal(before)
 
 
@@ -310,7 +304,7 @@ def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
 def refused():
     policy = QuantizationPolicy(at_rest=NF4, select=lambda name, param, module: name.endswith("weight"))
     with pytest.raises(ValueError, match=r"down\.weight was selected to be kept as codes, and is trained"):
-        fully_shard(adapted().blocks[0], quantize=policy)
+        fully_shard(adapted().blocks[0], quantization_policy=policy)
     model = shard(adapted())
     base = model.blocks[0].base.weight
     with torch.no_grad(), pytest.raises(RuntimeError, match="load_state_dict quantize new values"):

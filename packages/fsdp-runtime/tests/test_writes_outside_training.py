@@ -4,7 +4,8 @@ import pytest
 import torch
 from runtime_helpers import seeded, shard, tokens
 
-from fsdp_runtime import BlockFP8, QuantizationPolicy
+from fsdp_runtime import QuantizationPolicy
+from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import run_ranks
 
 
@@ -33,7 +34,7 @@ CUTS = {"codes of whole tiles": "whole", "codes of shared tiles": "shared", "uni
 def written(how, cut=None):
     """Outputs after a write, of this model and of one that was sharded with what was written."""
     options = (
-        {"quantize": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
+        {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
         if cut
         else {"reshard_after_forward": False}
     )

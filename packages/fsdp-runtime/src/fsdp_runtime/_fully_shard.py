@@ -67,7 +67,7 @@ class _Options(TypedDict, total=False):
     block_policy: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
-    quantize: QuantizationPolicy | None
+    quantization_policy: QuantizationPolicy | None
 
 
 @overload
@@ -91,7 +91,7 @@ def fully_shard(
     block_policy: BlockPolicy | None = None,
     transport: TransportChoice | None = None,
     planner: Planner = plan,
-    quantize: QuantizationPolicy | None = None,
+    quantization_policy: QuantizationPolicy | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
@@ -123,7 +123,7 @@ def fully_shard(
             makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
             else "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
-        quantize: what travels quantized. None: nothing.
+        quantization_policy: what is quantized, and how. Defaults to nothing.
 
     Returns:
         The module (or list), now an `FSDPModule`.
@@ -133,12 +133,12 @@ def fully_shard(
             anything is changed.
     """
     modules = _checked_modules(module)
-    _check_policies(mp_policy, offload_policy, block_policy, planner, quantize)
+    _check_policies(mp_policy, offload_policy, block_policy, planner, quantization_policy)
     data = data_mesh(mesh, dp_mesh_dims)
     keep, count = _checked_reshard(reshard_after_forward, data)
     streams = streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
-    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantize, count)
+    request = Request(data, mp_policy, offload, block_policy, transport, planner, quantization_policy, count)
     takeover = _plan_takeover(modules, request, ignored_params, shard_placement_fn)
     unit = Unit(modules, request, UnitOptions(reshard_after_forward=keep), streams)
     ready = _allocate(Member(unit, Pass(streams)), takeover)
@@ -171,7 +171,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys([each for each in listed if each not in inside]))
 
 
-def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantize: Any) -> None:
+def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantization: Any) -> None:
     for name, value, expected in (
         ("mp_policy", precision, MixedPrecisionPolicy),
         ("offload_policy", offload, OffloadPolicy),
@@ -185,8 +185,10 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
         )
     if not callable(planner):
         raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
-    if quantize is not None and not isinstance(quantize, QuantizationPolicy):
-        raise TypeError(f"quantize is {quantize!r}; expected a fsdp_runtime.QuantizationPolicy")
+    if quantization is not None and not isinstance(quantization, QuantizationPolicy):
+        raise TypeError(
+            f"quantization_policy is {quantization!r}; expected a fsdp_runtime.QuantizationPolicy"
+        )
 
 
 def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | None]:
@@ -270,11 +272,11 @@ def _plan_takeover(
     taken = _find_params(modules, managed, gathered, without, request.data, placement_fn)
     if request.neighbors is not None:
         _check_neighbors(taken, request.neighbors)
-    if request.quantize is not None:
-        check_quantized([each.param for each in taken], request, request.quantize)
+    if request.quantization is not None:
+        check_quantized([each.param for each in taken], request, request.quantization)
     for each in taken:
         if each.outer is not None:
-            check_taken_over(each.param, request.quantize)
+            check_taken_over(each.param, request.quantization)
     return _Takeover(taken, managed, around_others, gathered)
 
 

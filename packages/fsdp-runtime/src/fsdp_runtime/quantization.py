@@ -1,4 +1,4 @@
-"""What of a unit travels quantized, and how: `fully_shard(quantize=QuantizationPolicy(...))`."""
+"""Quantization policies of units: `fully_shard(quantization_policy=QuantizationPolicy(...))`."""
 
 import math
 import re
@@ -23,6 +23,8 @@ from dbuffer import (
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
 from ragged_shard import is_cpu, multiplies_blocks
+
+__all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "QuantizationPolicy", "matrices_only"]
 
 TILE = 128  # rows and columns of the tiles that products are taken with
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]

@@ -290,7 +290,7 @@ def extension_among_neighbors(fsdp):
     EXTEND,
     "a subclass of two tensors",
     ours=Raises(NotImplementedError, "weight is a Doubled of 2 tensors"),
-    note="shards are one flat buffer; weights quantized at rest: `quantize=`",
+    note="shards are one flat buffer; weights quantized at rest: `quantization_policy=`",
 )
 def extension_of_two_tensors(fsdp):
     model, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)

@@ -20,7 +20,7 @@ from mutations import NASTY, damaged, damaged_json, damaged_text
 from safetensors.torch import save_file
 from train.train_helpers import newest, text_folder, tiny, train
 
-from fsdp_runtime import read_safetensors
+from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train import __main__ as train_cli

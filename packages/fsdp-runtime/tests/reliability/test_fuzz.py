@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
 
-from fsdp_runtime import read_safetensors
+from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.__main__ import main

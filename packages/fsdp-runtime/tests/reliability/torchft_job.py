@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torchft.coordination import LighthouseServer  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from fsdp_runtime import fully_shard, snapshot
+from fsdp_runtime import fully_shard
+from fsdp_runtime.checkpoint import snapshot
 
 REPLICAS, RANKS, WIDTH = 2, 2, 8
 TOGETHER = 3  # steps of both replicas before one is killed, and after it has come back

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime import fake_tensors
+from fsdp_runtime.memory import fake_tensors
 from fsdp_runtime.train.model import ModelConfig, Transformer
 from fsdp_runtime.train.parallel.experts import apply_expert_parallel
 from ragged_shard.testing import simulated_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_helpers import text_folder, tiny, train
 
-from fsdp_runtime import LiveBytes, fake_tensors
+from fsdp_runtime.memory import LiveBytes, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.plan import Buffers, Moment, make_plan, plan_lines, step_peaks

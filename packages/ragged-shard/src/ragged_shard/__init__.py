@@ -9,6 +9,7 @@ from ragged_shard import _tensor
 from ragged_shard._agreement import (
     equal_on_all_ranks,
     gather_from_ranks,
+    installed_versions,
     list_ranks,
     raise_on_all_ranks,
     same_on_all_ranks,
@@ -56,6 +57,7 @@ __all__ = [
     "gather_from_ranks",
     "has_triton",
     "held_boxes",
+    "installed_versions",
     "is_cpu",
     "list_ranks",
     "load_full_optimizer_state_dict",

@@ -9,6 +9,8 @@ default to the group of all ranks; without process groups there is one rank.
 """
 
 import hashlib
+import importlib.metadata
+import platform
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -104,6 +106,22 @@ def _differing_value(values: Mapping[str, str], groups: Groups = None) -> str | 
             shown = "; ".join(f"{value} on {list_ranks(which)}" for value, which in ranks.items())
             return f"ranks do not agree on {name}: {shown}"
     return None
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Versions of `packages` and of Python, {"the version of torch": ...}, to compare between ranks.
+
+    A package that is missing has the version "not installed". Communicates nothing.
+    """
+    versions = {f"the version of {name}": _version(name) for name in packages}
+    return {**versions, "the version of Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def list_ranks(ranks: Sequence[int], most: int = 8) -> str:

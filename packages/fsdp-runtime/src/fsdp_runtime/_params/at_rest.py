@@ -49,8 +49,8 @@ def check_taken_over(param: ManagedParam[Any], policy: QuantizationPolicy | None
     wanted = policy.at_rest if policy is not None and is_selected(param, policy) else None
     if wanted != held.local.format:
         raise ValueError(
-            f"quantize: parameter {param.name} is kept as codes of {held.local.format} by the unit around, and "
-            f"would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both the same "
+            f"quantization_policy: parameter {param.name} is kept as codes of {held.local.format} by the unit around, "
+            f"and would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both the same "
             "policy, or shard inner modules first"
         )
 

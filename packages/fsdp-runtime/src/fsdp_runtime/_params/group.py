@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dbuffer import DBuffer
-from ragged_shard import RaggedDTensor
+from ragged_shard import RaggedDTensor, installed_versions
 
 from .. import _torch_compat as compat
 from .._grads.gradients import Gradients
@@ -23,11 +23,12 @@ from .._plan.extension import refuse_patched
 from .._plan.group import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
 from .._plan.param import MakeHook, ManagedParam, local_of
 from .._torch.streams import Streams
-from .._torch.versions import installed_versions
 from .at_rest import is_at_rest, quantized
 from .extended_gather import ExtendedGather
 
-_IN_COMMON = installed_versions()  # what all ranks must have
+# Layouts, messages and checkpoints depend on these, so all ranks must have the same versions.
+_PACKAGES = ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
+_IN_COMMON = installed_versions(*_PACKAGES)
 
 
 class Group:

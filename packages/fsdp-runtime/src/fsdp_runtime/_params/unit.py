@@ -105,7 +105,7 @@ class Unit:
         self.on_several_meshes = False
         self.root = True
         self.closed = ""
-        self.quantized = request.quantize is not None
+        self.quantized = request.quantization is not None
         self._request = request
         self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
         self._streams = streams
@@ -173,7 +173,7 @@ class Unit:
         assert self.make_hook is not None
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         children = children_of(params) if around_others else {}
-        policy = self._request.quantize
+        policy = self._request.quantization
         for param in params:
             selected = policy is not None and is_selected(param, policy)
             extended = param.extension is not None

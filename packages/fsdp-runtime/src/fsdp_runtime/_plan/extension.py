@@ -72,7 +72,7 @@ def extension_of(name: str, tensor: torch.Tensor) -> Extension:
         raise NotImplementedError(
             f"{what} of {len(names)} tensors ({', '.join(names)}): the flat buffer holds one tensor of the parameter's "
             f"shape and dtype, not one that is quantized at rest; {advice}, or keep weights quantized by "
-            "fully_shard(quantize=...)"
+            "fully_shard(quantization_policy=...)"
         )
     if not has[0]:
         raise NotImplementedError(

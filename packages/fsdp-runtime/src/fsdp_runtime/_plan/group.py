@@ -147,7 +147,7 @@ class Request:
         precision, offload, blocks: the policies.
         transport: see `dbuffer.DBuffer`.
         planner: packs the tensors of a group.
-        quantize: what travels quantized; None: nothing.
+        quantization: the policy, or None.
         neighbors: among how many ranks parameters are kept after forward; None: all or nothing is kept.
     """
 
@@ -157,7 +157,7 @@ class Request:
     blocks: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
-    quantize: QuantizationPolicy | None
+    quantization: QuantizationPolicy | None
     neighbors: int | None
 
 
@@ -167,15 +167,15 @@ def check_quantized(
     """Raise ValueError, naming the parameter or option, where one cannot travel as asked."""
     if policy.blocks is not None and isinstance(request.offload, CPUOffloadPolicy):
         raise ValueError(
-            "quantize: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy keeps their "
-            "shards elsewhere. Leave one of the two out"
+            "quantization_policy: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy "
+            "keeps their shards elsewhere. Leave one of the two out"
         )
     for param in params:
         dtypes, selected = dtypes_for(param.dtype, request.precision), is_selected(param, policy)
         if selected and policy.blocks is not None and param.extension is not None:
             raise ValueError(
-                f"quantize: parameter {param.name} was selected, but is a {param.extension.kind.__name__}, which says "
-                "itself what is gathered; do not select it (QuantizationPolicy.select)"
+                f"quantization_policy: parameter {param.name} was selected, but is a {param.extension.kind.__name__}, "
+                "which defines its own all-gather; do not select it (QuantizationPolicy.select)"
             )
         if selected and policy.blocks is not None:
             check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
@@ -186,7 +186,9 @@ def check_quantized(
         try:
             policy.reduction(selected, dtypes.reduce)
         except ValueError as error:
-            raise ValueError(f"quantize: parameter {param.name} of {param.dtype}: {error}") from error
+            raise ValueError(
+                f"quantization_policy: parameter {param.name} of {param.dtype}: {error}"
+            ) from error
 
 
 def _check_products(param: ManagedParam[Any], device: torch.device) -> None:
@@ -194,21 +196,21 @@ def _check_products(param: ManagedParam[Any], device: torch.device) -> None:
     check_products(param.name, param.shape, uses, device)
     if param.other is not None:
         raise ValueError(
-            f"quantize: parameter {param.name} was selected for compute='scaled', and another parallelism has cut it; "
-            "use compute='dequantize'"
+            f"quantization_policy: parameter {param.name} was selected for compute='scaled', and another parallelism "
+            "has cut it; use compute='dequantize'"
         )
 
 
 def _check_at_rest(param: ManagedParam[Any]) -> None:
     if param.requires_grad:
         raise ValueError(
-            f"quantize: parameter {param.name} was selected to be kept as codes, and is trained; freeze it "
+            f"quantization_policy: parameter {param.name} was selected to be kept as codes, and is trained; freeze it "
             "(requires_grad_(False)) before fully_shard, or do not select it (QuantizationPolicy.select)"
         )
     if param.other is not None:
         raise ValueError(
-            f"quantize: parameter {param.name} was selected to be kept as codes, and another parallelism has cut it; "
-            "do not select it (QuantizationPolicy.select)"
+            f"quantization_policy: parameter {param.name} was selected to be kept as codes, and another parallelism "
+            "has cut it; do not select it (QuantizationPolicy.select)"
         )
 
 
@@ -226,7 +228,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
     Raises:
         ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
     """
-    data, policy = params[0].data, request.quantize
+    data, policy = params[0].data, request.quantization
     dtypes = dtypes_for(params[0].dtype, request.precision)
     selected = policy is not None and is_selected(params[0], policy)
     shared = False

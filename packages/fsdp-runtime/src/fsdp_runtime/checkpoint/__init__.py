@@ -1,4 +1,4 @@
-"""Weights in and out: files into shards, full tensors out of them, and where shards rest meanwhile.
+"""Weights in and out: files into shards, full tensors out of them, copies and shards in CPU memory.
 
 boxes, files, rules     tensors in files, and how names and shapes differ          know: nothing of models
 fp8_files               codes in files, and their scales                           knows: files
@@ -9,3 +9,45 @@ full_params             whole parameters in the modules for a while             
 offload, snapshot       shards in CPU memory, copies of shards                     know: units
 offloaded_optimizer     states in CPU memory, updates on the device                knows: offload
 """
+
+from .changes import ChangedBlocks, ExportedParams
+from .export import iter_full_params
+from .fp8_files import read_safetensors
+from .full_params import full_params
+from .full_state import (
+    get_full_optimizer_state_dict,
+    get_full_state_dict,
+    set_full_optimizer_state_dict,
+    set_full_state_dict,
+)
+from .loading import LoadReport, load_safetensors
+from .offload import offload, reload
+from .offloaded_optimizer import OffloadedOptimizer
+from .rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .safetensors_export import save_safetensors
+from .snapshot import Snapshot, snapshot
+
+__all__ = [
+    "MIXTRAL_EXPERTS",
+    "STACKED_EXPERTS",
+    "ChangedBlocks",
+    "ExportedParams",
+    "Fused",
+    "LoadReport",
+    "OffloadedOptimizer",
+    "Rename",
+    "Snapshot",
+    "Split",
+    "full_params",
+    "get_full_optimizer_state_dict",
+    "get_full_state_dict",
+    "iter_full_params",
+    "load_safetensors",
+    "offload",
+    "read_safetensors",
+    "reload",
+    "save_safetensors",
+    "set_full_optimizer_state_dict",
+    "set_full_state_dict",
+    "snapshot",
+]

@@ -25,12 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
-from fsdp_runtime import (
-    FSDPModule,
-    fully_shard,
-    set_full_optimizer_state_dict,
-    set_full_state_dict,
-)
+from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
+from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
 from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
 
 
@@ -46,7 +42,7 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
         model: not sharded; after activation checkpointing was applied to it.
         plugin: its wrap policy, precision, offload, `reshard_after_forward`, `ignored_modules`.
         mesh: as for `fully_shard`; `accelerator.torch_device_mesh`'s data-parallel axes. None: all ranks.
-        options: of `fully_shard` that the plugin does not know, such as `block_policy` and `quantize`.
+        options: of `fully_shard` that the plugin does not know, such as `block_policy` and `quantization_policy`.
 
     Raises:
         ValueError: a plugin of FSDP1, or one with activation checkpointing; a model that is sharded already.

@@ -19,12 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from fsdp_runtime import (
-    clip_grad_norm_,
-    fully_shard,
-    set_full_optimizer_state_dict,
-    set_full_state_dict,
-)
+from fsdp_runtime import clip_grad_norm_, fully_shard, set_full_state_dict
+from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
 from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from fsdp_runtime import Watchdog, installed_versions
-from ragged_shard import gather_from_ranks, is_cpu, list_ranks
+from fsdp_runtime import Watchdog
+from ragged_shard import gather_from_ranks, installed_versions, is_cpu, list_ranks
 
 from .checkpoint import latest
 from .config import RunConfig
@@ -292,7 +292,8 @@ def check_options(config: RunConfig) -> None:
     options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
     path = Path(config.hf_config) if config.hf_config else None
     model = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else None
-    check_agreement({**options, "the content of --hf-config": model, **installed_versions("transformers")})
+    versions = installed_versions("torch", "fsdp-runtime", "block-optim", "transformers")
+    check_agreement({**options, "the content of --hf-config": model, **versions})
 
 
 def _init_process_group(config: RunConfig, rank: int, world_size: int) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_runtime import LiveBytes, fake_tensors, unit_memory
+from fsdp_runtime.memory import LiveBytes, fake_tensors, unit_memory
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import BudgetError, FSDPModule, StepMeter, Tuning, tune
+from fsdp_runtime import FSDPModule
+from fsdp_runtime.memory import BudgetError, StepMeter, Tuning, tune
 from ragged_shard import distribute_like, is_cpu
 
 from .config import FLOAT8, RunConfig
@@ -201,7 +202,9 @@ class Runtime(FullyShard):
             policy = parse_block_option(self.config.block)
         return fully_shard, {
             "block_policy": policy,
-            "quantize": quantization(self.config.quantize, self.config.reduce, self.config.compute),
+            "quantization_policy": quantization(
+                self.config.quantize, self.config.reduce, self.config.compute
+            ),
             **self.options,
         }
 
@@ -353,7 +356,8 @@ def not_installed(system: str) -> str | None:
 
 def pool_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of gathered buffers of models that fsdp_runtime has sharded, lent and kept; 0 of others."""
-    from fsdp_runtime import FSDPModule, gathered_memory
+    from fsdp_runtime import FSDPModule
+    from fsdp_runtime.memory import gathered_memory
 
     sizes = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
     return sum(stats.lent_bytes + stats.parked_bytes for stats in sizes)
@@ -361,7 +365,8 @@ def pool_bytes(modules: Iterable[nn.Module]) -> int:
 
 def quantization(weights: str, gradients: str, compute: Any) -> Any:
     """The policy of `--quantize`, `--reduce` and `--compute`; None where nothing is quantized."""
-    from fsdp_runtime import BlockFP8, BlockInt8, QuantizationPolicy
+    from fsdp_runtime import QuantizationPolicy
+    from fsdp_runtime.quantization import BlockFP8, BlockInt8
 
     if weights == gradients == "none":
         return None

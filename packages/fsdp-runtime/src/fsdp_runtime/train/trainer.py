@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import StepMeter, Tuning
+from fsdp_runtime.memory import StepMeter, Tuning
 
 from . import checkpoint as ckpt
 from .config import RunConfig
