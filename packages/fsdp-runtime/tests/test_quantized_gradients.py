@@ -117,7 +117,7 @@ def refused():
         fully_shard(model, quantization_policy=BF16)
     assert type(model.head.weight.data) is torch.Tensor
     with pytest.raises(TypeError, match=r"expected a fsdp_runtime\.QuantizationPolicy"):
-        fully_shard(model, quantize="bf16")  # type: ignore[call-overload]
+        fully_shard(model, quantization_policy="bf16")  # type: ignore[call-overload]
 
 
 def test_what_cannot_travel_so_is_named_before_anything_changes():

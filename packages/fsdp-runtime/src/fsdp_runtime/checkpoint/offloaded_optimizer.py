@@ -204,8 +204,6 @@ class _OffloadedStates:
         self._known: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self._at_host: dict[int, torch.Tensor] = {}
         self.state: dict[Any, Any] = {}
-        if bucket_bytes is None:
-            optimizer.synchronize()
         self.find()
 
     def step(self, grad_norm: torch.Tensor | float | None) -> None:
@@ -442,7 +440,7 @@ class _OffloadedStates:
     def _find_buckets(self) -> None:
         """Bring all states to the device, put those into buckets that share storages, and move them to the CPU."""
         self._open()
-        self._optimizer.state_dict()  # copies states that were assigned into their own memory, which is there now
+        self._optimizer.state_dict()  # ends work next to the steps; copies assigned states into their own memory
         by_storage: dict[int, _Bucket] = {}
         several = _updates_alone(self._optimizer)
         for param, tensors in self._tensors().items():

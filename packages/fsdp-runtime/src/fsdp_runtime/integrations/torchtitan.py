@@ -37,7 +37,7 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
 
     Args:
         theirs: the spec's own, such as `torchtitan.models.llama3.parallelize_llama`.
-        options: of `fully_shard` that torchtitan does not pass, such as `block_policy` and `quantization_policy`; for every unit.
+        options: of `fully_shard` that torchtitan does not pass, such as `block_policy`; for every unit.
 
     Returns:
         A function with the arguments of `theirs`, which returns the sharded model.

@@ -38,7 +38,7 @@ def register(**options: Any) -> None:
     it once in each process. Communicates nothing.
 
     Args:
-        options: of `fully_shard` that verl does not pass, such as `block_policy` and `quantization_policy`; for every unit.
+        options: of `fully_shard` that verl does not pass, such as `block_policy`; for every unit.
 
     Raises:
         ValueError: an option that verl passes itself; or registered already.
