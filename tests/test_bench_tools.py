@@ -24,7 +24,10 @@ OURS = ["ours", "ours-lean", "ours-staged", "ours-held", "ours-given-order", "ou
 # -- the same work for all ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "workload"), [(2, "tiny"), (3, "gate-prime"), (4, "gate-stacked")])
+@pytest.mark.parametrize(
+    ("ranks", "workload"),
+    [(2, "tiny"), (3, "gate-prime"), pytest.param(4, "gate-stacked", marks=pytest.mark.long)],
+)
 def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
     request = {
         "workload": workload,
@@ -227,6 +230,7 @@ def test_tables_align_numbers_to_the_right():
     assert lines[2] == "| a    |   1.5 |"
 
 
+@pytest.mark.long
 def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkeypatch):
     good = {"workload": "tiny", "systems": ["plain"], "rounds": 1, "steps": 1, "device": "cpu"}
     chosen = [

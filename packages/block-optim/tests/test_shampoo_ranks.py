@@ -47,7 +47,12 @@ def results(runs):
 
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
-    [(1, ["planned"]), (2, ["elements", "shard"]), (3, ["planned", "elements"]), (4, ["shard", "rows"])],
+    [
+        (1, ["planned"]),
+        pytest.param(2, ["elements", "shard"], marks=pytest.mark.long),
+        (3, ["planned", "elements"]),
+        pytest.param(4, ["shard", "rows"], marks=pytest.mark.long),
+    ],
 )
 def test_every_layout_and_world_size_gives_the_bits_of_one_process(world_size, layouts):
     """Parameters, factors, roots, bases and moments, in full."""

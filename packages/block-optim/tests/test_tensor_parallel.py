@@ -107,7 +107,10 @@ def every_layout(mesh_shape, names):
             pair.check()
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (2, 1, 2), (1, 3), (3, 1)])
+_LONG = [pytest.param(shape, marks=pytest.mark.long) for shape in ((1, 4), (1, 3), (3, 1))]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2), *_LONG])
 def test_every_optimizer_gives_the_bits_of_one_process_under_tensor_parallelism(mesh_shape):
     run_ranks(math.prod(mesh_shape), every_layout, mesh_shape, list(KINDS), timeout=200)
 

@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import SIZE, build_large, error_of, load, peers_of, swap, zero
@@ -188,6 +189,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_an_interpreter_that_exits_under_way_ends_and_its_peer_raises(tmp_path):
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",

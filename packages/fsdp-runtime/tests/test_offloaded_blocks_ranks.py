@@ -28,7 +28,9 @@ def on_ranks(kind):
             assert same(train(other, own, range(4, 6)), train(again, loaded, range(4, 6)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k == "adamw8bit" else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
+)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_on_ranks_values_are_the_same_and_state_dicts_go_from_one_to_the_other(kind, ranks):
     run_ranks(ranks, on_ranks, kind)

@@ -27,6 +27,7 @@ def test_totals_count_every_layer_of_a_group():
     assert found.bytes_per_rank == 2 * found.planned / 96
 
 
+@pytest.mark.long
 def test_options_reach_the_planner():
     experts = measure(GPT, 96, Rows(128), Options(period="expert"))
     assert experts.planned != measure(GPT, 96, Rows(128), OPTIONS).planned

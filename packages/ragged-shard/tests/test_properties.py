@@ -115,6 +115,7 @@ def test_any_chain_of_redistributions_ends_where_a_direct_one_does(case):
 
 @settings(RANKS, max_examples=60)
 @given(chains_2d())
+@pytest.mark.long
 def test_any_chain_on_a_2d_mesh_ends_where_a_direct_one_does(case):
     run_ranks(math.prod(case[2]), follow, *case)
 

@@ -86,7 +86,7 @@ def two_axis_shardings(shape, ragged_ranks):
     "mesh_shape",
     [
         (2, 2),
-        (3, 1),
+        pytest.param((3, 1), marks=pytest.mark.long),
         pytest.param((1, 3), marks=pytest.mark.long),
         pytest.param((4, 1), marks=pytest.mark.long),
     ],

@@ -137,6 +137,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="a system call by its number"
 )
+@pytest.mark.long
 def test_with_native_stacks_a_crash_shows_what_each_native_thread_did(tmp_path):
     (tmp_path / "crashes.py").write_text(CRASHES)
     env = {**os.environ, "RAGGED_SHARD_NATIVE_STACKS": "1"}
@@ -252,6 +253,7 @@ def imported(module):
     return module in sys.modules
 
 
+@pytest.mark.long
 def test_ranks_share_what_was_preloaded_before_the_first_of_them():
     module = "tabnanny"  # nothing else imports it
     assert run_ranks(2, imported, module) == [False, False]
@@ -271,6 +273,7 @@ def test_ranks_share_what_was_preloaded_before_the_first_of_them():
         ),
     ],
 )
+@pytest.mark.long
 def test_a_module_that_cannot_be_preloaded_is_named(tmp_path, source, message):
     (tmp_path / "preloaded.py").write_text(source)
     program = """

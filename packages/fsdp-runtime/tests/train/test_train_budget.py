@@ -86,6 +86,7 @@ def plan(folder, capsys, *options):
     return status, said.out, said.err
 
 
+@pytest.mark.long
 def test_a_plan_prints_the_curve_and_marks_what_fits(folder, capsys):
     _, said, _ = plan(folder, capsys)
     rows = [

@@ -53,6 +53,7 @@ def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_ho
     assert max(losses(folder / "stopped")) == steps + 1
 
 
+@pytest.mark.long
 def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
     running = started(folder, "--ranks", "2", "--steps", "4", "--eval-every", "2", "--out", "whole")
     said = running.communicate(timeout=120)[1]
@@ -66,6 +67,7 @@ def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
     assert again.returncode == 2
 
 
+@pytest.mark.long
 def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_folder(folder):
     running = started(folder, "--ranks", "2", "--dtype", "float99", "--out", "new/runs/first")
     said = running.communicate(timeout=120)[1]

@@ -131,6 +131,7 @@ def test_live_bytes_count_storages_once_until_they_are_freed():
     assert live.peak == 800
 
 
+@pytest.mark.long
 def test_the_plan_command_prints_the_table(folder):
     command = [
         sys.executable,

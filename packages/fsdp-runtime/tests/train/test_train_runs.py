@@ -66,6 +66,7 @@ def test_blocks_of_matrices_leave_norm_weights_alone(folder, curve, block):
     assert apart(losses(folder / block), curve) < SAME
 
 
+@pytest.mark.long
 def test_every_system_and_microbatches_give_the_same_curve(folder, curve):
     config = tiny(folder, model=PRESETS["tiny-moe"], steps=50)
     runs: dict[str, dict] = {

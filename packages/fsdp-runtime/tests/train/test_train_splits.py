@@ -18,6 +18,8 @@ from fsdp_runtime.train.parallel.meshes import make_meshes
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import run_ranks
 
+pytestmark = pytest.mark.long
+
 DEEP = dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False)
 MOE = dataclasses.replace(PRESETS["tiny-moe"], num_experts=4)
 MODELS = {"dense": PRESETS["tiny"], "deep": DEEP, "moe": MOE}
