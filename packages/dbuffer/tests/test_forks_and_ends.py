@@ -36,10 +36,8 @@ def a_peer_hangs_up():
     said = []
     first = swap(peers, torch.zeros(4), [torch.zeros(4)])
     for work in (first, None):
-        begin = time.monotonic()
         work = work or swap(peers, torch.zeros(4), [torch.zeros(4)])
         said.append(error_of(work.wait))
-        assert time.monotonic() - begin < 10
     dist.barrier()
     return said
 
@@ -65,11 +63,9 @@ def a_child_ends_normally():
             gc.collect()
             os._exit(0)
         os.close(childs)
-        begin = time.monotonic()
         with os.fdopen(ours) as pipe:
             said = pipe.read()
         os.waitpid(child, 0)
-        assert time.monotonic() - begin < 10
         dist.barrier()
     else:
         dist.barrier()
@@ -126,7 +122,7 @@ def a_group_is_destroyed():
     moving.all_gather([(full, mine)], "x").wait()
     full.fill_(7.0)
     dist.barrier()
-    begin, said = time.monotonic(), ""
+    said = ""
     if dist.get_rank() == 0:
         work = moving.all_gather([(full, mine)], "x")
         dist.destroy_process_group(group)
@@ -138,7 +134,6 @@ def a_group_is_destroyed():
     else:
         dist.barrier()
         said = error_of(lambda: moving.all_gather([(full, mine)], "x").wait())
-    assert time.monotonic() - begin < 10
     dist.barrier()
     return said
 
@@ -150,7 +145,10 @@ def test_where_a_group_is_destroyed_under_way_both_sides_raise():
 
 def a_group_is_gone():
     """Torch takes None for the group of all ranks."""
-    moving: Any = transport_of(dist.new_group(), "collectives")
+    group = dist.new_group()
+    dist.barrier(group=group)  # both ranks are connected
+    moving: Any = transport_of(group, "collectives")
+    del group
     dist.destroy_process_group(moving._group())
     gc.collect()
     full, mine = torch.zeros(4), torch.zeros(2)

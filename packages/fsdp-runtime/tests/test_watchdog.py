@@ -151,10 +151,10 @@ def test_without_the_store_a_late_rank_says_what_it_knows():
 def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving():
     store = Store()
     never = threading.Event()
-    store.check = lambda keys: never.wait(20)
-    begun = time.monotonic()
+    answers: list[bool] = []
+    store.check = lambda keys: answers.append(never.wait(60))
     line = watched(store, 2)[0]
-    assert time.monotonic() - begun < 10  # nor does it hold up leaving
+    assert not answers  # leaving has not waited for it
     never.set()
     assert "in step 7" in line
     assert "the other ranks cannot be asked: the store has not answered for " in line

@@ -127,16 +127,16 @@ def test_a_huge_world_size_ends_at_once_with_an_error(world_size):
 
 
 def test_a_million_ranks_are_planned_and_read_at_once():
-    begin = time.monotonic()
+    begin = time.process_time()
     layout = plan(
         [TensorSpec("a", (1 << 20, 4096), Rows(1)), TensorSpec("b", (1 << 21, 7), Rows(2))], 1 << 20
     )
     assert Layout.from_json(layout.to_json()) == layout
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10  # seconds of CPU
 
 
 def test_boundaries_of_a_tensor_are_not_checked_one_by_one():
-    begin = time.monotonic()
+    begin = time.process_time()
     specs = (TensorSpec("a", (10**6, 10**6)),)
     for shard, error in ((10**6, None), (10**6 - 8, "starts inside a block")):
         content = json.loads(Layout(specs, 1 << 20, 8, (Segment(10**6, ("a",), (0,)),)).to_json())
@@ -149,4 +149,4 @@ def test_boundaries_of_a_tensor_are_not_checked_one_by_one():
     periodic = (TensorSpec("a", (10**9 + 1, 1), Rows(2), period=10**9 + 1), TensorSpec("b", (8,)))
     with pytest.raises(ValueError, match=r"inside a block|past|not a multiple"):
         Layout(periodic, 1 << 20, 2, (Segment(2, ("a", "b"), (0, 10**9 + 2)),))
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5  # seconds of CPU

@@ -5,8 +5,8 @@ import inspect
 import io
 import pickle
 import re
-import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,14 +102,12 @@ def metadata_once():
     a, b = (RaggedDTensor.from_local(p, mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3)) for p in parts)
     assert a._sharding is b._sharding
     assert a._spec is b._spec
-    count, start = 300, time.perf_counter()
-    for _ in range(count):
+    with mock.patch("ragged_shard._sharding.Sharding", side_effect=AssertionError("computed again")):
         RaggedDTensor.from_local(parts[0], mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3))
-    return (time.perf_counter() - start) / count
 
 
 def test_metadata_are_computed_once_for_a_placement_and_shape():
-    assert min(run_ranks(2, metadata_once)) < 1e-3  # tens of microseconds; the rest is for a loaded machine
+    run_ranks(2, metadata_once)
 
 
 def zero_sized():

@@ -152,14 +152,14 @@ def live_bytes(collect=True):
 
 
 def settled_bytes(limit):
-    """`live_bytes`, read for 2 s until they are within `limit`.
+    """`live_bytes`, read for 30 s at most until they are within `limit`.
 
     gloo's own threads let go of a collective's tensors a moment after it is done.
     """
-    deadline = time.monotonic() + 2
-    while (found := live_bytes()) > limit and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while (nbytes := live_bytes()) > limit and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return nbytes
 
 
 @case(MEMORY, "live bytes after step 3 are those after step 30", ranks=2)

@@ -75,6 +75,4 @@ def test_sigterm_ends_a_rank_of_torchruns_that_waits_for_the_others(tmp_path, mo
         assert time.monotonic() < until
         time.sleep(0.05)
     os.kill(child, signal.SIGTERM)
-    begun = time.monotonic()
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-    assert time.monotonic() - begun < 5
