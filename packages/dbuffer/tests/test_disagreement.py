@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def disagree(what):
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=20))
     mesh, layout = DeviceMesh.from_group(group, "cpu"), plan([TensorSpec("w", (1024, 1024))], 2)
-    options = {"dtype": torch.float32, "check_ranks": False, "transport": "peer_memory"}
+    options: Any = {"dtype": torch.float32, "check_ranks": False, "transport": "peer_memory"}
     first, second = (DBuffer(layout, mesh, name=name, **options) for name in ("first", "second"))
     larger = DBuffer(plan([TensorSpec("w", (2048, 1024))], 2), mesh, name="first", **options)
     for buffer in (first, second, larger):

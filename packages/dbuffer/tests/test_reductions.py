@@ -1,5 +1,7 @@
 """Reductions in a wire form equal one process that encodes each contribution and adds up in fp32, by bits."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +41,8 @@ def reduce(layout, form, kept, gathered):
     size = dist.get_world_size()
     on_wire = form.dtype or gathered
     buffer = make(layout, dtype=kept, full_dtype=gathered, reduction=form)
-    for op, divide, scale in (("avg", None, 1 / size), ("sum", None, 1.0), ("sum", 8.0, 0.125)):
+    ways: Any = (("avg", None, 1 / size), ("sum", None, 1.0), ("sum", 8.0, 0.125))
+    for op, divide, scale in ways:
         fill_views(buffer, gradients(dist.get_rank()))
         buffer.full[0][-1] = torch.nan  # what is in padding is nobody's gradient
         fill_views(buffer, gradients(dist.get_rank()))

@@ -104,7 +104,7 @@ def test_an_update_that_does_not_wait_for_its_states_is_a_race(monkeypatch):
 
 def test_states_are_on_the_device_three_buckets_at_a_time_and_between_steps_not_at_all(monkeypatch):
     with device():
-        most = []
+        most: list[int] = []
         step = torch.optim.AdamW.step
 
         def watched(self, *args):
