@@ -87,6 +87,38 @@ def test_embeddings_and_heads_are_known_by_name_too(name, reason):
     assert where(model) == {f"{name}.weight": ("muon" if reason == "matrix" else "adamw", reason)}
 
 
+class Layer(nn.Module):
+    """A square projection, and what is no matrix although it has two dimensions."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.proj = nn.Linear(width, width)
+        self.head = nn.Linear(width, 2 * width, bias=False)
+        self.expert_bias = nn.Parameter(torch.zeros(2, width))
+        self.A_log = nn.Parameter(torch.zeros(width, 4))
+        self.filter = nn.Conv1d(width, width, 3, groups=width)
+
+
+@pytest.mark.parametrize(
+    "repeat", [nn.ModuleList, lambda layers: nn.ModuleDict({str(i): m for i, m in enumerate(layers)})]
+)
+def test_a_block_matrix_with_the_shape_of_an_embedding_is_no_head(repeat):
+    width = 8  # the length of the position embedding, as in gpt2-medium
+    model = nn.Module()
+    model.positions = nn.Embedding(width, width)
+    model.tokens = nn.Embedding(2 * width, width)
+    model.layers = repeat([Layer(width), Layer(width)])
+    model.to_logits = nn.Linear(width, 2 * width)
+    model.to_width = nn.Linear(2 * width, 2 * width)
+    routes = where(model)
+    assert routes["layers.1.proj.weight"] == ("muon", "matrix")
+    assert routes["to_logits.weight"] == ("adamw", "head")
+    assert routes["to_width.weight"] == ("muon", "matrix")  # as many outputs, but no embedding's shape
+    assert routes["layers.1.head.weight"] == ("adamw", "head")  # of a layer that predicts further tokens
+    assert routes["layers.1.expert_bias"] == routes["layers.1.A_log"] == ("adamw", "vector")
+    assert routes["layers.1.filter.weight"] == ("adamw", "depthwise")
+
+
 def test_a_tied_head_is_one_parameter_and_an_embedding():
     routes = routes_of(make_model(tied=True), others="adamw", overrides={})
     (tied,) = [r for r in routes if len(r.names) > 1]

@@ -1,18 +1,19 @@
 """Chooses the algorithm for each parameter of a model. The first rule that applies decides:
 
 override           a pattern of the user matches one of the parameter's names
-vector             fewer than two dimensions, or only one longer than 1: biases, norms, scales
+vector             fewer than two dimensions, or only one longer than 1: biases, norms, scales; stacks of them by name
+                   (an expert's ``..._bias``, Mamba's ``A_log``); filters of depthwise convolutions
 embedding          the weight of an nn.Embedding or nn.EmbeddingBag, tied heads with it, or named like one:
                    AdamW with fp32 states, also where the others' take 8 bits
-head               named like an output projection outside all blocks, or a Linear onto as many outputs as an
-                   embedding has entries
+head               outside all repeated blocks: named like an output projection, or a Linear with the shape of an
+                   embedding; inside one (a layer that predicts further tokens) both, or called lm_head
 norm               a parameter of a module whose class is a norm
 matrix             everything else: Muon; convolutions flattened, other tensors of three dimensions as stacks
 """
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,10 @@ _EMBEDDING_NAME = re.compile(
     r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)([._]|$)"
 )
 _HEAD_NAME = re.compile(
-    r"^((module|model|_orig_mod)\.)*(lm_head|head|output|unembed\w*|embed_out|classifier|score|output_projection)$"
-    r"|(^|\.)lm_head$"
+    r"^((module|model|_orig_mod)\.)*(lm_heads?|head|output|unembed\w*|embed_out|classifier|score|output_projection)(\.\d+)?$"
 )
+_VECTORS_NAME = re.compile(r"((^|[._])bias|(^|\.)A_log)$")
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 
 
@@ -137,16 +139,17 @@ def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override
         names[id(parameter)].append(name)
         params[id(parameter)] = parameter
     modules = dict(model.named_modules(remove_duplicate=False))
-    vocabularies = {
-        m.num_embeddings for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    }
+    tables = {tuple(m.weight.shape) for m in modules.values() if isinstance(m, _EMBEDDINGS)}
+    blocks = tuple(f"{name}." for name in _repeated_blocks(modules))
     routes = []
     for key, param in params.items():
         owners = [modules[name.rpartition(".")[0]] for name in names[key]]
         match = next((p for p in patterns if any(p.search(name) for name in names[key])), None)
         used.add(match)
         if param.requires_grad:
-            algorithm, reason, options = _rule(names[key], owners, param, vocabularies, others)
+            inside = all(name.startswith(blocks) for name in names[key])
+            shaped = tuple(param.shape) in tables and any(isinstance(m, nn.Linear) for m in owners)
+            algorithm, reason, options = _rule(names[key], owners, param, inside, shaped, others)
             kind: Kind | None = ALGORITHMS[algorithm]
             if match is not None:
                 changes = dict(patterns[match])
@@ -178,24 +181,50 @@ def _override(pattern: str, value: Override) -> dict[str, Any]:
     return options
 
 
+def _repeated_blocks(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the layers that a model repeats: members of a ModuleList, or of one class in another container."""
+    blocks = []
+    for name, module in modules.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            members = {child: m for child, m in module.named_children() if any(True for _ in m.children())}
+            classes = Counter(type(m) for m in members.values())
+            blocks += [
+                f"{name}.{child}" if name else child
+                for child, m in members.items()
+                if isinstance(module, nn.ModuleList) or classes[type(m)] > 1
+            ]
+    return blocks
+
+
 def _rule(
-    names: list[str], owners: list[nn.Module], param: torch.Tensor, vocabularies: set[int], others: str
+    names: list[str], owners: list[nn.Module], param: torch.Tensor, inside: bool, shaped: bool, others: str
 ) -> tuple[str, str, dict[str, Any]]:
-    """(algorithm, reason, options) for a parameter under its names and in the modules that have it."""
+    """(algorithm, reason, options) for a parameter under its names and in the modules that have it.
+
+    Args:
+        inside: whether it is in a repeated block.
+        shaped: whether it is a Linear's weight with the shape of an embedding.
+    """
     if param.ndim < 2 or sum(size > 1 for size in param.shape) < 2:
         return others, "vector", {}
-    if any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in owners):
+    if any(_VECTORS_NAME.search(name) for name in names):
+        return others, "vector", {}
+    convolutions = [m for m in owners if isinstance(m, nn.modules.conv._ConvNd)]
+    if any(m.groups > 1 and param.shape[1] == 1 for m in convolutions):
+        return others, "depthwise", {}
+    if any(isinstance(m, _EMBEDDINGS) for m in owners):
         return "adamw", "embedding", {}
     if any(_EMBEDDING_NAME.search(name) for name in names):
         return "adamw", "embedding", {}
-    linear = any(isinstance(m, nn.Linear) for m in owners)
-    if any(_HEAD_NAME.search(name.rpartition(".")[0]) for name in names) or (
-        linear and param.shape[0] in vocabularies
-    ):
+    modules = [name.rpartition(".")[0] for name in names]
+    if not inside and (shaped or any(_HEAD_NAME.search(module) for module in modules)):
+        return others, "head", {}
+    own_names = [module.rpartition(".")[2] for module in modules]
+    if "lm_head" in own_names or (shaped and any(_HEAD_NAME.search(name) for name in own_names)):
         return others, "head", {}
     if any(_NORM_CLASS.search(type(m).__name__) for m in owners):
         return others, "norm", {}
-    if any(isinstance(m, nn.modules.conv._ConvNd) for m in owners):
+    if convolutions:
         return "muon", "convolution", {"matrices": "flatten"}
     return "muon", "stack" if param.ndim == 3 else "matrix", {}
 
