@@ -41,7 +41,8 @@ OTHERS = {
 INTEGRATIONS = [
     "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py", "test_transformers_trainer.py",
     "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py", "parity/test_hf.py",
-    "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py", "../../block-optim/tests/test_architectures.py",
+    "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
+    "../../block-optim/tests/test_architectures.py",
 ]  # fmt: skip
 _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {

@@ -1,4 +1,4 @@
-"""block-optim's Muon: a step next to an all-gather Muon and to torch.optim.Muon, and what plans for large models say.
+"""block-optim's Muon: a step next to one full_tensor() a matrix and to torch.optim.Muon, and plans of large models.
 
 python -m bench muon        the same figures as tables; --ranks 4 for more ranks
 
@@ -8,15 +8,15 @@ alternate in the same processes and are given the same gradients; their paramete
     owners, ragged     Muon on ragged parameters as a planner lays them out: contiguous, cut anywhere between rows
     owners, Shard(0)   Muon on DTensors cut in even rows, as FSDP2 has them
     owners, whole      Muon where each matrix lies whole on one rank: nothing travels
-    all-gather         each rank gathers every update and orthogonalises all of it (bf16 payload, torch's Newton-Schulz)
+    full_tensor        as it is written by hand: each rank gathers every update (in bf16) and orthogonalises all of it
     torch, plain       torch.optim.Muon on unsharded copies: no communication, all of the work on every rank
 
 Newton-Schulz: FLOP per second of `block_optim.orthogonalize`, as a share of what one large product of the same dtype
 reaches on the same device (a GPU where there is one, else one CPU core); 1 is all that the device can do.
 
 Plans: `Muon.assignment` of rank 0 of that many on a fake process group, the same on any machine. Per step and rank: GiB
-received by an all-gather Muon and by ours, TFLOP of the most loaded rank, and its ratio to the mean, for longest-first
-owners and for owners by turns.
+received by one full_tensor() a matrix and by ours, TFLOP of the most loaded rank, and its ratio to the mean, for
+longest-first owners and for owners by turns.
 """
 
 import statistics
@@ -27,7 +27,7 @@ from ..common.history import recorded_as
 from ..common.ranks import fake_ranks, launch
 
 DIM, FFN, LAYERS = 256, 688, 4
-SYSTEMS = ("owners, ragged", "owners, Shard(0)", "owners, whole", "all-gather", "torch, plain")
+SYSTEMS = ("owners, ragged", "owners, Shard(0)", "owners, whole", "full_tensor", "torch, plain")
 MODELS = {  # (layers, matrices of a layer)
     "llama-3-8b": (32, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
     "llama-3-70b": (80, [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]),
@@ -112,13 +112,16 @@ def build(system, mesh, weights, grads, lr=0.02):
         param = torch.nn.Parameter(put(weight, placement))
         param.grad = put(grad, placement)
         params.append(param)
-    kind = {"all-gather": AllGatherMuon, "torch, plain": torch.optim.Muon}.get(system, Muon)
+    kind = {"full_tensor": AllGatherMuon, "torch, plain": torch.optim.Muon}.get(system, Muon)
     options = {"bucket_bytes": 1 << 20} if kind is Muon else {}
     return params, kind(params, lr=lr, **options)
 
 
 def run(request):
-    """On a rank: medians of wall and CPU milliseconds, bytes sent; the most of any rank. All systems end alike."""
+    """On a rank: medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs; the most of any rank.
+
+    All systems end with the same bits.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -139,16 +142,19 @@ def run(request):
             if turn >= 2:
                 wall[system].append((time.perf_counter() - began[0]) * 1e3)
                 cpu[system].append((time.process_time() - began[1]) * 1e3)
-    sent, first = {}, None
+    exact, first = {}, None
+    everything = sum(flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in shapes())
     for system, (params, optimizer) in built.items():
         with record_collectives() as record:
             optimizer.step()
-        sent[system] = record.bytes_sent
+        domains = getattr(optimizer, "assignment", None)
+        flops = max(domains.domains[0].loads) if domains else everything
+        exact[system] = [record.bytes_sent, len(record.kinds), flops]
         with torch.no_grad():
             full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
         first = first or full
         assert all(torch.equal(a, b) for a, b in zip(full, first, strict=True)), f"{system} ends elsewhere"
-    medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), sent[s]] for s in SYSTEMS]
+    medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), *exact[s]] for s in SYSTEMS]
     most = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return dict(zip(SYSTEMS, most.tolist(), strict=True))
@@ -183,7 +189,7 @@ def plan_of(model, world_size):
 
 
 def counts(model, world_size):
-    """What a plan says: GiB received a rank by all-gather and by ours, TFLOP, imbalance of ours and of turns."""
+    """What a plan says: GiB received a rank by full_tensor and by ours, TFLOP, imbalance of ours and of turns."""
     plan = plan_of(model, world_size)
     everything = sum(m.nbytes for m in plan.matrices) * (world_size - 1) / world_size
     turns = [0] * world_size
@@ -300,10 +306,10 @@ class MuonSteps:
         return on_ranks(2)
 
     def track_time_ratio(self, found, system):
-        return found[system][0] / found["all-gather"][0]
+        return found[system][0] / found["full_tensor"][0]
 
     def track_cpu_ratio(self, found, system):
-        return found[system][1] / found["all-gather"][1]
+        return found[system][1] / found["full_tensor"][1]
 
     def track_bytes_sent(self, found, system):
         return found[system][2]
@@ -316,22 +322,31 @@ def main(arguments):
     world_size = parser.parse_args(arguments).ranks
     results = on_ranks(world_size, rounds=15)
     print(f"{world_size} gloo ranks, {len(shapes())} matrices, medians of the slowest rank\n")
-    rows = [
-        [system, f"{wall:.1f}", f"{cpu:.1f}", f"{sent / 2**20:.2f}", f"{wall / results['all-gather'][0]:.2f}"]
-        for system, (wall, cpu, sent) in results.items()
+    rows = []
+    for system, (wall, cpu, sent, collectives, flops) in results.items():
+        times = (f"{wall:.1f}", f"{cpu:.1f}", f"{wall / results['full_tensor'][0]:.2f}")
+        rows.append([system, *times, f"{sent / 2**20:.2f}", f"{collectives:.0f}", f"{flops / 1e9:.2f}"])
+    header = [
+        "system",
+        "step ms",
+        "CPU ms",
+        "of full_tensor",
+        "sent MiB",
+        "collectives",
+        "GFLOP, busiest rank",
     ]
-    print(store.table(["system", "step ms", "CPU ms", "sent MiB", "over all-gather"], rows))
+    print(store.table(header, rows))
     device, shares = newton_schulz_shares()
     rows = [[*cells, f"{rate:.3f}", f"{share:.2f}"] for *cells, rate, share in shares]
     header = [f"Newton-Schulz on {device}", "method", "dtype", "TFLOP/s", "of limit"]
     print(f"\n{store.table(header, rows)}\n")
     rows = []
     for model in MODELS:
-        for ranks in (64, 128, 512):
+        for ranks in (64, 512, 1024):
             c = counts(model, ranks)
             gib = (f"{c['all_gather_gib']:.2f}", f"{c['owners_gib']:.3f}")
             load = (f"{c['tflop']:.1f}", f"{c['imbalance']:.2f}", f"{c['turns_imbalance']:.2f}")
             rows.append([model, ranks, *gib, *load])
-    header = ["model", "ranks", "GiB received a rank, all-gather", "owners", "most TFLOP"]
+    header = ["model", "ranks", "GiB received a rank, full_tensor", "owners", "most TFLOP"]
     print(store.table([*header, "max / mean load, longest first", "by turns"], rows))
     return 0

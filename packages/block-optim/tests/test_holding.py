@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from block_optim import AdamW8bit, Muon, Param, Shampoo
 from block_optim.core.holding import Holding, boxes_of
 from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor, held_boxes
 from ragged_shard.testing import run_ranks
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -156,18 +157,23 @@ def refused():
 
 
 def strided_by_torch():
-    """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks; it says so."""
+    """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layer = torch.nn.Linear(8, 8, bias=False)
-    parallelize_module(layer, mesh["tp"], ColwiseParallel())
-    torch_fsdp.fully_shard(layer, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"weight: placements .* expected RaggedShard, Shard and Replicate"):
-        Muon([("weight", layer.weight)])
-    assert Param(layer.weight, "weight").start is not None
+    for rows in (8, 10, 2):  # even, uneven, and empty on two ranks
+        layer = torch.nn.Linear(3, rows, bias=False)
+        layer.weight.data.copy_(numbered(rows, 3))
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        torch_fsdp.fully_shard(layer, mesh=mesh["dp"])
+        assert spanned(agrees(layer.weight.detach())) == 3 * rows
+    with pytest.raises(ValueError, match=r"strided Shard is known only with the number of ranks"):
+        held_boxes((8, 3), (2, 2), [_StridedShard(0, split_factor=4), Shard(0)], (0, 0))
 
 
 def test_placements_that_are_not_known_are_refused_by_name():
     run_ranks(2, refused)
+
+
+def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
     run_ranks(4, strided_by_torch)
 
 

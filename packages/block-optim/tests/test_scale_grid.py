@@ -50,8 +50,8 @@ def refuses_cut_blocks():
     AdamW8bit([("w", rows)], block=Tile(34, 32))
     columns = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(1)]))
     with pytest.raises(ValueError, match=r"w: .* its axes cut through blocks of elements:256; choose a Tile"):
-        AdamW8bit([("w", columns)])
-    AdamW8bit([{"params": [("w", columns)], "quantize": False}])
+        AdamW8bit([("w", columns)], block=Elements(256))
+    AdamW8bit([{"params": [("w", columns)], "quantize": False}], block=Elements(256))
 
 
 def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():

@@ -351,7 +351,7 @@ def whole(fsdp: Any) -> Outcome:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = "Optimizers of block-optim under tensor parallelism: bits of one process from the same gradients"
-NOT_FSDP2 = "they refuse FSDP2's placements (`_StridedShard`), and say so"
+NOT_FSDP2 = "block-optim's test_fsdp2.py has these"
 
 
 def bits(

@@ -20,6 +20,7 @@ from functools import lru_cache
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
+from ragged_shard._torch_compat import TorchStridedShard
 
 Ints = tuple[int, ...]
 Placements = tuple[Placement, ...]
@@ -192,14 +193,17 @@ def held_boxes(
     Args:
         shape: of the full tensor.
         mesh_shape: ranks along each mesh axis.
-        placements: one for each mesh axis: Replicate, Shard, RaggedShard and StridedRaggedShard.
+        placements: one for each mesh axis: Replicate, Shard, torch's ``_StridedShard`` as FSDP2 makes it next to tensor
+            parallelism, RaggedShard and StridedRaggedShard.
         coordinate: the rank's on each mesh axis.
 
     Raises:
-        ValueError: a placement of another kind.
+        ValueError: a placement of another kind, or another ``split_factor``.
     """
     shape, mesh_shape, coordinate = tuple(shape), tuple(mesh_shape), tuple(coordinate)
     placements = normalize(placements, len(shape))
+    if TorchStridedShard in map(type, placements):
+        placements, mesh_shape, coordinate = _in_order_of_cuts(placements, mesh_shape, coordinate)
     for placement in placements:
         if type(placement) not in (Shard, Replicate) and not isinstance(placement, RaggedShard):
             raise ValueError(
@@ -207,6 +211,31 @@ def held_boxes(
             )
     own = region(placements, ragged_axis(placements), mesh_shape, shape, coordinate)
     return tuple((box.offsets, box.sizes) for box in own.boxes() if box.numel)
+
+
+def _in_order_of_cuts(
+    placements: Placements, mesh_shape: Ints, coordinate: Ints
+) -> tuple[Placements, Ints, Ints]:
+    """The same cuts as plain Shards: an axis with torch's strided one comes after the axes to its right."""
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if type(placement) is TorchStridedShard:
+            right = [a for a in order if getattr(placements[a], "dim", None) == placement.dim]
+            if placement.split_factor != math.prod(mesh_shape[a] for a in right):
+                raise ValueError(
+                    f"placements {placements} on a mesh of shape {mesh_shape}: a strided Shard is known only with the "
+                    "number of ranks that cut its dimension to its right as split_factor; redistribute the tensor"
+                )
+            order.append(axis)
+        else:
+            order.insert(0, axis)
+    plain = [Shard(p.dim) if type(p) is TorchStridedShard else p for p in placements]
+    return (
+        tuple(plain[a] for a in order),
+        tuple(mesh_shape[a] for a in order),
+        tuple(coordinate[a] for a in order),
+    )
 
 
 @dataclass(frozen=True, slots=True)

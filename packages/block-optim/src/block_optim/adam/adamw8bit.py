@@ -1,5 +1,6 @@
 """AdamW with 8-bit states, one scale for each block of the global tensor."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,16 +9,17 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from block_optim.adam.adamw import check_adamw_options
-from block_optim.adam.q8.grid import check_block, scale_layout
+from block_optim.adam.q8.grid import AUTO, DEFAULT_BLOCK, block_for, check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.device import has_fused_adamw
+from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_count
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
 
+_LOG = logging.getLogger("block_optim")
 QuantizeRule = Callable[[str, torch.Tensor], bool]
 
 EMBEDDING_NAMES = ("embed", "wte", "wpe")
@@ -46,7 +48,9 @@ class AdamW8bit(BlockOptimizer):
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, maximize: as in `AdamW`.
-        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix.
+        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": Elements(256),
+            and on DTensors of torch's Shard blocks that no rank's share cuts, `Tile(1, 256)` of FSDP2's matrices. They
+            follow from global shapes and, only where the last dimension is cut, from the mesh; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
@@ -67,7 +71,7 @@ class AdamW8bit(BlockOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        block: Elements | Tile = Elements(256),  # noqa: B008  # a frozen value
+        block: Elements | Tile | str = AUTO,
         min_8bit_numel: int = 4096,
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
@@ -87,7 +91,7 @@ class AdamW8bit(BlockOptimizer):
     @override
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
         """Return the block of a tensor that gets 8-bit states; None for others, as fp32 states may be cut anywhere."""
-        block = check_block(options["block"])
+        block = DEFAULT_BLOCK if options["block"] == AUTO else check_block(options["block"])
         return block if is_quantized(name, param, options["min_8bit_numel"], options["quantize"]) else None
 
     @property
@@ -102,6 +106,7 @@ class AdamW8bit(BlockOptimizer):
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._rules: dict[int, QuantizeRule | bool] = {}
+        self._told = False
 
     @override
     def check_options(self, group: Group) -> None:
@@ -115,11 +120,12 @@ class AdamW8bit(BlockOptimizer):
         least = group["min_8bit_numel"]
         if least != 0:
             check_count("min_8bit_numel", least)
-        group["block"] = str(check_block(group["block"]))
+        if group["block"] != AUTO:
+            group["block"] = str(check_block(group["block"]))
 
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        block, least = check_block(group["block"]), group["min_8bit_numel"]
+        least, chosen = group["min_8bit_numel"], {}
         rule = self._rules.get(id(group), self.defaults["quantize"])
         for param in params:
             check_dense(param)
@@ -127,7 +133,19 @@ class AdamW8bit(BlockOptimizer):
                 self._chosen[param.tensor] = is_quantized(param.name, param.tensor, least, rule)
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
+                block = block_for(param)
                 scale_layout(param, block)
+                if group["block"] == AUTO and block != DEFAULT_BLOCK:
+                    chosen[param.name] = str(block)
+        self._tell_blocks(chosen)
+
+    def _tell_blocks(self, chosen: dict[str, str]) -> None:
+        """Log the blocks that "auto" chose, by name, on the first rank and once."""
+        if chosen and not self._told and is_first_rank():
+            self._told = True
+            kinds = {block: [n for n, b in chosen.items() if b == block] for block in chosen.values()}
+            text = (f"{b} ({len(names)} tensors, first: {names[0]})" for b, names in kinds.items())
+            _LOG.warning("AdamW8bit: blocks of 8-bit states on torch's Shard: %s", "; ".join(text))
 
     @override
     def check_blocks(self, params: list[Param]) -> None:

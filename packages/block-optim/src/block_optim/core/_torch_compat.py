@@ -3,8 +3,8 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
-under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), and the
-hooks that `Optimizer.load_state_dict` runs.
+under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2
+makes of a parameter that TP cuts (`_StridedShard`), and the hooks that `Optimizer.load_state_dict` runs.
 """
 
 import inspect
@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import RaggedDTensor
 
 DISTRIBUTED = (RaggedDTensor, DTensor)  # isinstance is fastest for the first
+TorchStridedShard = _StridedShard
+SHARDS = (Shard, _StridedShard)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 foreach_add_: Callable[..., None] = torch._foreach_add_

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ragged_shard import device_layer, is_cpu
 
@@ -73,3 +74,8 @@ def stand_in(copy: Callable[[torch.Tensor], HostFuture]) -> Iterator[None]:
         yield
     finally:
         _stand_in = before
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that reports for all: rank 0, or the only one."""
+    return not (dist.is_initialized() and dist.get_rank())

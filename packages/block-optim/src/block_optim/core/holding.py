@@ -3,8 +3,8 @@
     placements                               ranks that a Holding spans
     ---------------------------------------  ----------------------------------------------------------------------
     none (a plain tensor), all Replicate     one: each rank holds all of it
-    RaggedShard, StridedRaggedShard, Shard   those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
-                                             expert parallelism: their product), except axes that leave what must be
+    RaggedShard, StridedRaggedShard, Shard,  those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
+    torch's _StridedShard                    expert parallelism: their product), except axes that leave what must be
                                              seen as a whole on one of their ranks, such as those of experts
     Replicate on some axes (HSDP)            those axes are left out: their ranks hold the same
 
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, new_ordered_group
+from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, new_ordered_group
 from block_optim.core.pieces import Piece, flat_offset, pieces_of, run
 from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
 
@@ -178,7 +178,7 @@ def holding_of(
     if mesh is None or not axes:
         return Holding(mesh, (), (), 0, (run(0, math.prod(shape)),))
     for placement in placements:
-        if type(placement) not in (Shard, Replicate) and not isinstance(placement, RaggedShard):
+        if type(placement) not in (*SHARDS, Replicate) and not isinstance(placement, RaggedShard):
             raise ValueError(
                 f"{name}: placements {tuple(placements)} (shape {tuple(shape)}); expected RaggedShard, Shard and "
                 "Replicate on the axes of its mesh. Redistribute the parameter, or give it to AdamW"

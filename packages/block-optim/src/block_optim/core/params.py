@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, share_layout
+from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, share_layout
 from block_optim.core.holding import (
     Holding,
     Range,
@@ -175,7 +175,7 @@ class Param:
         local = self.local
         options: Any = {"dtype": dtype or local.dtype, "device": local.device}
         flattened = [len(p.dims) for p in self.placements if isinstance(p, RaggedShard)]
-        depth = max([*flattened, *(p.dim + 1 for p in self.placements if type(p) is Shard)], default=0)
+        depth = max([*flattened, *(p.dim + 1 for p in self.placements if isinstance(p, SHARDS))], default=0)
         if tuple(shape[:depth]) == tuple(self.shape[:depth]) and 0 not in flattened:
             kept = local.shape[: depth + 1 - sum(flattened or [1])]
             return wrap_local(

@@ -11,9 +11,9 @@ eta^alpha and those of W_k by eta^(1 - alpha), so that its logits come down to t
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 
-from block_optim.core._torch_compat import local_of
+from block_optim.core._torch_compat import SHARDS, local_of
 from block_optim.core.params import Param
 
 
@@ -49,7 +49,7 @@ def qk_clip_(
             a DTensor of logits whose reduction is pending.
     """
     placements = getattr(max_logits, "placements", ())
-    if any(isinstance(p, (Partial, Shard)) for p in placements):
+    if any(isinstance(p, (Partial, *SHARDS)) for p in placements):
         raise ValueError(
             f"max_logits has placements {placements}: reduce it with MAX first, all ranks need the same"
         )

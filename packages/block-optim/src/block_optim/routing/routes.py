@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from block_optim.core.device import is_first_rank
 from block_optim.routing.mixed import ALGORITHMS, Kind, Mixed, kind_of, name_of
 
 Override = str | Kind | Mapping[str, Any]  # an algorithm, or its options
@@ -124,7 +124,7 @@ def mixed_optimizer_for(
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
     optimizer = Mixed(list(groups.values()), lr=lr, skip_nonfinite=skip_nonfinite)
     optimizer.routes = routes
-    if verbose and not (dist.is_initialized() and dist.get_rank()):
+    if verbose and is_first_rank():
         print(describe_routes(routes))
     return optimizer
 

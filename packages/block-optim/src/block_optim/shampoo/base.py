@@ -169,14 +169,16 @@ class Preconditioned(BlockOptimizer):
         if cost <= self._told:
             return
         self._told = cost
+        if not devices.is_first_rank():
+            return
         moving = [t for t in self._plan.tensors.values() if t.moves]
         names = ", ".join(t.param.name for t in moving[:3]) + (", ..." if len(moving) > 3 else "")
         kind, dim = type(self).__name__, moving[0].group["max_preconditioner_dim"]
         _LOG.warning(
             f"{kind}: {len(moving)} of {len(self._plan.tensors)} parameters ({names}) have blocks that no rank holds "
             f"whole: each step sends {cost / 1e6:.3g} MB over all ranks, gradients to the blocks' owners and updates "
-            f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) lays them out so "
-            "that nothing is sent, except for blocks that tensor parallelism cuts."
+            f"back. fully_shard(..., block_policy={kind}.block_policy(max_preconditioner_dim={dim})) of fsdp_runtime "
+            "lays them out so that nothing is sent, except for blocks that tensor parallelism cuts."
         )
 
     # ---------------------------------------------------------------- the step

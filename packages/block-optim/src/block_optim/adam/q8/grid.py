@@ -9,6 +9,8 @@
 
 `Elements(n)` cuts the flattened tensor; its scales are one-dimensional.
 
+`block="auto"` takes blocks that no cut of torch's Shard goes through; see `block_for`.
+
 Tensor and expert parallelism leave a slab of the tensor on a rank. If their cuts are between blocks, the slab's
 grid has the same blocks, and its scales are the same slab of the tensor of scales.
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from block_optim.core._torch_compat import SHARDS, TorchStridedShard
 from block_optim.core.holding import cutting_axes, wrap_local
 from block_optim.core.params import Param
 from block_optim.core.pieces import pieces_of
@@ -88,6 +91,45 @@ class Grid:
         return f"every {self.block.rows} rows"
 
 
+AUTO = "auto"
+DEFAULT_BLOCK = Elements(256)
+
+
+def block_for(param: Param) -> Elements | Tile:
+    """The block of a parameter's 8-bit states: its group's or, for "auto", by global metadata only:
+
+        no Shard among the placements, or a RaggedShard    Elements(256), on whose grid a block policy cuts
+        the last dimension is whole; 2 or 3 dimensions     Tile(1, 256): inside a row, so the mesh does not matter
+        the same, more dimensions                          as many elements as divide all that is behind one index of
+                                                           the first dimension; the mesh does not matter either
+        the last dimension is cut                          as many columns as divide every rank's share
+
+    As many: up to 256 if at least 16, else up to 4096.
+
+    Raises:
+        ValueError: no such number.
+    """
+    if param.group["block"] != AUTO:
+        return check_block(param.group["block"])
+    cuts = [(a, p) for a, p in enumerate(param.placements) if isinstance(p, SHARDS)]
+    if not cuts or not param.numel or any(isinstance(p, RaggedShard) for p in param.placements):
+        return DEFAULT_BLOCK
+    last, share = len(param.shape) - 1, param.shape[-1]
+    assert param.mesh is not None
+    shares = []
+    for axis, _ in (cut for cut in cuts if cut[1].dim % len(param.shape) == last):
+        share = -(-share // param.mesh.size(axis))
+        shares.append(share)
+    if last and not shares and last < 3:
+        return Tile(1, DEFAULT_BLOCK.count)
+    common = math.gcd(*shares) if shares else math.prod(param.shape[1:])
+    divisors = [n for n in range(min(16, common), min(common, 4096) + 1) if common % n == 0]
+    if not divisors:
+        raise _refusal(param, f"no block of 16 to 4096 elements divides the {common} between two cuts")
+    count = max((n for n in divisors if n <= DEFAULT_BLOCK.count), default=divisors[0])
+    return Tile(1, count) if shares and last else Elements(count)
+
+
 def check_block(block: Block | int | str) -> Elements | Tile:
     """``block`` if it is one that states can have; also from its text, or a number of elements.
 
@@ -153,6 +195,7 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
         return ScaleLayout(grid, grid, 0, numel, (Replicate(),) * len(param.placements))
     _ = param.holding  # refuses other placements
     along = [a for a in cutting if isinstance(param.placements[a], RaggedShard)]
+    along = along or [a for a in cutting if type(param.placements[a]) is TorchStridedShard][:1]
     along = along or [a for a in cutting if param.placements[a] == Shard(0)][-1:]
     sizes = [1 if a in along else mesh.size(a) for a in range(mesh.ndim)]
     result = {where: _slab_at(param, grid, along, where) for where in itertools.product(*map(range, sizes))}
@@ -235,7 +278,7 @@ def _scale_placements(
     for axis in reversed(range(mesh.ndim)):
         placement = param.placements[axis]
         if axis in along:
-            strided = isinstance(placement, StridedRaggedShard) and factor > 1
+            strided = isinstance(placement, (StridedRaggedShard, TorchStridedShard)) and factor > 1
             result.append(StridedRaggedShard(dims, units, factor) if strided else RaggedShard(dims, units))
         elif isinstance(placement, RaggedShard):  # on an axis of size 1
             result.append(RaggedShard(dims, [1]) if not along else Replicate())

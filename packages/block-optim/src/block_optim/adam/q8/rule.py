@@ -20,7 +20,7 @@ from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
 from block_optim.adam.q8.grid import (
     ScaleLayout,
     Stretch,
-    check_block,
+    block_for,
     merged,
     scale_layout,
     stretches_of,
@@ -70,8 +70,7 @@ class QuantizedRule(Rule[Codes]):
             self._init_on(device, [p for p in params if p.device == device], state)
 
     def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
-        block = check_block(params[0].group["block"])
-        layouts = [scale_layout(p, block) for p in params]
+        layouts = [scale_layout(p, block_for(p)) for p in params]
         space = FlatSpace([p.local for p in params])
         codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
         # Scales in the order of memory, so that those of neighbours are neighbours.
@@ -94,9 +93,8 @@ class QuantizedRule(Rule[Codes]):
             }
 
     def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Codes:
-        block = check_block(param.group["block"])
         if param.tensor not in self._layouts:
-            self._layouts[param.tensor] = scale_layout(param, block)
+            self._layouts[param.tensor] = scale_layout(param, block_for(param))
         codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
         return Codes(
@@ -178,7 +176,7 @@ class _Plan(StepPlan[Codes]):
 
     def _own(self, i: int, entry: Codes) -> tuple[str, int | None]:
         """Keys that must match for parameters to share a run: block format, and the rounding of bf16 parameters."""
-        return entry.group["block"], None if self._seed(i) is None else i
+        return str(entry.layout.grid.block), None if self._seed(i) is None else i
 
     def _seed(self, i: int) -> int | None:
         """Rounding seed of the entry's parameter, or None for round-to-nearest."""

@@ -1,0 +1,273 @@
+"""Every optimizer on every layout that torch's own `fully_shard` makes, against one process: the same bits.
+
+`pytest -s` on this file prints the table of block-optim's page on FSDP2.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_optimizer_for
+from block_optim.adam.q8.grid import Grid, block_for
+from layout_planner import Elements, Tile
+from ragged_shard import RaggedShard, held_boxes
+from ragged_shard import distribute_tensor as ragged_distribute
+from ragged_shard.testing import run_ranks
+
+WIDTH = 12
+COLUMN_CUT = {"tensor parallel": Tile(1, 24)}  # of `down`, whose 48 columns two ranks share
+MATRICES = ("up.weight", "down.weight", "experts.up", "experts.down")
+
+
+class Experts(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        return torch.einsum("bef,efd->bd", torch.einsum("bd,edf->bef", x, self.up).relu(), self.down)
+
+
+class Model(nn.Module):
+    """Uneven shards (31 rows), empty ones (1 row), stacks, a tied head and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(31, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.experts = Experts(4)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 31, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.down(self.up(self.norm(x)).relu()) + self.frozen(x)
+        return self.head(x + self.experts(x)) * self.gate(x)
+
+
+def plain(model):
+    return model
+
+
+def rows(model, **options):
+    for unit in (model.up, model.experts, model):
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, **options)
+    return model
+
+
+def cpu_offload(model):
+    return rows(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def hsdp(model):
+    return rows(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def expert_columns(model):
+    fully_shard(model.experts, shard_placement_fn=lambda p: Shard(1))
+    return rows(model)
+
+
+def tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return rows(model, mesh=mesh["data"])
+
+
+def expert_parallel(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    for name, weight in list(model.experts.named_parameters()):
+        cut = distribute_tensor(weight.detach(), mesh["expert"], [Shard(0)])
+        setattr(model.experts, name, nn.Parameter(cut))
+    fully_shard(model.experts, mesh=mesh["data"], shard_placement_fn=lambda p: Shard(1))
+    return rows(model, mesh=mesh["data"])
+
+
+LAYOUTS = {
+    "Shard(0)": (rows, (1, 2, 3, 4)),
+    "CPUOffloadPolicy": (cpu_offload, (3,)),
+    "experts by Shard(1)": (expert_columns, (3,)),
+    "HSDP": (hsdp, (4,)),
+    "tensor parallel": (tensor_parallel, (4,)),
+    "expert parallel": (expert_parallel, (4,)),
+}
+
+
+def named(model):
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def narrow(model, layout):
+    """8-bit AdamW with its default block; in one process, with the blocks that this chooses in the layout."""
+    options = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return AdamW8bit(named(model), lr=0.02, **options)
+    group = {
+        "params": [(n, p) for n, p in named(model) if n == "down.weight"],
+        "block": COLUMN_CUT.get(layout, Tile(1, 256)),
+    }
+    rest = [(n, p) for n, p in named(model) if n != "down.weight"]
+    return AdamW8bit([group, {"params": rest, "block": Tile(1, 256)}], lr=0.02, **options)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model, layout: AdamW(named(model), lr=0.02),
+    "AdamW8bit": narrow,
+    "Muon": lambda model, layout: Muon([(n, p) for n, p in named(model) if n in MATRICES], lr=0.02),
+    "Shampoo": lambda model, layout: Shampoo(named(model), lr=0.02, max_preconditioner_dim=16),
+    "SOAP": lambda model, layout: SOAP(named(model), lr=0.02, max_preconditioner_dim=16),
+    "mixed_optimizer_for": lambda model, layout: mixed_optimizer_for(model, lr=0.02, verbose=False),
+}
+
+
+def like(value, param):
+    """A full tensor with a parameter's placements."""
+    if not isinstance(param, DTensor):
+        return value.clone()
+    mesh, placements = param.device_mesh, param.placements
+    boxes = held_boxes(param.shape, mesh.shape, placements, mesh.get_coordinate())
+    assert len(boxes) <= 1
+    local = value.new_empty(param.to_local().shape)
+    for offsets, sizes in boxes:
+        index = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        local.copy_(value[index])
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients():
+    """Those of three steps, by name; the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    named = dict(Model().named_parameters())
+    return [{n: torch.randn(p.shape, generator=generator) for n, p in named.items()} for _ in range(3)]
+
+
+def steps(model, optimizer, numbers):
+    for number in numbers:
+        for name, p in named(model):
+            p.grad = like(gradients()[number][name], p)
+        optimizer.step()
+
+
+def trained(layout, kind):
+    """The parameters after three steps."""
+    model = (LAYOUTS[layout][0] if torch.distributed.is_initialized() else plain)(Model())
+    optimizer = OPTIMIZERS[kind](model, layout)
+    steps(model, optimizer, range(3))
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def all_trained(layout):
+    warnings.simplefilter("ignore")
+    return {kind: trained(layout, kind) for kind in OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [(layout, n) for layout, (_, sizes) in LAYOUTS.items() for n in sizes]
+)
+def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layout, world_size):
+    on_ranks = run_ranks(world_size, all_trained, layout)
+    for kind in OPTIMIZERS:
+        expected = trained(layout, kind)
+        for number, result in enumerate(on_ranks):
+            different = [n for n, p in expected.items() if not torch.equal(p, result[kind][n])]
+            assert not different, (kind, number, different)
+        print(f"\n| {kind} | {layout} | {world_size} ranks | equal |", end="")
+
+
+def narrow_by_columns(model):
+    quantize = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+    return AdamW8bit(named(model), lr=0.02, block=Tile(1, 24), **quantize)
+
+
+def saved(folder):
+    model = tensor_parallel(Model())
+    optimizer = narrow_by_columns(model)
+    steps(model, optimizer, (0, 1))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+
+def loaded(folder):
+    model = rows(Model())
+    optimizer = narrow_by_columns(model)
+    states = get_state_dict(model, optimizer)
+    both = {"model": states[0], "optimizer": states[1]}
+    dcp.load(both, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    steps(model, optimizer, (2,))
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def test_8bit_states_saved_under_tensor_parallelism_load_on_three_ranks_of_rows(tmp_path):
+    run_ranks(4, saved, tmp_path)
+    expected = Model()
+    steps(expected, narrow_by_columns(expected), (0, 1, 2))
+    for result in run_ranks(3, loaded, tmp_path):
+        assert all(torch.equal(p, result[name]) for name, p in expected.named_parameters())
+
+
+CHOSEN = {  # of tensors on three ranks, by shape and placement
+    ((1000, 768), Shard(0)): Tile(1, 256),
+    ((7, 5000), Shard(0)): Tile(1, 256),
+    ((4, 768, 100), Shard(1)): Tile(1, 256),
+    ((768, 3 * 500), Shard(1)): Tile(1, 250),
+    ((64, 3 * 521), Shard(-1)): Tile(1, 521),  # prime, and more than 256
+    ((64, 13), Shard(1)): Tile(1, 5),
+    ((64, 3, 7, 7), Shard(0)): Elements(147),
+    ((3 * 640,), Shard(0)): Elements(160),
+    ((1000, 768), Replicate()): Elements(256),
+    ((900, 768), RaggedShard((0,), (1, 0, 2))): Elements(256),
+}
+
+
+def any_tensor(name, param):
+    return True
+
+
+def choices():
+    mesh = init_device_mesh("cpu", (3,))
+
+    def put(shape, placement):
+        make = ragged_distribute if isinstance(placement, RaggedShard) else distribute_tensor
+        return nn.Parameter(make(torch.zeros(shape), mesh, [placement], src_data_rank=None))
+
+    result = []
+    for shape, placement in CHOSEN:
+        optimizer = AdamW8bit([("w", p := put(shape, placement))], min_8bit_numel=1, quantize=any_tensor)
+        p.grad = p.detach().clone()
+        optimizer.step()
+        scales = optimizer.state[p]["exp_avg_scale"]
+        result.append((block_for(Param(p, "w", optimizer.param_groups[0])), tuple(scales.shape)))
+    with pytest.raises(
+        ValueError, match=r"w: 8-bit .* no block of 16 to 4096 elements divides the 4099 between"
+    ):
+        AdamW8bit([("w", put((4, 3 * 4099), Shard(1)))])
+    return result
+
+
+def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
+    for result in run_ranks(3, choices):
+        for ((shape, _), block), (chosen, scales) in zip(CHOSEN.items(), result, strict=True):
+            assert chosen == block, shape
+            assert scales == Grid(shape, block).scale_shape
