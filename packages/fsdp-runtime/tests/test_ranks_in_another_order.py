@@ -1,6 +1,7 @@
 """Ranks that run equal units in another order: torch's collectives mix their values up, and an error says so."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,3 +199,5 @@ def test_on_an_accelerator_orders_are_compared_before_a_state_dict_is_made():
         member_of(model).passes._compared.append(Differs())  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="do not agree"):
             model.state_dict()
+        with ThreadPoolExecutor(1) as other_thread, pytest.raises(RuntimeError, match="do not agree"):
+            other_thread.submit(model.state_dict).result()

@@ -63,6 +63,7 @@ class Pass:
         self.last_backward: list[Unit] = []
         self._thread = 0  # that ran the last forward
         self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
+        self._comparing = threading.Lock()  # a state dict may be made in another thread during a pass
 
     def gather_after(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
@@ -203,26 +204,26 @@ class Pass:
         self._root = None
         if not trimmed:
             self.streams.recycler.trim()  # the loss has the memory to itself
-        for order in self._compared:
-            order.compare(self.streams.layer)
+        with self._comparing:
+            for order in self._compared:
+                order.compare(self.streams.layer)
 
     def before_save(self) -> None:
         """Put the sharded parameters into the modules if no pass is under way, and compare the order of collectives.
 
-        It is compared again because the device may not have been done with the last pass. Does nothing in another
-        thread than the one that runs passes.
+        It is compared again because the device may not have been done with the last pass. Called from another thread
+        than the one that runs passes, it leaves the modules as they are.
         """
-        if threading.get_ident() != self._thread:
-            return
-        self.rest(free=False)
+        if threading.get_ident() == self._thread:
+            self.rest(free=False)
         layer = self.streams.layer
-        if not layer.asynchronous:
+        if not layer.asynchronous or all(order.titles for order in self._compared):
             return
-        orders = [order for order in self._compared if not order.titles]
-        if orders:
-            layer.synchronize()
-        for order in orders:
-            order.compare(layer)
+        layer.synchronize()
+        with self._comparing:
+            for order in self._compared:
+                if not order.titles:  # no pass has begun meanwhile in the thread that runs passes
+                    order.compare(layer)
 
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
@@ -309,8 +310,9 @@ class Pass:
         self.backward.finish()
         self._left = []
         self.streams.recycler.trim()  # the optimizer has the memory to itself
-        for order in self._compared:
-            order.compare(self.streams.layer, _PATIENCE)
+        with self._comparing:
+            for order in self._compared:
+                order.compare(self.streams.layer, _PATIENCE)
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """Like `leave_backward`, for pipeline schedules that split backward and write `.grad` without running hooks."""
@@ -350,5 +352,6 @@ class Pass:
             units.clear()
         for unit in self.units:
             unit.reset()
-        for order in self._compared:
-            order.discard()
+        with self._comparing:
+            for order in self._compared:
+                order.discard()
