@@ -74,7 +74,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("Stateful._complete", "self.synchronize()"): (
         "no: a state dict without it holds values from before the refresh, in order; other tests compare the values"
     ),
-    ("Gradients.discard", "self.memory.buffer.wait()"): (
+    ("GradBuffer.discard", "self.buffer.wait()"): (
         "no: no reduction uses memory that accepts gradients; only an interrupt of the host could leave one there"
     ),
 }

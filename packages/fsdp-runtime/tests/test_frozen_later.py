@@ -169,7 +169,7 @@ def memory_is_released():
     for trained in (is_bias, lambda n: True):
         freeze(model, trained)
         loss_of(model, tokens()).backward()
-        assert not any(group.gradients.memory.buffer.materialized for group in groups)
+        assert not any(group.gradients.buffer.materialized for group in groups)
 
 
 def test_gathered_gradient_memory_is_free_after_backward():

@@ -117,7 +117,7 @@ def memory_while_late():
 
     def closing(gradients):
         if gradients is group.gradients:
-            seen.append((len(gradients._kept), gradients.memory.buffer.materialized))
+            seen.append((len(gradients._kept), gradients.buffer.materialized))
         return close(gradients)
 
     type(group.gradients).close = closing

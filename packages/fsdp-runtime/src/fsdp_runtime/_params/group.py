@@ -17,7 +17,7 @@ from dbuffer import DBuffer
 from ragged_shard import RaggedDTensor, installed_versions
 
 from .. import _torch_compat as compat
-from .._grads.gradients import Gradients
+from .._grads.buffer import GradBuffer
 from .._grads.scaling import ReduceOptions
 from .._plan.extension import refuse_patched
 from .._plan.group import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
@@ -61,7 +61,7 @@ class Group:
         self._make_hook = make_hook
         self.buffer: DBuffer | None = None
         self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory
-        self.gradients = Gradients(self.name, plan, params, streams, reduction)
+        self.gradients = GradBuffer(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._one_a_segment: list[torch.Tensor] = []  # of the views
         self._full_versions: list[int] = []  # of the gathered memory; a gather does not count
@@ -233,7 +233,7 @@ class Group:
         """Switch to `dtype`, with new, uninitialised buffers."""
         self.plan = self.plan.with_kept_dtype(dtype)
         options = self.gradients.options
-        self.gradients = Gradients(self.name, self.plan, self.params, self._streams, options)
+        self.gradients = GradBuffer(self.name, self.plan, self.params, self._streams, options)
         self._allocate()
 
     def _allocate(self) -> None:

@@ -1,14 +1,154 @@
-"""Gradients on their way out of backward: into the groups' buffers, and through the reductions that are under way."""
+"""Gradients on their way out of backward: into the groups' buffers, and through reductions.
 
-from typing import NoReturn
+A reduction:
+
+LAUNCHED     a reduce-scatter over the shard axis is under way; it uses the gathered gradient memory
+FREED        it has completed, and that memory is free
+REPLICATED   the all-reduce over replicas (HSDP) was started
+(published)  that has completed too, and `.grad` is set
+
+Whether a reduction is LAUNCHED or FREED may depend on timing, and differ between ranks. All-reduces start in the
+order of the reductions and at points that the program fixes, the same on all ranks.
+"""
+
+import enum
+import operator
+from typing import Any, NoReturn
+
+from dbuffer import AllReduce, DBuffer, Handle
 
 from .. import _torch_compat as compat
+from .._grads.buffer import WRITABLE, Closed, GradBuffer
+from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit
+from .._torch.labels import label
 from .._torch.streams import Streams
-from .reduction import Reduction, ReductionState
 
 _NO_RUN = -1
+_COMPLETED = operator.attrgetter("completed")
+
+
+class ReductionState(enum.Enum):
+    """See above."""
+
+    LAUNCHED = enum.auto()
+    FREED = enum.auto()
+    REPLICATED = enum.auto()
+
+
+class Reduction:
+    """An in-flight reduction of some groups of one unit. The constructor launches it.
+
+    Attributes:
+        unit, groups: those that are reduced.
+        updates: whether parameters are updated as soon as their gradients are there.
+        state: see `ReductionState`.
+    """
+
+    def __init__(self, unit: Unit, groups: list[Group], streams: Streams) -> None:
+        self.unit, self.groups = unit, groups
+        options = unit.options
+        self.updates = options.update is not None
+        self.state = ReductionState.LAUNCHED
+        self._options = options.reduction
+        self._unused = options.reduce_unused
+        self._streams = streams
+        self._event: Any = None
+        self._closed: list[Closed] = []
+        # Buffers on meshes without replicas, and with them.
+        self._sharded: list[tuple[DBuffer, Scaling]] = []
+        self._replicated: list[tuple[DBuffer, Scaling]] = []
+        calls: dict[tuple[Any, ...], tuple[GradBuffer, list[DBuffer]]] = {}  # one per mesh and scaling
+        for group in groups:
+            gradients, data = group.gradients, group.plan.data
+            key = (data, gradients.scaling, gradients.partial)
+            closed = gradients.close()
+            self._closed.append(closed)
+            buffer = closed.slots.buffer
+            calls.setdefault(key, (gradients, []))[1].append(buffer)
+            (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
+        self._handles: list[Handle] = []
+        with label("post_backward_reduce", unit.name):
+            for (_, _, partial), (first, buffers) in calls.items():
+                call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
+                self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
+
+    @property
+    def completed(self) -> bool:
+        """Whether the reduce-scatter has completed. Does not block."""
+        return all(map(_COMPLETED, self._handles))
+
+    def free(self) -> None:
+        """Wait for the reduce-scatter on its own stream, and free the gathered gradient memory. Once."""
+        if self.state is not ReductionState.LAUNCHED:
+            return
+        layer = self._streams.layer
+        handles, self._handles = self._handles, []
+        with layer.on(self._streams.reduce, ()):
+            for handle in handles:
+                handle.wait()
+            for group, closed in zip(self.groups, self._closed, strict=True):
+                partial = group.plan.data.hybrid and not self._options.all_reduce
+                group.gradients.free(closed, partial=partial)
+            if self._options.hook is not None:
+                self._call_hook(self._options.hook, self._sharded)
+            self._event = layer.record()
+        self.state = ReductionState.FREED
+
+    def replicate(self) -> None:
+        """Start the all-reduce over replicas, if there are any. Once, after `free`."""
+        if self.state is ReductionState.REPLICATED:
+            return
+        self.free()
+        self.state = ReductionState.REPLICATED
+        if not self._replicated or not self._options.all_reduce:
+            return
+        layer = self._streams.layer
+        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
+            for buffer, how in self._replicated:
+                reduction = AllReduce([buffer], how.replica_op, how.replica_divide)
+                self._handles.append(reduction.start())
+
+    def _call_hook(self, hook: AllReduceHook, reduced: list[tuple[DBuffer, Scaling]]) -> None:
+        """Call the user's hook with the shards of these groups."""
+        if not reduced:
+            return
+        layer = self._streams.layer
+        with layer.on(self._options.hook_stream):
+            for buffer, _ in reduced:
+                for shard in buffer.shard:
+                    hook(shard)
+            done = layer.record()
+        layer.wait(done)
+
+    def publish(self) -> None:
+        """Wait for all of it and show the gradients."""
+        self.replicate()
+        layer = self._streams.layer
+        if self._handles:
+            with layer.on(self._streams.reduce, ()):
+                for handle in self._handles:
+                    handle.wait()
+                if self._options.hook is not None:
+                    self._call_hook(self._options.hook, self._replicated)
+                self._event = layer.record()
+        layer.wait(self._event)
+        if self.groups[0].plan.offload is not None:
+            layer.wait_on_host(self._event)  # the optimizer on the CPU reads what was copied from the device
+        for group, closed in zip(self.groups, self._closed, strict=True):
+            if group.plan.wire is not None:
+                group.forget_codes()
+            if not group.gradients.partial:
+                group.gradients.publish(closed, all_unused=self._unused)
+
+    def abandon(self) -> None:
+        """Wait whatever the outcome: a failed iteration is being cleared away."""
+        for handle in self._handles:
+            try:
+                handle.wait()
+            except RuntimeError:  # the failure that is being recovered from
+                continue
 
 
 class Backward:
@@ -71,7 +211,7 @@ class Backward:
         last = unit.around_others and self._is_last_of(group, param)
         if last and unit.options.reshard_after_backward:
             unit.release_early(group)
-        if not gradients.accepting:
+        if gradients.state not in WRITABLE:
             self._make_room(group)
             self.waiting.add(unit)
         gradients.write(param.index, grad, not unit.around_others)
