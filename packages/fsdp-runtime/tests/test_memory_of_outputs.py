@@ -6,7 +6,7 @@ from extended_tensors import Halved
 from torch import nn
 
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
-from fsdp_runtime._plan.extension import extension_of
+from fsdp_runtime._params.kinds.subclass import extension_of
 from ragged_shard.testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

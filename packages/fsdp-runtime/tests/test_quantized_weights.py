@@ -132,7 +132,7 @@ def kept():
     slices = coded.buffer.neighbor
     assert slices.coded
     held = [flat.nbytes for flat in slices.flats]
-    assert sum(held) == 4 // 2 * coded.plan.planes.row_bytes
+    assert sum(held) == 4 // 2 * coded.planes.row_bytes
     with record_collectives() as record:
         loss.backward()
     biases = sum(
@@ -140,7 +140,7 @@ def kept():
     )
     last = [event for event in record.events if event.kind == "all_gather"][-1]
     assert last.ranks == 2
-    assert last.bytes_sent == 2 * (coded.plan.planes.row_bytes + biases)
+    assert last.bytes_sent == 2 * (coded.planes.row_bytes + biases)
     assert coded.buffer.encoder.kept() is None
 
 
@@ -167,7 +167,7 @@ def count(fmt, cut):
         given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
         assert gathers == [*given, *given[:0:-1]]  # each unit once in forward, each block again in backward
     weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
-    rows = weight.plan.planes
+    rows = weight.planes
     sizes = [segment.shard_size for segment in weight.plan.layout.segments]
     assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
     biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
@@ -254,7 +254,7 @@ def auto():
     chosen = []
     for tile in (8, 24):
         model = shard(body(), quantization_policy=QuantizationPolicy(weights=BlockFP8((tile, tile))))
-        chosen.append([g.plan.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire])
+        chosen.append([g.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire])
         loss_of(model, tokens()).backward()
     return chosen
 

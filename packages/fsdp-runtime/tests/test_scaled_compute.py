@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
-from fsdp_runtime._params import scaled as scaled
+from fsdp_runtime._params.kinds import scaled as scaled
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import fake_tensors, gathered_memory, unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, check_products
@@ -258,7 +258,7 @@ def memory():
     codes = ranks * sum(segment.shard_size for segment in weight.plan.layout.segments)
     scales, biases = 4 * 9, 2 * ranks * sum(segment.shard_size for segment in bias.plan.layout.segments)
     assert sum(block.gathered) == codes + scales + biases
-    assert sum(block.decoding) == 4 * ranks * weight.plan.planes.num_scales
+    assert sum(block.decoding) == 4 * ranks * weight.planes.num_scales
     assert codes < 1.5 * WIDTH * WIDTH
     before = gathered_memory(model).lent_bytes
     model.blocks[0].unshard()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_runtime._schedule.order import Schedule
+from fsdp_runtime._schedule.passes import Schedule
 
 
 def run(schedule, order, expected=None):

@@ -134,11 +134,11 @@ def count():
     for fmt in FORMATS:
         model = shard(adapted(), fmt)
         groups = member_of(model.blocks[0]).unit.groups
-        (coded,) = [group for group in groups if group.plan.at_rest is not None]
-        row = coded.plan.planes.row_bytes
+        (coded,) = [group for group in groups if not group.holds_values]
+        row = coded.planes.row_bytes
         assert [flat.nbytes for flat in coded.buffer.shard] == [
-            *coded.plan.planes.code_bytes,
-            4 * coded.plan.planes.num_scales,
+            *coded.planes.code_bytes,
+            4 * coded.planes.num_scales,
         ]
         views: list = list(coded.buffer.local_views.values())
         held: list = [None] * ranks

@@ -7,6 +7,7 @@ commit    modules get the sharded parameters, hooks and their new class
 """
 
 import logging
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, overload
@@ -21,14 +22,14 @@ from layout_planner import plan
 from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
-from ._errors import WrongCallError
 from ._module import FSDPModule, mixed_class
-from ._params.at_rest import check_taken_over
 from ._params.group import Group
+from ._params.kinds import find_kinds
+from ._params.kinds.at_rest import check_taken_over
+from ._params.kinds.subclass import unwrapped
 from ._params.unit import Param, Unit, UnitOptions
-from ._plan.extension import extension_of
-from ._plan.group import Planner, Request, check_quantized
-from ._plan.mesh import DataMesh, data_mesh, take_apart
+from ._plan.group import Planner, Request
+from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
 from ._plan.mesh_choice import PlacementFn, choose_meshes
 from ._plan.param import ManagedParam, Place
 from ._schedule import hooks, torch_state
@@ -222,6 +223,9 @@ class _Taken:
     outer: Member | None
 
 
+_PARAM = operator.attrgetter("param")
+
+
 @dataclass
 class _Takeover:
     """Which parameters a unit takes, and from where.
@@ -272,8 +276,7 @@ def _plan_takeover(
     taken = _find_params(modules, managed, gathered, without, request.data, placement_fn)
     if request.neighbors is not None:
         _check_neighbors(taken, request.neighbors)
-    if request.quantization is not None:
-        check_quantized([each.param for each in taken], request, request.quantization)
+    find_kinds(map(_PARAM, taken), request)
     for each in taken:
         if each.outer is not None:
             check_taken_over(each.param, request.quantization)
@@ -387,11 +390,8 @@ def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -
         taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
         return _Taken(taken, param, param, None)
     plain, other = take_apart(name, param, data)
-    extension = None
-    if compat.is_wrapper_subclass(plain):
-        extension = extension_of(name, plain.data)
-        plain = extension.unwrap(plain.data)
-    taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, extension)
+    plain, wrapper = unwrapped(name, plain)
+    taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, wrapper)
     return _Taken(taken, param, plain, None)
 
 
@@ -414,7 +414,7 @@ def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: 
             f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh"
         )
     taken: Param = ManagedParam(
-        name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.extension
+        name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.wrapper
     )
     return _Taken(taken, managed.sharded, managed.sharded, outer)
 
@@ -440,11 +440,6 @@ def _check_neighbors(params: list[_Taken], count: int) -> None:
             raise ValueError(
                 f"reshard_after_forward={count}: parameter {param.name} is cut over {size} ranks of a separate mesh "
                 f"({param.data.mesh}); pass a factor of each mesh's ranks, or a bool"
-            )
-        if param.extension is not None and count < size:
-            raise NotImplementedError(
-                f"reshard_after_forward={count}: parameter {param.name} is a {param.extension.kind.__name__}, "
-                "which defines its own all-gather and does not support an integer; use True or False"
             )
 
 

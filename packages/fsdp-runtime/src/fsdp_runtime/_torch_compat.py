@@ -11,7 +11,7 @@ torch.func transforms, what `shard_placement_fn` may return, and what DCP's defa
 
 import operator
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +86,15 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 #: Whether a profile is being taken.
-profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_NO_LABEL: AbstractContextManager[None] = nullcontext()
+
+
+def label(what: str, unit: str = "") -> AbstractContextManager[object]:
+    """A range `FSDP::<what> (<unit>)` in a profile, the labels of FSDP2; does nothing while no profile is taken."""
+    if not _profiling():
+        return _NO_LABEL
+    return torch.profiler.record_function(f"FSDP::{what} ({unit})" if unit else f"FSDP::{what}")
 
 
 def zero(tensors: list[torch.Tensor]) -> None:

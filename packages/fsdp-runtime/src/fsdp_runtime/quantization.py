@@ -15,11 +15,9 @@ from dbuffer import (
     BlockInt8,
     BlockNF4,
     BlockReduction,
-    BlocksAtRest,
     BlocksOnWire,
     CastReduction,
     ReductionForm,
-    WireForm,
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
 from ragged_shard import is_cpu, multiplies_blocks
@@ -151,10 +149,14 @@ class QuantizationPolicy:
                 "have no gradients; use 'bf16' or None"
             )
 
-    @property
-    def selects(self) -> bool:
-        """Whether selected parameters are treated otherwise than the rest."""
-        return self.blocks is not None or isinstance(self.gradients, BlockInt8)
+    def selects(self, param: Any) -> bool:
+        """Whether a parameter (a `ManagedParam`) is quantized: it is selected wherever it is used."""
+        if self.blocks is None and not isinstance(self.gradients, BlockInt8):
+            return False
+        if self.select is None and self.at_rest is not None and param.requires_grad:
+            return False
+        select = self.select or matrices_only
+        return all(select(param.name, param.example, place.module) for place in param.places)
 
     @property
     def scaled(self) -> bool:
@@ -165,14 +167,6 @@ class QuantizationPolicy:
     def blocks(self) -> BlockFP8 | BlockInt8 | BlockNF4 | None:
         """What selected weights are quantized in, at rest or before a gather."""
         return self.weights if self.at_rest is None else self.at_rest
-
-    def wire(self, shared: bool) -> WireForm | None:
-        """What selected weights travel as in a gather."""
-        if self.at_rest is not None:
-            return BlocksAtRest(self.at_rest, read_back=not self.scaled)
-        if self.weights is None:
-            return None
-        return BlocksOnWire(self.weights, "shared" if shared else "whole", read_back=not self.scaled)
 
     def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
         """What gradients that are reduced in this dtype travel as.

@@ -93,10 +93,13 @@ class GradBuffer:
 
     Attributes:
         state: see `GradState`.
-        options, scaling: the unit's options, and the resulting divisions.
+        options, scaling: the unit's options, and the resulting divisions; set by `scale`.
         written: numbers of the parameters whose gradients wait for their reduction.
         partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
     """
+
+    options: ReduceOptions
+    scaling: Scaling
 
     def __init__(
         self, name: str, plan: GroupPlan, params: Params, streams: Streams, options: ReduceOptions
@@ -116,8 +119,7 @@ class GradBuffer:
         for index, param in enumerate(plan.params):
             if math.prod(param.shape) <= _SMALL:
                 self._small.add(index)
-        self.options = options
-        self.scaling = self._scaling_of(options)
+        self.scale(options)
         self._training_changed = True
         self._trained: frozenset[int] | None = None
         self._first_reduction = 0
@@ -139,11 +141,9 @@ class GradBuffer:
 
     def scale(self, options: ReduceOptions) -> None:
         """Apply new reduction options, from the next reduction on."""
-        self.options, self.scaling = options, self._scaling_of(options)
-
-    def _scaling_of(self, options: ReduceOptions) -> Scaling:
-        data = self._plan.data
-        return scaling(options, self._plan.dtypes.reduce, data.shard_size, data.num_replicas)
+        plan = self._plan
+        self.options = options
+        self.scaling = scaling(options, plan.dtypes.reduce, plan.data.shard_size, plan.data.num_replicas)
 
     def training_changed(self) -> None:
         """Parameters were frozen or unfrozen: from the next reduction on only trained ones are reduced."""

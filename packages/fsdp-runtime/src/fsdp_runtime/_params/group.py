@@ -1,47 +1,94 @@
-"""The parameters of one unit that share dtype, mesh and training state: one buffer for them, one for their gradients.
+"""The parameters of one unit that share kind, dtype, mesh and training state: a buffer for them and their gradients'.
 
 on meta     no memory: sharded parameters are ragged tensors on the meta device
    |  adopt(): every parameter has memory (to_empty, a loaded state dict)
 at rest     sharded parameters are views of the buffer's shard; there is no gathered memory
    |  Unit.unshard / reshard
 gathered    unsharded parameters are views of the gathered memory
+
+`Group` is the plain kind. The kinds in `kinds/` override what differs, so that nothing else asks for a group's kind.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from dbuffer import DBuffer
+from dbuffer import BlockFormat, DBuffer, WireForm
+from layout_planner import Layout
 from ragged_shard import RaggedDTensor, installed_versions
 
 from .. import _torch_compat as compat
 from .._grads.buffer import GradBuffer
 from .._grads.scaling import ReduceOptions
-from .._plan.extension import refuse_patched
-from .._plan.group import GroupPlan, ParamPlan, as_sharded, local_value, wrap_local
+from .._plan.group import (
+    Dtypes,
+    GroupPlan,
+    ParamPlan,
+    Request,
+    as_sharded,
+    planned,
+    wrap_local,
+)
 from .._plan.param import MakeHook, ManagedParam, local_of
 from .._torch.streams import Streams
-from .at_rest import is_at_rest, quantized
-from .extended_gather import ExtendedGather
+from .._torch.tree import local_tensor
 
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # of tensor subclasses
 # Layouts, messages and checkpoints depend on these, so all ranks must have the same versions.
 _PACKAGES = ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
 _IN_COMMON = installed_versions(*_PACKAGES)
 
 
+@dataclass
+class GroupMemory:
+    """A group's memory on this rank, in bytes; see `fsdp_runtime.memory.UnitMemory`."""
+
+    weights: int
+    gradients: int
+    gather: int
+    gathered: list[int]
+    reduce: int
+    reducing: list[int]
+    codes: int = 0
+    decoding: list[int] = field(default_factory=list)
+
+
 class Group:
-    """A plan with its memory.
+    """A plan with its memory. This class is for plain parameters; other kinds override its methods.
 
     Attributes:
         name: for errors and profiles.
-        plan: what is fixed.
+        plan: its layout, dtypes, mesh and placements, which do not change in a step.
         params: in the order of the module.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
-        extended: gather of parameters that are tensor subclasses with FSDP2's all-gather extensions, else None.
+        wire_format: blocks that values are quantized in before a gather.
+        holds_values: whether the shard holds the parameters' values.
+        refused_whole: why `full_params` refuses such parameters; empty if it does not.
+        prepare_gathers: called with groups that are gathered next, streams, and the events to wait for; returns the
+            events that the gather must still wait for.
     """
+
+    wire_format: BlockFormat | None = None
+    holds_values: ClassVar[bool] = True
+    refused_whole: ClassVar[str] = ""
+    prepare_gathers: ClassVar[Callable[..., Sequence[Any] | None] | None] = None
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check(cls, param: ManagedParam[Any], request: Request) -> None:
+        """Raise ValueError or NotImplementedError, naming the parameter, if the kind cannot serve the request."""
+
+    @classmethod
+    def lay_out(
+        cls, params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes
+    ) -> tuple[Layout, WireForm | None]:
+        """The layout of parameters of this kind, and the wire form of their gathers (None: the compute dtype)."""
+        return planned(params, request, dtypes.alignment), None
 
     def __init__(
         self,
@@ -60,13 +107,13 @@ class Group:
         self._streams = streams
         self._make_hook = make_hook
         self.buffer: DBuffer | None = None
-        self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory
+        self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory, if parameters are views of it
+        self._wire = plan.wire
         self.gradients = GradBuffer(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._one_a_segment: list[torch.Tensor] = []  # of the views
         self._full_versions: list[int] = []  # of the gathered memory; a gather does not count
         self._users_at_rest = 0
-        self.extended: ExtendedGather | None = None
         self._loaded: list[RaggedDTensor] = []  # until `commit`
 
     def rename(self, unit_name: str) -> None:
@@ -89,27 +136,37 @@ class Group:
         are, until `adopt`. Communicates for sharded ones of another layout (see `ragged_shard.redistribute`).
         """
         slices: list[torch.Tensor] = []
-        on_meta, at_rest = False, self.plan.at_rest
+        on_meta = False
         for param, plan in zip(self.params, self.plan.params, strict=True):
-            value = values[param.name]
-            if param.extension is not None:
-                value = param.plain(value)
-            if at_rest is not None and is_at_rest(value):  # values of these would be quantized twice
-                slices.append(quantized(self.plan, plan, value))
-            else:
-                slices.append(local_value(self.plan, plan, value))
+            slices.append(self._slice_of(param, plan, values[param.name]))
             on_meta = on_meta or slices[-1].is_meta
         if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
-                kept = (
-                    param.extended(local.clone())
-                    if at_rest is None
-                    else quantized(self.plan, plan, values[param.name])
-                )
+                kept = self._without_buffer(param, plan, values[param.name], local)
                 self._loaded.append(wrap_local(plan, kept))
             return
         self._allocate()
         self._loaded = self._filled(slices)
+
+    def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a value, in the shape of the local tensor; shares memory where it can.
+
+        Args:
+            value: the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh, which is
+                redistributed if it has another layout (see `ragged_shard.redistribute`).
+        """
+        value = value.detach()
+        if not isinstance(value, RaggedDTensor):
+            return self.plan.geometry.cut(param.name, value)
+        with torch.no_grad():
+            local: torch.Tensor = value.redistribute(placements=plan.placements).to_local()
+        return local
+
+    def _without_buffer(
+        self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor, local: torch.Tensor
+    ) -> torch.Tensor:
+        """The local tensor of a parameter while the group has no buffer; `local` is its slice of `value`."""
+        return param.wrapper.wrap(local.clone())
 
     def commit(self) -> None:
         """Point the parameters at the memory that `load` filled, and put the sharded ones into their modules."""
@@ -170,15 +227,11 @@ class Group:
             self._allocate()
         else:
             self._replan(dtype)
-        self._renew_from_meta()
-        self._point_to(self._filled(values))
-
-    def _renew_from_meta(self) -> None:
-        assert self.buffer is not None
-        for param, plan in zip(self.params, self.plan.params, strict=True):
+        sharded = self._filled(values)
+        for param, tensor in zip(self.params, sharded, strict=True):
             if param.sharded.is_meta:  # torch does not let a parameter change from meta
-                local = param.extended(self.buffer.local_views[param.name])
-                param.renew_sharded(wrap_local(plan, local))
+                param.renew_sharded(tensor)
+        self._point_to(sharded)
 
     def has_moved(self) -> bool:
         """Whether `adopt` has something to do."""
@@ -223,11 +276,7 @@ class Group:
 
     def as_sharded(self, param: "ManagedParam[Group]", value: torch.Tensor) -> RaggedDTensor:
         """A value of the global shape, laid out like the sharded parameter. See `_plan.group.as_sharded`."""
-        plan = self.plan_of(param)
-        if self.plan.at_rest is not None:
-            return wrap_local(plan, quantized(self.plan, plan, value))
-        sharded = as_sharded(self.plan, plan, param.sharded, param.plain(value.detach()))
-        return sharded if param.extension is None else sharded.with_local(param.extended(sharded.local))
+        return as_sharded(self.plan, self.plan_of(param), param.sharded, value)
 
     def _replan(self, dtype: torch.dtype) -> None:
         """Switch to `dtype`, with new, uninitialised buffers."""
@@ -238,29 +287,20 @@ class Group:
 
     def _allocate(self) -> None:
         plan = self.plan
-        if self.params[0].extension is not None:
-            compute, layer = plan.dtypes.compute, self._streams.layer
-            self.extended = ExtendedGather(
-                self.name, self.params, plan.data, plan.precision, compute, layer, self._make_hook
-            )
         self.buffer = DBuffer(
-            self.plan.layout,
-            self.plan.data.mesh,
-            full_dtype=self.plan.dtypes.compute,
-            wire=self.extended or self.plan.wire,
+            plan.layout,
+            plan.data.mesh,
+            full_dtype=plan.dtypes.compute,
+            wire=self._wire,
             recycler=self._streams.recycler,
             name=self.name,
-            check_ranks=not self.plan.data.simulated,
+            check_ranks=not plan.data.simulated,
             in_common=_IN_COMMON,
-            **self.plan.buffer_options(),
+            **plan.buffer_options(),
         )
         self._views = self.buffer.empty_views
-        if not (self.buffer.aliased or self.extended or self.plan.scaled):
-            self._one_a_segment = [self._views[segment.names[0]] for segment in plan.layout.segments]
-        if self.plan.scaled:
-            from .scaled import scaled_weight
-
-            self._views = {name: scaled_weight(view) for name, view in self._views.items()}
+        segments = plan.layout.segments if self._views and not self.buffer.aliased else ()
+        self._one_a_segment = [self._views[segment.names[0]] for segment in segments]
 
     def _filled(self, values: Sequence[torch.Tensor | None]) -> list[RaggedDTensor]:
         """Copy slices into the buffer (None: already there), and return the sharded tensors on it."""
@@ -271,15 +311,19 @@ class Group:
             if value is not None:
                 with torch.no_grad():
                     local.copy_(value)
-            sharded.append(wrap_local(plan, local if param.extension is None else param.extended(local)))
+            sharded.append(self._sharded(param, plan, local))
         return sharded
+
+    def _sharded(self, param: ManagedParam[Any], plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
+        """The distributed tensor around plain values or codes; shares their memory."""
+        return RaggedDTensor.from_local(local, plan.mesh, plan.placements, shape=plan.global_shape)
 
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
         """Point both parameters of each pair at these tensors and, if there is a buffer, at the gathered memory."""
         for index, (param, tensor) in enumerate(zip(self.params, sharded, strict=True)):
             param.group, param.index = self, index
             param.set_sharded(tensor)
-            if self.buffer is not None and self.extended is None:
+            if self._views:
                 param.set_unsharded(self._views[param.name], self._make_hook)
         if self.buffer is not None:
             self._users_at_rest = self.buffer.count_users()
@@ -305,11 +349,7 @@ class Group:
                 slots[attribute] = unsharded
 
     def _check_trainable(self, param: "ManagedParam[Group]") -> None:
-        if self.plan.at_rest is not None:
-            raise ValueError(
-                f"{self.name}: parameter {param.name} requires a gradient since, but is kept as codes "
-                f"({self.plan.at_rest}), which are not trained; call requires_grad_(False), or shard it without at_rest"
-            )
+        """Raise ValueError, naming the parameter, if it cannot require a gradient."""
 
     def release(self) -> bool:
         """Free the gathered parameters, and register the sharded ones. Returns whether the former were written to."""
@@ -327,41 +367,33 @@ class Group:
         not, and shows here.
         """
         assert self.buffer is not None
-        if self.extended is not None or self.plan.scaled:
-            return True  # what a tensor subclass saves does not show
         return self.buffer.count_users() > self._users_at_rest
-
-    # -- codes ------------------------------------------------------------------------------------------------------
-
-    def forget_codes(self) -> None:
-        """Quantize the parameters again before the next gather: an optimizer may have written to them."""
-        if self.buffer is not None:
-            self.buffer.forget_encoding()
 
     # -- staleness --------------------------------------------------------------------------------------------------
 
-    def remember_gather(self) -> None:
+    def begin_gather(self, *, keep_slices: bool) -> None:
         """Record the versions of the gathered values.
+
+        Args:
+            keep_slices: whether slices for a smaller group are kept when the parameters are resharded.
 
         Raises:
             NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.
         """
         assert self.buffer is not None
-        if self.extended is None and not self._gathered_versions:
+        if not self._gathered_versions:
             for param in self.params:
-                refuse_patched(param.name, local_of(param.sharded))
-        if self.extended is None:
-            self._gathered_versions = compat.versions(self.buffer.shard)
-            self._full_versions = list(map(compat.VERSION, self._one_a_segment))
-        else:
-            self._gathered_versions = self._versions_of_subclasses(self.buffer)
+                _refuse_patched(param.name, local_of(param.sharded))
+        self._gathered_versions = list(map(compat.VERSION, self.buffer.shard))
+        self._full_versions = list(map(compat.VERSION, self._one_a_segment))
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
         assert self.buffer is not None
-        if self.extended is None:
-            return compat.versions(self.buffer.shard) != self._gathered_versions
-        return self._versions_of_subclasses(self.buffer) != self._gathered_versions
+        return list(map(compat.VERSION, self.buffer.shard)) != self._gathered_versions
+
+    def expect_update(self) -> None:
+        """Gradients are shown: an optimizer may write to the shard."""
 
     def gathered_written(self) -> bool:
         """Whether the gathered parameters were written to since they were gathered."""
@@ -372,6 +404,57 @@ class Group:
         """Make `release` ignore writes to the gathered memory, after a failure."""
         self._full_versions = []
 
-    def _versions_of_subclasses(self, buffer: DBuffer) -> list[int]:
-        """Writes through a tensor subclass count in the subclass."""
-        return compat.versions([*buffer.shard, *(local_of(param.sharded) for param in self.params)])
+    # -- outside of passes ------------------------------------------------------------------------------------------
+
+    def split_entry(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
+        """Replace the parameter's entry of a state dict by those that its kind is saved as."""
+
+    def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
+        """Replace those by the parameter's entry, before they are loaded."""
+
+    def writable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor to write values of a sharded parameter into, for `keep`: itself."""
+        return tensor
+
+    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values that were written into `writable(tensor)`, unless that is `tensor`."""
+
+    def local_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's values of a sharded parameter."""
+        return local_tensor(tensor)
+
+    def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
+        """Copy this rank's slice of whole values into the shard."""
+        param.local.copy_(values)
+
+    def without_memory(self, local: torch.Tensor) -> torch.Tensor:
+        """A local tensor like this one without memory: reads as NaN (0 for integers), and cannot be written to."""
+        value = float("nan") if local.is_floating_point() else 0
+        return torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
+
+    def segment_sizes(self) -> list[int]:
+        """Elements of this rank's shard, one number a segment."""
+        return [segment.shard_size for segment in self.plan.layout.segments]
+
+    def memory(self) -> GroupMemory:
+        """The bytes that the group takes, by its plan."""
+        plan, dtypes, sizes = self.plan, self.plan.dtypes, self.segment_sizes()
+        ranks, form = plan.data.shard_size, plan.reduction
+        kept, computed, reduced = (d.itemsize for d in (dtypes.kept, dtypes.compute, dtypes.reduce))
+        aliased = ranks == 1 and dtypes.kept == dtypes.compute  # shard and gathered memory are the same
+        return GroupMemory(
+            weights=sum(sizes) * kept,
+            gradients=sum(sizes) * kept,
+            gather=sum(sizes) * computed,
+            gathered=[] if aliased else [ranks * size * computed for size in sizes],
+            reduce=form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * reduced,
+            reducing=[ranks * size * reduced for size in sizes],
+        )
+
+
+def _refuse_patched(name: str, local: torch.Tensor) -> None:
+    if PRE in local.__dict__ or POST in local.__dict__:
+        raise NotImplementedError(
+            f"parameter {name}: its local tensor was given {PRE} or {POST} after fully_shard, which would not be "
+            "called; give fully_shard a tensor subclass that has both"
+        )

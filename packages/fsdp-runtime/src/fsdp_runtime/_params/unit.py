@@ -12,13 +12,12 @@ from torch import nn
 import dbuffer
 from dbuffer import Gather, Handle, TransportChoice
 
+from .. import _torch_compat as compat
 from .._grads.scaling import ReduceOptions
-from .._plan.group import Request, children_of, is_selected, plan_group
+from .._plan.group import Request, children_of, plan_group
 from .._plan.mesh import DataMesh, check_alike
 from .._plan.param import MakeHook, ManagedParam
-from .._torch.labels import label
 from .._torch.streams import Streams
-from .amax import share_amax
 from .group import Group
 
 Param = ManagedParam[Group]
@@ -79,8 +78,8 @@ class Unit:
         mp_policy: of `fully_shard`.
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
-        quantized: whether it has a quantization policy.
-        groups: its parameters by dtype, mesh and training state, and where `around_others` by large child.
+        groups: its parameters by kind, dtype, mesh and training state, and where `around_others` by large child.
+        preparations: what its groups have called before they are gathered; see `Group.prepare_gathers`.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
@@ -105,7 +104,7 @@ class Unit:
         self.on_several_meshes = False
         self.root = True
         self.closed = ""
-        self.quantized = request.quantization is not None
+        self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
         self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
         self._streams = streams
@@ -173,22 +172,19 @@ class Unit:
         assert self.make_hook is not None
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         children = children_of(params) if around_others else {}
-        policy = self._request.quantization
         for param in params:
-            selected = policy is not None and is_selected(param, policy)
-            extended = param.extension is not None
             child = children.get(param.name, 0)
-            kind = (param.data, param.dtype, param.requires_grad, child, selected, extended)
-            kinds.setdefault(kind, []).append(param)
+            key = (param.kind, param.data, param.dtype, param.requires_grad, child, param.selected)
+            kinds.setdefault(key, []).append(param)
         groups = []
-        for members in kinds.values():
-            plan = plan_group(members, self._request)
+        for (kind, *_), members in kinds.items():
+            plan = plan_group(members, self._request, kind.lay_out)
             for member, cut in zip(members, plan.params, strict=True):
                 if member.other is not None:
                     check_alike(member.name, member.other, cut.placements)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
             reduction = self.options.reduction
-            group = Group(self.name, suffix, plan, members, self._streams, self.make_hook, reduction)
+            group = kind(self.name, suffix, plan, members, self._streams, self.make_hook, reduction)
             group.load(values)
             groups.append(group)
         return groups
@@ -198,10 +194,14 @@ class Unit:
         if self.groups:
             self._gathers.clear()
         self.groups, self.around_others = groups, around_others
-        meshes = set()
+        meshes: set[DataMesh] = set()
+        preparations: dict[Any, None] = {}
         for group in groups:
             meshes.add(group.plan.data)
+            if group.prepare_gathers is not None:
+                preparations[group.prepare_gathers] = None
             group.commit()
+        self.preparations = tuple(preparations)
         self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
@@ -311,22 +311,19 @@ class Unit:
         absent = self.groups
         if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
             absent = [group for group in self.groups if group in self._freed]
-        with label("all_gather", self.name):
+        with compat.label("all_gather", self.name):
             for group in absent:
                 if group.buffer is None:
                     self.prepare()
-                group.remember_gather()
-                if group.plan.wire is not None and group.buffer is not None:
-                    keeps = self._keeps_slices and not self._shrunk
-                    group.buffer.keep_codes_for(group.plan.neighbors if keeps else None)
+                group.begin_gather(keep_slices=self._keeps_slices and not self._shrunk)
             not_at_rest.add(self)
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
             if calls is None:
                 calls = self._gathers[key] = self._gathers_of(absent)
             stream = self._streams.gather
-            if self.quantized and share_amax(absent, self._streams, after):
-                after = ()
+            for prepare in self.preparations:
+                after = prepare(absent, self._streams, after)
             for call in calls:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING

@@ -17,35 +17,52 @@ from torch.distributed.tensor import DTensor, Placement
 
 import layout_planner
 import ragged_shard
-from dbuffer import (
-    BlockFormat,
-    BlocksAtRest,
-    BlocksOnWire,
-    CodePlanes,
-    Geometry,
-    ReductionForm,
-    TransportChoice,
-    WireForm,
-    geometry_of,
-)
-from layout_planner import Elements, Layout, Rows, Segment, TensorSpec, Whole
+from dbuffer import Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
+from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
 from ..block_policies import BlockPolicy
-from ..quantization import QuantizationPolicy, check_products, check_values, matrices_only, meet_tiles
-from .dtypes import Dtypes, dtypes_for
-from .mesh import DataMesh, OtherParallelism, place
+from ..quantization import QuantizationPolicy, meet_tiles
+from .mesh import DataMesh, place
 from .param import ManagedParam
 
 MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
 ROW = Rows(1)
-MOST_OF_BF16 = 0.55  # of the bytes of a bf16 gather: what cut="auto" lets whole tiles take
-_ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
+ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
 
 
+LayOut = Callable[["Sequence[ManagedParam[Any]]", "Request", "Dtypes"], tuple[Layout, WireForm | None]]
 # Equal units, such as the layers of a transformer, have one layout.
 _layouts: "weakref.WeakValueDictionary[tuple[Any, ...], Layout]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one group.
+
+    Attributes:
+        kept: dtype of sharded parameters and their gradients.
+        compute: dtype of unsharded parameters.
+        reduce: dtype in which gradients are accumulated and reduced.
+    """
+
+    kept: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def alignment(self) -> int:
+        """Elements on whose multiples slices start, at 16 bytes or more in each dtype."""
+        return max(8, ALIGNMENT // min(self.kept.itemsize, self.compute.itemsize, self.reduce.itemsize))
+
+
+def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+    """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are."""
+    if not kept.is_floating_point:
+        return Dtypes(kept, kept, kept)
+    compute = policy.param_dtype or kept
+    return Dtypes(kept, compute, policy.reduce_dtype or compute)
 
 
 @dataclass(frozen=True)
@@ -78,10 +95,8 @@ class GroupPlan:
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
-        wire: what parameters travel as; None: their compute dtype.
-        scaled: whether gathered parameters stay codes, which products are taken with.
-        shares_amax: whether tiles may be cut, so that their amax must be shared.
-        reduction: what gradients travel as; None: a reduce-scatter of their dtype.
+        wire: encoding of gathers. Defaults to the compute dtype.
+        reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
         layout, geometry: where they lie, and what of that is this rank's.
         params: one for each, in the order of the module.
         neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
@@ -93,8 +108,6 @@ class GroupPlan:
     offload: CPUOffloadPolicy | None
     transport: TransportChoice | None
     wire: WireForm | None
-    scaled: bool
-    shares_amax: bool
     reduction: ReductionForm | None
     layout: Layout
     geometry: Geometry
@@ -105,19 +118,6 @@ class GroupPlan:
     def large(self) -> bool:
         """Whether the group is worth a reduction of its own."""
         return self.layout.numel >= MIN_CHILD
-
-    @property
-    def planes(self) -> CodePlanes | None:
-        """Where the codes of parameters lie; None where they travel as they are."""
-        wire = self.wire
-        return (
-            CodePlanes(self.layout, wire.format) if isinstance(wire, (BlocksOnWire, BlocksAtRest)) else None
-        )
-
-    @property
-    def at_rest(self) -> BlockFormat | None:
-        """The format of the codes that parameters are kept as; None where values are kept."""
-        return self.wire.format if isinstance(self.wire, BlocksAtRest) else None
 
     def buffer_options(self) -> dict[str, Any]:
         """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
@@ -161,86 +161,25 @@ class Request:
     neighbors: int | None
 
 
-def check_quantized(
-    params: Sequence[ManagedParam[Any]], request: Request, policy: QuantizationPolicy
-) -> None:
-    """Raise ValueError, naming the parameter or option, where one cannot travel as asked."""
-    if policy.blocks is not None and isinstance(request.offload, CPUOffloadPolicy):
-        raise ValueError(
-            "quantization_policy: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy "
-            "keeps their shards elsewhere. Leave one of the two out"
-        )
-    for param in params:
-        dtypes, selected = dtypes_for(param.dtype, request.precision), is_selected(param, policy)
-        if selected and policy.blocks is not None and param.extension is not None:
-            raise ValueError(
-                f"quantization_policy: parameter {param.name} was selected, but is a {param.extension.kind.__name__}, "
-                "which defines its own all-gather; do not select it (QuantizationPolicy.select)"
-            )
-        if selected and policy.blocks is not None:
-            check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
-        if selected and policy.at_rest is not None:
-            _check_at_rest(param)
-        if selected and policy.scaled:
-            _check_products(param, request.data.device)
-        try:
-            policy.reduction(selected, dtypes.reduce)
-        except ValueError as error:
-            raise ValueError(
-                f"quantization_policy: parameter {param.name} of {param.dtype}: {error}"
-            ) from error
+def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: LayOut) -> GroupPlan:
+    """Plan where parameters of one dtype, mesh and kind lie. Makes process groups for an integer reshard.
 
-
-def _check_products(param: ManagedParam[Any], device: torch.device) -> None:
-    uses = [(place.module, place.attribute) for place in param.places]
-    check_products(param.name, param.shape, uses, device)
-    if param.other is not None:
-        raise ValueError(
-            f"quantization_policy: parameter {param.name} was selected for compute='scaled', and another parallelism "
-            "has cut it; use compute='dequantize'"
-        )
-
-
-def _check_at_rest(param: ManagedParam[Any]) -> None:
-    if param.requires_grad:
-        raise ValueError(
-            f"quantization_policy: parameter {param.name} was selected to be kept as codes, and is trained; freeze it "
-            "(requires_grad_(False)) before fully_shard, or do not select it (QuantizationPolicy.select)"
-        )
-    if param.other is not None:
-        raise ValueError(
-            f"quantization_policy: parameter {param.name} was selected to be kept as codes, and another parallelism "
-            "has cut it; do not select it (QuantizationPolicy.select)"
-        )
-
-
-def is_selected(param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
-    """Whether a policy quantizes a parameter: it selects it wherever it is used."""
-    if policy.select is None and policy.at_rest is not None and param.requires_grad:
-        return False
-    select = policy.select or matrices_only
-    return policy.selects and all(select(param.name, param.example, place.module) for place in param.places)
-
-
-def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPlan:
-    """Plan where parameters of one dtype and mesh lie. Makes process groups where neighbors were asked for.
+    Args:
+        lay_out: returns the kind's layout and wire form.
 
     Raises:
-        ValueError: naming the parameter, where the policy returned something that is not a block or does not fit.
+        ValueError: naming the parameter, if the block policy returned something that is not a block or does not fit.
     """
     data, policy = params[0].data, request.quantization
     dtypes = dtypes_for(params[0].dtype, request.precision)
-    selected = policy is not None and is_selected(params[0], policy)
-    shared = False
-    if params[0].extension is not None:
-        layout = _lay_out_apart(params, request, dtypes)
-    elif policy is not None and selected:
-        layout, shared = _lay_out(params, request, dtypes, policy)
-    else:
-        specs = [_spec(param, request.blocks, None) for param in params]
-        layout = _planned(request.planner, specs, data.shard_size, max(8, _ALIGNMENT // dtypes.narrowest))
+    layout, wire = lay_out(params, request, dtypes)
     geometry = geometry_of(layout, data.shard_rank)
-    wire = policy.wire(shared) if policy is not None and selected and params[0].extension is None else None
+    plans: list[ParamPlan] = []
+    for param in params:
+        name, shape, other = param.name, param.shape, param.other
+        mesh, placements = place(data, geometry.placements[name], other)
+        whole = shape if other is None else tuple(other.shape)
+        plans.append(ParamPlan(name, shape, whole, mesh, placements, other is not None))
     return GroupPlan(
         data=data,
         dtypes=dtypes,
@@ -248,81 +187,34 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request) -> GroupPl
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
         wire=wire,
-        shares_amax=shared,
-        reduction=None if policy is None else policy.reduction(selected, dtypes.reduce),
+        reduction=None if policy is None else policy.reduction(params[0].selected, dtypes.reduce),
         layout=layout,
         geometry=geometry,
-        params=tuple([_plan_param(param, data, geometry) for param in params]),
+        params=tuple(plans),
         neighbors=None if request.neighbors is None else data.neighbors(request.neighbors),
-        scaled=policy is not None and wire is not None and policy.scaled,
     )
 
 
-def _planned(planner: Planner, specs: list[TensorSpec], ranks: int, align: int) -> Layout:
-    """What the planner makes of these tensors; of layout-planner's own the same object for the same tensors."""
-    if planner is not layout_planner.plan:
-        return planner(specs, ranks, align=align)
-    key = (tuple(specs), ranks, align)
-    found = _layouts.get(key)
-    if found is None:
-        found = _layouts[key] = planner(specs, ranks, align=align)
-    return found
+def planned(
+    params: Sequence[ManagedParam[Any]], request: Request, align: int, rows: int | None = None
+) -> Layout:
+    """The planner's layout of these parameters; for layout-planner's own, equal tensors get the same object.
 
-
-def _lay_out(
-    params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes, policy: QuantizationPolicy
-) -> tuple[Layout, bool]:
-    """The layout of parameters that a policy quantizes; and whether it may cut tiles."""
-    weights = policy.blocks
-    align = _ALIGNMENT if weights is not None else max(8, _ALIGNMENT // dtypes.narrowest)
-
-    def planned(rows: int) -> Layout:
-        specs = [_spec(param, request.blocks, rows) for param in params]
-        return request.planner(specs, params[0].data.shard_size, align=align)
-
-    if weights is None or not weights.shares_amax:
-        return planned(1), False
-    if policy.cut == "shared":
-        return planned(1), True
-    whole = planned(weights.tile[0])
-    if policy.cut == "whole" or policy.at_rest is not None:
-        return whole, False
-    by_rows = planned(1)
-    bf16 = 2 * sum(segment.shard_size for segment in by_rows.segments)
-    asked = CodePlanes(whole, weights).row_bytes
-    shared = asked > MOST_OF_BF16 * bf16 and asked > CodePlanes(by_rows, weights).row_bytes
-    return (by_rows if shared else whole), shared
-
-
-def _lay_out_apart(params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes) -> Layout:
-    """Each parameter in a segment of its own, cut between slices of its first dimension.
-
-    As many on each rank, but for the last ones: what arrives is contiguous, and extensions count on it.
-
-    Raises:
-        ValueError: the planner lays one tensor out otherwise.
+    Args:
+        rows: rows of the tiles that are not cut. Defaults to no tiles.
     """
-    align, ranks = max(8, _ALIGNMENT // dtypes.narrowest), params[0].data.shard_size
-    specs, segments = [], []
-    for param in params:
-        given = _spec(param, request.blocks, None)
-        width = math.prod(param.shape[1:])
-        # Blocks that start over in each stacked matrix allow any cut between matrices.
-        block = math.lcm(width, given.grid.block) if given.grid.uniform else width
-        spec = TensorSpec(param.name, param.shape, Elements(min(block, given.numel)))
-        found = request.planner([spec], ranks, align=align)
-        if len(found.segments) != 1 or found.segments[0].offsets != (0,):
-            raise ValueError(
-                f"planner laid {param.name} out in {found.segments}; expected one segment that starts with it, since "
-                "it is a tensor subclass with all-gather extensions"
-            )
-        specs.append(spec)
-        segments.append(found.segments[0])
-    return Layout(tuple(specs), ranks, align, tuple(segments))
+    specs, ranks = [spec_of(param, request.blocks, rows) for param in params], params[0].data.shard_size
+    if request.planner is not layout_planner.plan:
+        return request.planner(specs, ranks, align=align)
+    key = (tuple(specs), ranks, align)
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = _layouts[key] = layout_planner.plan(specs, ranks, align=align)
+    return layout
 
 
-def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None) -> TensorSpec:
-    """How a parameter may be cut; `rows`: of the tiles that stay whole, None where there are none."""
+def spec_of(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None = None) -> TensorSpec:
+    """How a parameter may be cut; `rows`: as in `planned`."""
     block = None if blocks is None else blocks(param.name, param.example)
     try:
         if rows is not None:
@@ -332,13 +224,6 @@ def _spec(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None
         raise ValueError(
             f"block_policy gave {block!r} for parameter {param.name} of shape {param.shape}: {error}"
         ) from error
-
-
-def _plan_param(param: ManagedParam[Any], data: DataMesh, geometry: Geometry) -> ParamPlan:
-    other: OtherParallelism | None = param.other
-    mesh, placements = place(data, geometry.placements[param.name], other)
-    global_shape = param.shape if other is None else tuple(other.shape)
-    return ParamPlan(param.name, param.shape, global_shape, mesh, placements, other is not None)
 
 
 def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
@@ -388,21 +273,6 @@ def children_of(params: Sequence[ManagedParam[Any]]) -> dict[str, int]:
 def wrap_local(plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
     """A distributed tensor laid out as planned around a local tensor; shares its memory."""
     return RaggedDTensor.from_local(local, plan.mesh, plan.placements, shape=plan.global_shape)
-
-
-def local_value(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a value, in the shape of the local tensor; shares memory where it can.
-
-    Args:
-        value: the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh: one that lies
-            otherwise is redistributed (see `ragged_shard.redistribute`).
-    """
-    value = value.detach()
-    if not isinstance(value, RaggedDTensor):
-        return plan.geometry.cut(param.name, value)
-    with torch.no_grad():
-        local: torch.Tensor = value.redistribute(placements=param.placements).to_local()
-    return local
 
 
 def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: torch.Tensor) -> RaggedDTensor:

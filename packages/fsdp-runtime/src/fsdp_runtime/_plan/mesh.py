@@ -16,13 +16,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ragged_shard import CPU, RaggedShard, StridedRaggedShard, held_boxes
 
 from .. import _torch_compat as compat
-from .._errors import WrongCallError
 
 # For each shard axis's process group: one more of its ranks, for reductions, and those of neighbors by their count.
 _REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 _NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]" = (
     weakref.WeakKeyDictionary()
 )
+
+
+class WrongCallError(ValueError, AssertionError):
+    """A wrong argument for which FSDP2 raises AssertionError: scripts that catch either type go on."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
 
-from .extension import Extension
+from .. import _torch_compat as compat
 from .mesh import DataMesh, OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
@@ -29,6 +29,27 @@ class Place:
 
     module: nn.Module
     attribute: str
+
+
+class Wrapper:
+    """How a local tensor is made of plain values: it is the plain tensor. Subclasses wrap it in a tensor subclass.
+
+    Attributes:
+        attributes: Python attributes that `wrap` sets, which are not the user's.
+    """
+
+    attributes: frozenset[str] = frozenset()
+
+    def wrap(self, plain: torch.Tensor) -> torch.Tensor:
+        """The local tensor around plain values, whose memory it shares."""
+        return plain
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain values inside; a plain tensor itself."""
+        return tensor
+
+
+PLAIN = Wrapper()
 
 
 def local_of(sharded: torch.Tensor) -> torch.Tensor:
@@ -48,12 +69,15 @@ class ManagedParam(Generic[G]):
         dtype: of the sharded parameter.
         data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
-        extension: of its tensor subclass, or None.
+        wrapper: how its local tensor is made of plain values.
+        kind, selected: the class of its group, and whether a quantization policy selects it; set by `find_kinds`.
         group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
     """
 
+    kind: type[G]
+    selected: bool
     group: G
     index: int
     sharded: nn.Parameter
@@ -68,7 +92,7 @@ class ManagedParam(Generic[G]):
         data: DataMesh,
         other: OtherParallelism | None,
         example: torch.Tensor,
-        extension: Extension | None = None,
+        wrapper: Wrapper = PLAIN,
     ) -> None:
         self.name = name
         self.places = places
@@ -79,14 +103,13 @@ class ManagedParam(Generic[G]):
         self.data = data
         self.dtype = original.dtype
         self.other = other
-        self.extension = extension
+        self.wrapper = wrapper
         self.requires_grad = original.requires_grad
         self.unsharded: nn.Parameter | None = None
         self._view: torch.Tensor | None = None
         self._user_attributes = dict(original.__dict__)
-        if extension is not None:
-            for key in extension.attributes:
-                self._user_attributes.pop(key, None)
+        for key in wrapper.attributes:
+            self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
 
@@ -101,16 +124,16 @@ class ManagedParam(Generic[G]):
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
         """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
-        if self.extension is None:
-            return value
         if isinstance(value, RaggedDTensor):
-            inner = self.extension.unwrap(value.local)
+            inner = self.wrapper.unwrap(value.local)
             return value if inner is value.local else value.with_local(inner)
-        return self.extension.unwrap(value)
+        return self.wrapper.unwrap(value)
 
-    def extended(self, local: torch.Tensor) -> torch.Tensor:
-        """Wraps a local tensor in the parameter's tensor subclass, if it has one."""
-        return local if self.extension is None else self.extension.wrap(local)
+    def plain_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's plain tensor of a gradient as autograd made it. May communicate, see `local_of_dtensor_grad`."""
+        if self.other is not None:
+            grad = compat.local_of_dtensor_grad(grad, self.other.placements)
+        return self.plain(grad)
 
     # -- the pair ---------------------------------------------------------------------------------------------------
 

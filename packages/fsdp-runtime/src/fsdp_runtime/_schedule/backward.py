@@ -15,6 +15,8 @@ import enum
 import operator
 from typing import Any, NoReturn
 
+import torch
+
 from dbuffer import AllReduce, DBuffer, Handle
 
 from .. import _torch_compat as compat
@@ -22,7 +24,6 @@ from .._grads.buffer import WRITABLE, Closed, GradBuffer
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit
-from .._torch.labels import label
 from .._torch.streams import Streams
 
 _NO_RUN = -1
@@ -69,7 +70,7 @@ class Reduction:
             calls.setdefault(key, (gradients, []))[1].append(buffer)
             (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
         self._handles: list[Handle] = []
-        with label("post_backward_reduce", unit.name):
+        with compat.label("post_backward_reduce", unit.name):
             for (_, _, partial), (first, buffers) in calls.items():
                 call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
                 self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
@@ -105,7 +106,7 @@ class Reduction:
         if not self._replicated or not self._options.all_reduce:
             return
         layer = self._streams.layer
-        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
+        with layer.on(self._streams.reduce, ()), compat.label("post_backward_all_reduce", self.unit.name):
             for buffer, how in self._replicated:
                 reduction = AllReduce([buffer], how.replica_op, how.replica_divide)
                 self._handles.append(reduction.start())
@@ -137,8 +138,7 @@ class Reduction:
         if self.groups[0].plan.offload is not None:
             layer.wait_on_host(self._event)  # the optimizer on the CPU reads what was copied from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
-            if group.plan.wire is not None:
-                group.forget_codes()
+            group.expect_update()
             if not group.gradients.partial:
                 group.gradients.publish(closed, all_unused=self._unused)
 
@@ -200,10 +200,8 @@ class Backward:
             return
         if grad.requires_grad:  # create_graph: the buffer is not part of the graph
             grad = grad.detach()
-        if param.other is not None:
-            grad = compat.local_of_dtensor_grad(grad, param.other.placements)
-        if param.extension is not None:
-            grad = param.plain(grad)
+        if type(grad) is not torch.Tensor:
+            grad = param.plain_gradient(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
         group = param.group

@@ -17,7 +17,6 @@ from torch import nn
 
 from .. import _torch_compat as compat
 from .._params.unit import Param, Unit
-from .._torch.labels import label
 from .._torch.tree import cast_to, map_tensors, tensors_in
 from .model import Member
 
@@ -34,7 +33,7 @@ def attach(member: Member) -> None:
 
 def _pre_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with label("pre_forward", member.unit.name):
+        with compat.label("pre_forward", member.unit.name):
             return before_forward(member, module, args, kwargs)
 
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
@@ -43,7 +42,7 @@ def _pre_forward(member: Member) -> Callable[..., Any]:
 
 def _post_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        with label("post_forward", member.unit.name):
+        with compat.label("post_forward", member.unit.name):
             return after_forward(member, module, output)
 
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
@@ -54,13 +53,14 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     """What runs ahead of a forward: the arguments to call it with."""
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
-        member.join()
+        if member.joined != Member.registered:
+            member.join()
         compat.outside_transforms(passes.begin_forward, unit)
         args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
     recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
-        with label("cast_forward_inputs"):
+        with compat.label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
     if torch.is_grad_enabled() and not recomputed:
         marked = tensors_in((args, kwargs))
@@ -91,7 +91,7 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
-    with label("cast_forward_outputs"):
+    with compat.label("cast_forward_outputs"):
         return map_tensors(cast_to(dtype), output)
 
 
@@ -232,7 +232,7 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         member: Member = ctx.member
-        with label("post_backward", member.unit.name):
+        with compat.label("post_backward", member.unit.name):
             compat.outside_transforms(member.passes.leave_backward, member.unit)
         if torch.is_grad_enabled() and member.unit.freed:  # create_graph
             for grad in grads:

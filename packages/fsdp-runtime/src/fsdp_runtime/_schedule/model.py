@@ -6,6 +6,7 @@ Nothing is written onto parameters; a module carries its `Member`.
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from .passes import Pass
 
 _ATTRIBUTE = "_fsdp_runtime_member"
 _members: "weakref.WeakSet[Member]" = weakref.WeakSet()
-_version = 0  # of the structure: how many units were ever made
 # Parameters that were replaced by sharded ones: id -> (the parameter, its name there).
 _originals: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
@@ -25,20 +25,24 @@ class Member:
 
     Attributes:
         unit: the unit.
-        passes: what it shares with the other units of its model. Alone at first; `join` brings them together.
+        passes: shared with the other units of its model after `join`.
+        registered: number of members that were ever registered.
+        joined: the same, when `join` was called last.
     """
+
+    registered: ClassVar[int] = 0
 
     def __init__(self, unit: Unit, passes: Pass) -> None:
         self.unit = unit
         self.passes = passes
         passes.units.append(unit)
-        self._joined = -1
+        self.joined = -1
 
     def join(self) -> None:
-        """Let all units inside this one share its model, under their names in it. Cheap where none was added since."""
-        if self._joined == _version:
+        """Let all units inside this one share its model, under their names in it, if units were added since."""
+        if self.joined == Member.registered:
             return
-        self._joined = _version
+        self.joined = Member.registered
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
@@ -62,8 +66,7 @@ def member_of(module: nn.Module) -> Member | None:
 
 def register(member: Member) -> None:
     """Note a new member on its modules."""
-    global _version
-    _version += 1
+    Member.registered += 1
     _members.add(member)
     for module in member.unit.modules:
         module.__dict__[_ATTRIBUTE] = member

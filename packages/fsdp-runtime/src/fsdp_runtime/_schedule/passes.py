@@ -6,8 +6,8 @@ backward   first output's gradient: enter_backward(unit) ... leave_backward(unit
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,62 @@ from torch import nn
 from dbuffer import CollectiveOrder, watch_order
 
 from .. import _torch_compat as compat
-from .._params.amax import share_amax
 from .._params.group import Group
 from .._params.unit import Unit, UnitState
-from .._torch.labels import label
 from .._torch.streams import Streams
 from .backward import Backward
-from .order import Schedule
 
+U = TypeVar("U")
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
 _PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
+
+
+class Schedule(Generic[U]):
+    """The order in which units run in one kind of pass (forward from one root, or backward), to gather ahead by it.
+
+    first pass      A, B, C: each gathered on demand; the order is recorded
+    later passes    A runs: B is gathered ahead;  B runs: C ...
+    another order   A, C: a unit that is not next is searched further on (B was skipped); if absent: on demand.
+                    The next pass expects the new order.
+
+    Attributes:
+        seen: the units of the pass under way, in order.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[U] = []
+        self.seen: list[U] = []
+        self._next = 0
+        self._lost = False
+
+    def begin(self, expected: list[U] | None = None) -> None:
+        """Start a pass; `expected` replaces the order known from before."""
+        if expected is not None:
+            self._known = expected
+        self.seen = []
+        self._next = 0
+        self._lost = False
+
+    def enter(self, unit: U) -> None:
+        """A unit runs."""
+        self.seen.append(unit)
+        try:
+            self._next = self._known.index(unit, self._next) + 1
+        except ValueError:
+            self._lost = True  # what comes next is unknown until something expected runs
+        else:
+            self._lost = False
+
+    def upcoming(self) -> list[U]:
+        """Units expected after the unit that entered last, soonest first."""
+        return [] if self._lost else self._known[self._next :]
+
+    def end(self) -> None:
+        """The pass has ended: expect its order in the next one."""
+        self._known, self.seen, self._next = self.seen, [], 0
 
 
 class Pass:
@@ -97,21 +140,21 @@ class Pass:
         """The outermost unit's forward begins."""
         if self.in_backward or self._root is not None:
             self.reset()  # the pass before was cut off by an exception
-        with label("root_pre_forward"):
+        with compat.label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
             if self.streams.layer.capturing:
                 self._check_capture(event)
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None
-            quantized: list[Group] = []
+            preparing: dict[Callable[..., Any], list[Group]] = {}
             for unit in self.units:
                 unit.prepare()
-                if unit.quantized:
-                    quantized += unit.groups
+                for prepare in unit.preparations:
+                    preparing.setdefault(prepare, []).extend(unit.groups)
             self._gathers_follow(event)
-            if quantized:
-                share_amax(quantized, self.streams, _AT_ONCE)
+            for prepare, groups in preparing.items():
+                prepare(groups, self.streams, _AT_ONCE)
             self._root = root
             self._thread = threading.get_ident()
             if root not in self._forward:
@@ -171,7 +214,7 @@ class Pass:
                 continue
             ahead += 1
             if other.state is not UnitState.GATHERING:
-                with label(f"{what}_prefetch for {other.name}"):
+                with compat.label(f"{what}_prefetch for {other.name}"):
                     other.gather(_AT_ONCE)
                     self._ahead.add(other)
 
@@ -253,7 +296,7 @@ class Pass:
             self._backward.enter(unit)
         elif unit.state in _USABLE:
             return
-        with label("pre_backward", unit.name):
+        with compat.label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
                 unit.unshard(_AT_ONCE)
                 self._ahead.discard(unit)
@@ -278,7 +321,7 @@ class Pass:
         self._in_backward_of.discard(unit)
         self._left_backward.add(unit)
         if unit.options.reshard_after_backward and not unit.at_rest:
-            with label("post_backward_reshard", unit.name):
+            with compat.label("post_backward_reshard", unit.name):
                 unit.reshard()
                 if not self._backward.upcoming():
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
@@ -286,7 +329,7 @@ class Pass:
             self.backward.reduce(unit, unit.groups_to_reduce())
 
     def _end_backward(self) -> None:
-        with label("root_post_backward_callback"):
+        with compat.label("root_post_backward_callback"):
             self.finish_backward()
             self.last_backward = self._backward.seen
             self._backward.end()

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from dbuffer import BlockQuantizedTensor
 from layout_planner import TensorSpec
 
 from .. import _torch_compat as compat
@@ -135,10 +134,9 @@ def _blocks(spec: TensorSpec, first: int, differs: torch.Tensor) -> list[tuple[i
 
 def has_changed(entry: Entry, dtype: torch.dtype, exported: ExportedParams) -> bool:
     """Whether this rank's slice of a tensor that is exported as a whole differs from the last. Subclasses always do."""
-    local = local_tensor(entry.tensor)
-    if isinstance(local, BlockQuantizedTensor):
-        local = local.dequantize()
-    elif compat.is_wrapper_subclass(local):
+    group = entry.separate
+    local = local_tensor(entry.tensor) if group is None else group.local_values(entry.tensor)
+    if compat.is_wrapper_subclass(local):
         return True
     differs = exported.swap(entry.name, local.detach().to(dtype).contiguous())
     return differs is None or bool(differs.any())

@@ -22,12 +22,14 @@ class Entry:
     Attributes:
         name: in its state dict, without those of wrappers; of a tied tensor the first.
         tensor: the sharded parameter, or a buffer.
-        param: what a group knows of it. None: it is gathered by itself.
+        param: the parameter in its group; None if it is gathered separately.
+        separate: the group of a parameter that is gathered separately; None for tensors that no unit has.
     """
 
     name: str
     tensor: torch.Tensor
     param: Param | None
+    separate: Group | None = None
 
     @property
     def group(self) -> Group:
@@ -59,7 +61,6 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
     """
     names: dict[int, str] = {}
     others: list[Entry] = []
-    managed = {id(param.sharded): param for unit in units_of(model) for param in unit.params}
     for target in targets_of(model):  # reshards, so that the modules hold the sharded parameters
         if target.tensor.is_meta:
             raise ValueError(f"{target.name} is on the meta device and has no values; load them first")
@@ -67,23 +68,19 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         names[id(target.tensor)] = name
-        param = managed.get(id(target.tensor))
-        if param is not None and _has_values(param.group):
+        param = target.param
+        if param is not None and param.group.holds_values:
             continue
         if buffers or param is not None or isinstance(target.tensor, nn.Parameter):
-            others.append(Entry(name, target.tensor.detach(), None))
+            group = None if param is None else param.group
+            others.append(Entry(name, target.tensor.detach(), None, group))
     return [*_by_group(model, names), *others]
-
-
-def _has_values(group: Group) -> bool:
-    """Whether the memory of a group holds values, not codes or what a tensor subclass makes of them."""
-    return group.plan.at_rest is None and group.params[0].extension is None
 
 
 def _by_group(model: nn.Module, names: dict[int, str]) -> Iterator[Entry]:
     for unit in units_of(model):
         for group in unit.groups:
-            if not _has_values(group):
+            if not group.holds_values:
                 continue
             found = [
                 Entry(names[id(param.sharded)], param.sharded.detach(), param)

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbuffer import BlockQuantizedTensor
-
 from .._params.group import Group
 from .._params.unit import Param, Unit
 from .entries import Entry
@@ -71,8 +69,8 @@ def _check(unit: Unit) -> None:
     unit.check_open()
     for group in unit.groups:
         for param in group.params:
-            if param.other is not None or param.extension is not None:
-                what = "cut by another parallelism" if param.other is not None else "a tensor subclass"
+            what = group.refused_whole if param.other is None else "cut by another parallelism"
+            if what:
                 raise NotImplementedError(
                     f"full_params: {param.name} of {unit.name} is {what}; use its full_tensor()"
                 )
@@ -81,7 +79,7 @@ def _check(unit: Unit) -> None:
 
 
 def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
-    if group.plan.at_rest is not None:
+    if not group.holds_values:
         for param in group.params:
             sharded: Any = param.sharded
             yield param, sharded.full_tensor()
@@ -110,8 +108,5 @@ def _written(param: Param) -> torch.Tensor:
 
 
 def _write_back(param: Param, value: torch.Tensor) -> None:
-    """Copy this rank's slice into the shard; codes only where values are others."""
-    cut = param.group.plan.geometry.cut(param.name, value)
-    local = param.local
-    if not isinstance(local, BlockQuantizedTensor) or not local.dequantize().equal(cut):
-        local.copy_(cut)
+    """Copy this rank's slice into the shard."""
+    param.group.write_back(param, param.group.plan.geometry.cut(param.name, value))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import BlockQuantizedTensor, DeviceLayer, device_layer
+from dbuffer import DeviceLayer, device_layer
 from ragged_shard import CPU, PinnedMemory, RaggedDTensor, is_cpu
 
 from .._params.unit import Unit
@@ -234,19 +234,11 @@ def _offload_parameters(unit: Unit) -> int:
         for param in group.params:
             sharded: Any = param.sharded.detach()
             plain: Any = param.plain(sharded)
-            param.set_sharded(sharded.with_local(param.extended(_nothing_like(plain.local))))
+            empty = group.without_memory(plain.local)
+            param.set_sharded(sharded.with_local(param.wrapper.wrap(empty)))
     unit.closed = _OFFLOADED
     _parameters[unit] = copies
     return _offload_all(copies)
-
-
-def _nothing_like(local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape without memory, that reads as NaN (0 for integers) and cannot be written to."""
-    if isinstance(local, BlockQuantizedTensor):
-        codes = local.codes.new_zeros(()).expand(local.codes.shape)
-        return local.around(codes, local.scales.new_full((), float("nan")).expand(local.scales.shape))
-    value = float("nan") if local.is_floating_point() else 0
-    return torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
 
 
 def _restore_parameters(unit: Unit) -> None:
@@ -258,7 +250,7 @@ def _restore_parameters(unit: Unit) -> None:
         if group.buffer is not None and group.plan.offload is None:
             for param, plan in zip(group.params, group.plan.params, strict=True):
                 local = group.buffer.local_views[param.name]
-                param.set_sharded(wrap_local(plan, param.extended(local)))
+                param.set_sharded(wrap_local(plan, param.wrapper.wrap(local)))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbuffer import BlockFP8, BlocksOnWire, RowRun
+from dbuffer import BlockFP8, RowRun
 
 from .._schedule.model import member_of
 from .files import atomic_write, read_json
@@ -27,9 +27,9 @@ def formats_of(module: nn.Module) -> dict[int, BlockFP8]:
     for inner in module.modules():
         member = member_of(inner)
         for group in member.unit.groups if member is not None else ():
-            wire = group.plan.wire
-            if isinstance(wire, BlocksOnWire) and isinstance(wire.format, BlockFP8):
-                found.update({id(param.sharded): wire.format for param in group.params})
+            fmt = group.wire_format
+            if isinstance(fmt, BlockFP8):
+                found.update({id(param.sharded): fmt for param in group.params})
     tiles = sorted({fmt.tile for fmt in found.values()})
     if len(tiles) != 1:
         raise ValueError(

@@ -4,8 +4,9 @@ Saving: entries are the sharded parameters, `RaggedDTensor`s that alias their me
 ones; nothing is resharded. Loading takes entries of the same layout (copied), of any other ragged layout or FSDP2's
 `Shard(0)` (redistributed), and full plain tensors (cut), with and without `assign=True`.
 
-A parameter `X` that is kept as codes is saved as `X.codes` and `X.scales`, which alias it too (with `keep_vars=True` as
-`X`, the parameter). It loads from these two, or from values under `X`, which are quantized.
+A kind of group may replace a parameter's entry by others, such as `X.codes` and `X.scales` of a parameter `X` that is
+kept as codes; they alias it too (with `keep_vars=True` the entry is `X`, the parameter). It loads from these, or from
+values under `X`, which are quantized.
 """
 
 from typing import Any
@@ -17,7 +18,6 @@ from torch.distributed.tensor import DTensor
 import ragged_shard
 from ragged_shard import RaggedDTensor, RaggedShard
 
-from .._params.at_rest import CODES, SCALES, Entries, entries_of, from_entries, is_at_rest
 from .._params.unit import Param, Unit
 
 
@@ -28,15 +28,6 @@ def attach(unit: Unit) -> None:
         for param in group.params:
             for place in param.places:
                 modules[place.module] = None
-    before_save, after_save, before_load = _hooks(unit)
-    for module in modules:
-        module.register_state_dict_pre_hook(before_save)
-        module.register_state_dict_post_hook(after_save)
-        module.register_load_state_dict_pre_hook(before_load)
-
-
-def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
-    """Returns the pre-save, post-save and pre-load hooks."""
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.check_open()
@@ -51,8 +42,8 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
             if not isinstance(value, RaggedDTensor):
                 keep_vars = value is param.unsharded
                 state_dict[key] = value = param.sharded if keep_vars else param.sharded.detach()
-            if is_at_rest(param.sharded) and value is not param.sharded:
-                _split_entry(param, state_dict, key)
+            if value is not param.sharded:
+                param.group.split_entry(param, state_dict, key)
 
     def before_load(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
@@ -61,8 +52,7 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for param, attribute in _params_in(unit, module):
-            if is_at_rest(param.sharded):
-                _join_entries(param, state_dict, prefix + attribute)
+            param.group.join_entries(param, state_dict, prefix + attribute)
             value = state_dict.get(prefix + attribute)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
                 continue  # load_state_dict reports it with its own words
@@ -76,35 +66,10 @@ def _hooks(unit: Unit) -> tuple[Any, Any, Any]:
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
             state_dict[prefix + attribute] = loaded
 
-    return before_save, after_save, before_load
-
-
-def _split_entry(param: Param, state_dict: dict[str, Any], key: str) -> None:
-    """Put its two entries in place of a parameter that is kept as codes."""
-    del state_dict[key]
-    codes, scales = entries_of(param.sharded)
-    state_dict.update({key + CODES: codes, key + SCALES: scales})
-    for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
-        vars(param.sharded).setdefault(name, "an entry of state dicts")
-
-
-def _join_entries(param: Param, state_dict: dict[str, Any], key: str) -> None:
-    """Put a parameter that is kept as codes in place of its two entries.
-
-    Raises:
-        ValueError: one is missing, or the values are there too.
-    """
-    keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
-    if keys in ([], [key]):
-        return
-    if keys != [key + CODES, key + SCALES]:
-        raise ValueError(
-            f"load_state_dict: {keys} for a parameter that is kept as codes; expected {key + CODES!r} and "
-            f"{key + SCALES!r}, or {key!r} alone"
-        )
-    entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
-    group = param.group
-    state_dict[key] = from_entries(group.plan, group.plan_of(param), param.sharded, entries)
+    for each in modules:
+        each.register_state_dict_pre_hook(before_save)
+        each.register_state_dict_post_hook(after_save)
+        each.register_load_state_dict_pre_hook(before_load)
 
 
 def _params_in(unit: Unit, module: nn.Module) -> list[tuple[Param, str]]:

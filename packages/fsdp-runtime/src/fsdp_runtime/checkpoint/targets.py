@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from ragged_shard import Box, RaggedDTensor
+from ragged_shard import Box
 
 from .. import _torch_compat as compat
-from .._params.at_rest import is_at_rest
-from .._params.unit import Unit
+from .._params.unit import Param, Unit
 from .._schedule.model import member_of
 from .._torch.tree import local_tensor
 from .boxes import whole
@@ -27,11 +26,13 @@ class Target:
         name: in the state dict; of a tied one the first.
         also: its other names.
         tensor: the parameter or buffer, as it is sharded.
+        param: the parameter in its unit; None for other tensors.
     """
 
     name: str
     also: tuple[str, ...]
     tensor: torch.Tensor
+    param: Param | None
 
     @property
     def distributed(self) -> bool:
@@ -39,9 +40,9 @@ class Target:
         return isinstance(self.tensor, DTensor)
 
     def refuse_subclass(self) -> None:
-        """Raise NotImplementedError where values are kept in a form that only a tensor subclass knows."""
-        local = local_tensor(self.tensor)
-        if compat.is_wrapper_subclass(local) and not is_at_rest(self.tensor):
+        """Raise NotImplementedError if only a tensor subclass knows how values are kept."""
+        local = local_tensor(self.values())
+        if compat.is_wrapper_subclass(local):
             raise NotImplementedError(
                 f"{self.name} is kept as a {type(local).__name__}, which is not written from files; use "
                 "model.load_state_dict(read_safetensors(path))"
@@ -55,20 +56,14 @@ class Target:
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
 
     def values(self) -> torch.Tensor:
-        """A tensor to write into: this one, or where it is kept as codes, one of its values."""
+        """A tensor to write into: this one, or memory for its values."""
         tensor = self.tensor.detach()
-        if not is_at_rest(self.tensor):
-            return tensor
-        assert isinstance(tensor, RaggedDTensor)
-        local = tensor.local
-        return tensor.with_local(torch.empty(local.shape, dtype=local.dtype, device=local.device))
+        return tensor if self.param is None else self.param.group.writable(tensor)
 
     def keep(self, values: torch.Tensor) -> None:
-        """Quantize what was written into `values`, where it is kept as codes."""
-        tensor: Any = self.tensor.detach()
-        if is_at_rest(self.tensor):
-            assert isinstance(values, RaggedDTensor)
-            tensor.local.copy_(values.local)
+        """Keep the values that were written into `values()`."""
+        if self.param is not None:
+            self.param.group.keep(self.tensor.detach(), values)
 
 
 def views_of(tensor: torch.Tensor, boxes: list[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -97,7 +92,12 @@ def targets_of(model: nn.Module) -> list[Target]:
             raise TypeError(f"{name} of the model's state dict is a {type(value).__name__}, not a tensor")
         tensors[id(value)] = value
         names.setdefault(id(value), []).append(name)
-    return [Target(found[0], tuple(found[1:]), tensors[key]) for key, found in names.items()]
+    params = [param for unit in units_of(model) for param in unit.params]
+    managed = {id(tensor): param for param in params for tensor in (param.registered(), param.sharded)}
+    return [
+        Target(first, tuple(others), tensors[key], managed.get(key))
+        for key, (first, *others) in names.items()
+    ]
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dbuffer import RecyclerStats, exchange_scratch_bytes, num_gathered_scales, reduction_scratch_bytes
+from dbuffer import RecyclerStats, exchange_scratch_bytes, reduction_scratch_bytes
 from ragged_shard import is_cpu
 
 from .._params.unit import Unit
@@ -58,57 +58,22 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         ValueError: `fully_shard` was not called on this module.
     """
     unit = _member(module).unit
-    shards: list[int] = []
-    gathered: list[int] = []
-    reducing: list[int] = []
-    decoding: list[int] = []
-    weights = gradients = given = codes = reduced = laid_out = 0
-    for group in unit.groups:
-        plan = group.plan
-        ranks, dtypes = plan.data.shard_size, plan.dtypes
-        sizes = [segment.shard_size for segment in plan.layout.segments]
-        shards += sizes
-        laid_out += ranks * sum(sizes)
-        if plan.at_rest is None:
-            weights += sum(sizes) * dtypes.kept.itemsize
-            gradients += sum(sizes) * dtypes.kept.itemsize
-        if plan.planes is None:
-            given += sum(sizes) * dtypes.compute.itemsize
-        else:
-            given += plan.planes.row_bytes
-            if plan.at_rest is None:
-                codes += plan.planes.row_bytes
-            else:
-                weights += plan.planes.row_bytes
-            planes = [ranks * nbytes for nbytes in plan.planes.code_bytes]
-            if plan.scaled:  # codes stay, and the scales of each tensor
-                gathered += [*planes, 4 * num_gathered_scales(plan.planes)]
-                planes = []
-            decoding += [*planes, 4 * ranks * plan.planes.num_scales]
-        same = plan.planes is None and dtypes.kept == dtypes.compute
-        if (ranks > 1 or not same) and not plan.scaled:  # else shard and gathered memory are the same
-            gathered += [ranks * size * dtypes.compute.itemsize for size in sizes]
-        form = plan.reduction
-        if plan.at_rest is not None:
-            continue
-        reduced += (
-            form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * dtypes.reduce.itemsize
-        )
-        reducing += [ranks * size * dtypes.reduce.itemsize for size in sizes]
+    groups = [(group.plan, group.segment_sizes(), group.memory()) for group in unit.groups]
+    laid_out = sum(plan.data.shard_size * sum(sizes) for plan, sizes, _ in groups)
     elements = sum(math.prod(param.shape) for param in unit.params)
     return UnitMemory(
         name=unit.name,
         parameters=elements,
-        shards=tuple(shards),
+        shards=tuple(size for _, sizes, _ in groups for size in sizes),
         padding=laid_out - elements,
-        weights=weights,
-        gradients=gradients,
-        given=given,
-        codes=codes,
-        decoding=tuple(decoding),
-        reduced=reduced,
-        gathered=tuple(gathered),
-        reducing=tuple(reducing),
+        weights=sum(memory.weights for _, _, memory in groups),
+        gradients=sum(memory.gradients for _, _, memory in groups),
+        given=sum(memory.gather for _, _, memory in groups),
+        codes=sum(memory.codes for _, _, memory in groups),
+        decoding=tuple(nbytes for _, _, memory in groups for nbytes in memory.decoding),
+        reduced=sum(memory.reduce for _, _, memory in groups),
+        gathered=tuple(nbytes for _, _, memory in groups for nbytes in memory.gathered),
+        reducing=tuple(nbytes for _, _, memory in groups for nbytes in memory.reducing),
         scratch=_scratch(unit),
         kept_after_forward=not unit.reshard_after_forward,
     )
@@ -118,9 +83,8 @@ def _scratch(unit: Unit) -> int:
     """Of one reduction: one call for each mesh."""
     total = 0
     for data in unit.meshes:
-        plans = [
-            group.plan for group in unit.groups if group.plan.data is data and group.plan.at_rest is None
-        ]
+        groups = [group for group in unit.groups if group.plan.data is data and group.memory().reducing]
+        plans = [group.plan for group in groups]
         forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
         encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
         if encoded:

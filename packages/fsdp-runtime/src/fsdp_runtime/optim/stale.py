@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._params.at_rest import is_at_rest
+from .._params.kinds.at_rest import refuse_coded
 from .._schedule.model import gathered_names, original_name
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
@@ -42,11 +42,5 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"parameters, {held[0]!r} first, are gathered values that are not trained. Build the optimizer before "
             "forward, or call reshard() first"
         )
-    coded = [tuple(param.shape) for param in params if is_at_rest(param)]
-    if coded:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was given {len(coded)} weights that are kept as codes "
-            f"(QuantizationPolicy.at_rest), one of shape {coded[0]} first; they are not trained. "
-            "Build it from those parameters that require a gradient"
-        )
+    refuse_coded(optimizer, params)
     _seen[optimizer] = len(params)

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dbuffer import DeviceLayer, Encoder, Geometry, Recycler, Scratch, hold_forever
 from ragged_shard import raise_on_all_ranks
 
-from .._plan.extension import POST, PRE
-from .._plan.mesh import DataMesh
-from .._plan.param import MakeHook, ManagedParam, local_of
+from ..._plan.mesh import DataMesh
+from ..._plan.param import MakeHook, ManagedParam, local_of
+from ..group import POST, PRE
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each tensor of each parameter
@@ -59,8 +59,8 @@ class _Member:
     """
 
     def __init__(self, param: ManagedParam[Any], rows: tuple[int, ...]) -> None:
-        assert param.extension is not None
-        self.param, self.extension = param, param.extension
+        self.param = param
+        self.extension: Any = param.wrapper  # an `Extension`
         self.rows = rows
         self.metadata: Any = None
         self.planes: list[_Plane] = []
@@ -68,7 +68,7 @@ class _Member:
         self.made: list[tuple[torch.UntypedStorage, int]] = []
 
 
-class ExtendedGather(Encoder):
+class SubclassGather(Encoder):
     """The wire form of one group of such parameters, and its encoder. Takes the place of the gathered memory.
 
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
@@ -113,7 +113,7 @@ class ExtendedGather(Encoder):
         """The shard's: what travels is known in the first gather only."""
         return (shard,)
 
-    def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "ExtendedGather":
+    def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "SubclassGather":
         """Returns itself: it serves one buffer, and that has no gathered memory."""
         gathered.forgo()
         layout = geometry.layout

@@ -7,7 +7,7 @@
 
 Sums are in fp32. On a device that `multiplies_blocks` both products are `torch.nn.functional.scaled_mm`. On the CPU the
 numbers that codes stand for are multiplied, those of W for one band of 128 rows at a time: the same terms, for tests.
-Imported only where a policy asks for it. A product ends a graph of torch.compile.
+A product ends a graph of torch.compile.
 """
 
 import functools
@@ -16,10 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dbuffer import BlockFP8, BlockQuantizedTensor, RowRun, RunList
+from dbuffer import BlockFP8, BlockQuantizedTensor, RowRun, RunList, num_gathered_scales
 from ragged_shard import multiplies_blocks
 
-from ..quantization import TILE
+from ..._plan.group import Request
+from ..._plan.param import ManagedParam
+from ...quantization import TILE, QuantizationPolicy, check_products
+from ..group import GroupMemory
+from .at_rest import AtRestGroup
+from .on_wire import OnWireGroup
 
 _ROWS = 16  # scaled_mm is given multiples of so many
 
@@ -32,9 +37,9 @@ class ScaledWeight(BlockQuantizedTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.linear:
-            given = _arguments(*args, **(kwargs or {}))
-            if given is not None:
-                return _linear(*given)
+            arguments = _arguments(*args, **(kwargs or {}))
+            if arguments is not None:
+                return _linear()(*arguments)
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -86,7 +91,9 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db
 
 
-_linear: Any = torch.compiler.disable(_Linear.apply)
+@functools.cache  # torch.compiler takes seconds to import
+def _linear() -> Any:
+    return torch.compiler.disable(_Linear.apply)
 
 
 def multiply(rows: torch.Tensor, weight: ScaledWeight, transposed: bool) -> torch.Tensor:
@@ -147,7 +154,7 @@ def _product_of_values(rows: torch.Tensor, weight: ScaledWeight, transposed: boo
     """The product in fp32, with the values of one band of the weight's tiles at a time."""
     count, columns = weight.shape
     grid, across = weight.run.grid, weight.run.grid.across
-    found = torch.zeros(rows.shape[0], columns if transposed else count, device=rows.device)
+    product = torch.zeros(rows.shape[0], columns if transposed else count, device=rows.device)
     band = torch.empty(TILE * columns, device=rows.device)
     for start in range(0, count, TILE):
         stop = min(start + TILE, count)
@@ -155,7 +162,54 @@ def _product_of_values(rows: torch.Tensor, weight: ScaledWeight, transposed: boo
         weight.format.dequantize([run], weight.codes, weight.scales, band)
         values = band[: run.numel].view(-1, columns)
         if transposed:
-            found.addmm_(rows[:, start:stop], values)
+            product.addmm_(rows[:, start:stop], values)
         else:
-            torch.mm(rows, values.t(), out=found[:, start:stop])
-    return found
+            torch.mm(rows, values.t(), out=product[:, start:stop])
+    return product
+
+
+class _Scaled(OnWireGroup):
+    """Gathered weights stay codes, with which products are taken."""
+
+    read_back = False
+
+    @classmethod
+    def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
+        """Whether a selected parameter is of this kind."""
+        return policy.scaled and super().takes(param, policy)
+
+    @classmethod
+    def check(cls, param: ManagedParam[Any], request: Request) -> None:
+        """Raise, naming the parameter, if products cannot be taken with its codes. See `check_products`."""
+        super().check(param, request)
+        uses = [(place.module, place.attribute) for place in param.places]
+        check_products(param.name, param.shape, uses, request.data.device)
+        if param.other is not None:
+            raise ValueError(
+                f"quantization_policy: parameter {param.name} was selected for compute='scaled', and another "
+                "parallelism has cut it; use compute='dequantize'"
+            )
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._views = {name: scaled_weight(view) for name, view in self._views.items()}
+        self._one_a_segment = []
+
+    def held_by_autograd(self) -> bool:
+        """True: uses by saved tensor subclasses are not visible."""
+        return True
+
+    def memory(self) -> GroupMemory:
+        """Gathered codes stay, and the scales of each tensor."""
+        coded = super().memory()
+        *codes, scales = coded.decoding
+        coded.gathered, coded.decoding = [*codes, 4 * num_gathered_scales(self.planes)], [scales]
+        return coded
+
+
+class ScaledOnWireGroup(_Scaled):
+    """Parameters are quantized before a gather, and stay codes."""
+
+
+class ScaledAtRestGroup(_Scaled, AtRestGroup):
+    """Parameters are kept as codes, also while they are gathered."""

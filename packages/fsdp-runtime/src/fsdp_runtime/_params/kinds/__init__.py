@@ -1,0 +1,53 @@
+"""The kinds of groups: classes that differ from the plain `Group`, each with all that differs in its file.
+
+subclass   tensor subclasses with FSDP2's all-gather extensions
+on_wire    parameters, or gradients, are quantized for a collective
+at_rest    parameters are kept as codes
+scaled     modules compute with codes
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from ..._plan.group import Request, dtypes_for
+from ..._plan.param import ManagedParam
+from ..group import Group
+from .at_rest import AtRestGroup
+from .on_wire import BlockGradsGroup, OnWireGroup
+from .scaled import ScaledAtRestGroup, ScaledOnWireGroup
+from .subclass import Extension, SubclassGroup
+
+_OF_SELECTED = (ScaledAtRestGroup, ScaledOnWireGroup, AtRestGroup, OnWireGroup, BlockGradsGroup)
+
+
+def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
+    """Set the kind of each parameter, and whether the quantization policy selects it.
+
+    Raises:
+        ValueError, NotImplementedError: one cannot be sharded as requested; naming the parameter or option.
+    """
+    policy = request.quantization
+    if policy is not None and policy.blocks is not None and isinstance(request.offload, CPUOffloadPolicy):
+        raise ValueError(
+            "quantization_policy: weights are quantized on the device that computes; offload_policy=CPUOffloadPolicy "
+            "keeps their shards elsewhere. Leave one of the two out"
+        )
+    for param in params:
+        param.selected = policy is not None and policy.selects(param)
+        if isinstance(param.wrapper, Extension):
+            param.kind = SubclassGroup
+        elif policy is not None and param.selected:
+            param.kind = next(kind for kind in _OF_SELECTED if kind.takes(param, policy))
+        else:
+            param.kind = Group
+        param.kind.check(param, request)
+        if policy is None:
+            continue
+        try:
+            policy.reduction(param.selected, dtypes_for(param.dtype, request.precision).reduce)
+        except ValueError as error:
+            raise ValueError(
+                f"quantization_policy: parameter {param.name} of {param.dtype}: {error}"
+            ) from error

@@ -1,0 +1,292 @@
+"""Groups whose sharded parameters are codes: quantization, and the entries of state dicts.
+
+    sharded parameter  w         RaggedDTensor with the shape and dtype of the values, around a BlockQuantizedTensor
+    state dict         w.codes   RaggedDTensor, a row of bytes for each row of w
+                       w.scales  RaggedDTensor, a row of fp32 for each band of tiles
+
+Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import ragged_shard
+from dbuffer import BlockInt8, BlockQuantizedTensor, BlocksAtRest, WireForm, empty_codes
+from layout_planner import Layout
+from ragged_shard import RaggedDTensor, RaggedShard
+
+from ..._plan.group import ALIGNMENT, Dtypes, GroupPlan, ParamPlan, Request, planned, wrap_local
+from ..._plan.param import ManagedParam, local_of
+from ...quantization import QuantizationPolicy
+from ..group import Group, GroupMemory
+from .on_wire import OnWireGroup, policy_of
+
+CODES, SCALES = ".codes", ".scales"
+VALUES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Entries(NamedTuple):
+    """Entries of one parameter in a state dict.
+
+    Attributes:
+        codes: (*shape[:-1], bytes of a row); int8 where codes are integers, else uint8.
+        scales: fp32, (bands, tiles of a band).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def is_at_rest(param: torch.Tensor) -> bool:
+    """Whether a sharded parameter is kept as codes."""
+    return isinstance(param, RaggedDTensor) and isinstance(param.local, BlockQuantizedTensor)
+
+
+def check_taken_over(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> None:
+    """Raise ValueError, naming the parameter, where an outer unit keeps codes that the new unit does not go on with."""
+    example = param.example
+    if not isinstance(example, RaggedDTensor) or not isinstance(example.local, BlockQuantizedTensor):
+        return
+    wanted = policy.at_rest if policy is not None and param.selected else None
+    if wanted != example.local.format:
+        raise ValueError(
+            f"quantization_policy: parameter {param.name} is kept as codes of {example.local.format} by the unit "
+            f"around, and would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both "
+            "the same policy, or shard inner modules first"
+        )
+
+
+def refuse_coded(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Raise RuntimeError if an optimizer holds parameters that are kept as codes."""
+    coded = [tuple(param.shape) for param in params if is_at_rest(param)]
+    if coded:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was given {len(coded)} weights that are kept as codes "
+            f"(QuantizationPolicy.at_rest), one of shape {coded[0]} first; they are not trained. "
+            "Build it from those parameters that require a gradient"
+        )
+
+
+def entries_of(sharded: torch.Tensor) -> Entries:
+    """Codes and scales of a sharded parameter as distributed tensors that share its memory. Communicates nothing."""
+    assert isinstance(sharded, RaggedDTensor)
+    local = sharded.local
+    assert isinstance(local, BlockQuantizedTensor)
+    mesh, grid, fmt = sharded.device_mesh, local.run.grid, local.format
+    ((axis, cut),) = [
+        (axis, placement)
+        for axis, placement in enumerate(sharded.placements)
+        if isinstance(placement, RaggedShard)
+    ]
+    bands = []
+    for rank in range(mesh.size(axis)):
+        start, stop = [edge * grid.rows // sum(cut.local_units) for edge in cut.unit_range(rank)]
+        first, last = grid.scales_of(start, stop)
+        bands.append((last - first) // grid.across)
+    shape = (*sharded.shape[:-1], fmt.code_bytes(grid.columns))
+    codes = local.codes.view(-1, *shape[len(cut.dims) :])
+    if isinstance(fmt, BlockInt8):
+        codes = codes.view(torch.int8)
+    by_bands = list(sharded.placements)
+    by_bands[axis] = RaggedShard((0,), tuple(bands))
+    scales = local.scales.view(-1, grid.across)
+    return Entries(
+        RaggedDTensor.from_local(codes, mesh, sharded.placements, shape=shape),
+        RaggedDTensor.from_local(scales, mesh, by_bands, shape=(grid.num_bands, grid.across)),
+    )
+
+
+def _format(plan: GroupPlan) -> Any:
+    assert isinstance(plan.wire, BlocksAtRest)
+    return plan.wire.format
+
+
+def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries: Entries) -> RaggedDTensor:
+    """A sharded parameter of codes and scales that lie over ranks in any way, or are whole on each.
+
+    Communicates where they are distributed and lie otherwise (see `ragged_shard.redistribute`).
+
+    Args:
+        like: the sharded parameter.
+
+    Raises:
+        ValueError: of another shape or dtype than the format's, by the parameter's name.
+    """
+    assert isinstance(like, RaggedDTensor)
+    moved: list[torch.Tensor] = []
+    for what, value, wanted in zip((CODES, SCALES), entries, entries_of(like), strict=True):
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise ValueError(
+                f"{param.name}{what}: {value.dtype} of shape {tuple(value.shape)}; {_format(plan)} has {wanted.dtype} "
+                f"of shape {tuple(wanted.shape)}. Load it with the format that it was saved in"
+            )
+        moved.append(_laid_out(value.detach(), wanted).to(plan.data.device))
+    local = like.local
+    assert isinstance(local, BlockQuantizedTensor)
+    codes, scales = moved[0].view(torch.uint8).view(-1), moved[1].view(-1)
+    return wrap_local(param, local.around(codes, scales))
+
+
+def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQuantizedTensor:
+    """This rank's slice of a parameter as codes, in memory of its own; from meta on meta.
+
+    Communicates where the value is distributed and lies otherwise (see `ragged_shard.redistribute`).
+
+    Args:
+        value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
+    """
+    value = value.detach()
+    if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != param.placements:
+        like = _empty(plan, param, value.dtype, torch.device("meta"))
+        value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            value = ragged_shard.redistribute(value, placements=param.placements).to_local()
+        else:
+            value = plan.geometry.cut(param.name, value)
+        device = value.device if value.is_meta else plan.data.device
+        dtype = value.dtype if value.dtype in VALUES else plan.dtypes.kept
+        made = _empty(plan, param, dtype, device)
+        made.copy_(value)
+    return made
+
+
+def _empty(
+    plan: GroupPlan, param: ParamPlan, dtype: torch.dtype, device: torch.device
+) -> BlockQuantizedTensor:
+    return empty_codes(plan.geometry, param.name, _format(plan), dtype, device)
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a value, placed as another."""
+    assert isinstance(like, RaggedDTensor)
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            placed = ragged_shard.redistribute(value, placements=like.placements)
+        else:
+            placed = ragged_shard.distribute_tensor(
+                value, like.device_mesh, like.placements, src_data_rank=None
+            )
+    return placed.local
+
+
+class AtRestGroup(OnWireGroup):
+    """Parameters are kept as codes, which are gathered as they are. They are not trained."""
+
+    holds_values: ClassVar[bool] = False
+    prepare_gathers = None
+
+    @classmethod
+    def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
+        """Whether a selected parameter is of this kind."""
+        return policy.at_rest is not None
+
+    @classmethod
+    def check(cls, param: ManagedParam[Any], request: Request) -> None:
+        """Raise ValueError, naming the parameter, if it cannot be kept as codes."""
+        super().check(param, request)
+        selected = f"quantization_policy: parameter {param.name} was selected to be kept as codes, and "
+        if param.requires_grad:
+            raise ValueError(
+                f"{selected}is trained; freeze it (requires_grad_(False)) before fully_shard, or do not select it "
+                "(QuantizationPolicy.select)"
+            )
+        if param.other is not None:
+            raise ValueError(
+                f"{selected}another parallelism has cut it; do not select it (QuantizationPolicy.select)"
+            )
+
+    @classmethod
+    def lay_out(
+        cls, params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes
+    ) -> tuple[Layout, WireForm | None]:
+        """A layout that cuts no tile."""
+        blocks: Any = policy_of(request).at_rest
+        layout = planned(params, request, ALIGNMENT, blocks.tile[0] if blocks.shares_amax else 1)
+        return layout, BlocksAtRest(blocks, read_back=cls.read_back)
+
+    def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
+        if is_at_rest(value):  # values of these would be quantized twice
+            return quantized(self.plan, plan, value)
+        return super()._slice_of(param, plan, value)
+
+    def _without_buffer(
+        self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor, local: torch.Tensor
+    ) -> torch.Tensor:
+        return quantized(self.plan, plan, value)
+
+    def as_sharded(self, param: ManagedParam[Any], value: torch.Tensor) -> RaggedDTensor:
+        """Codes of a value of the global shape, laid out like the sharded parameter."""
+        plan = self.plan_of(param)
+        return wrap_local(plan, quantized(self.plan, plan, value))
+
+    def _check_trainable(self, param: ManagedParam[Group]) -> None:
+        raise ValueError(
+            f"{self.name}: parameter {param.name} requires a gradient since, but is kept as codes "
+            f"({_format(self.plan)}), which are not trained; call requires_grad_(False), or shard it without at_rest"
+        )
+
+    def split_entry(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
+        """Replace the parameter's entry of a state dict by its codes and scales."""
+        del state_dict[key]
+        codes, scales = entries_of(param.sharded)
+        state_dict.update({key + CODES: codes, key + SCALES: scales})
+        for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
+            vars(param.sharded).setdefault(name, "an entry of state dicts")
+
+    def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
+        """Replace codes and scales by the parameter's entry.
+
+        Raises:
+            ValueError: one is missing, or the values are there too.
+        """
+        keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
+        if keys in ([], [key]):
+            return
+        if keys != [key + CODES, key + SCALES]:
+            raise ValueError(
+                f"load_state_dict: {keys} for a parameter that is kept as codes; expected {key + CODES!r} and "
+                f"{key + SCALES!r}, or {key!r} alone"
+            )
+        entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
+        state_dict[key] = from_entries(self.plan, self.plan_of(param), param.sharded, entries)
+
+    def writable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for the values of a sharded parameter."""
+        assert isinstance(tensor, RaggedDTensor)
+        local = tensor.local
+        return tensor.with_local(torch.empty(local.shape, dtype=local.dtype, device=local.device))
+
+    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Quantize the values that were written into `writable(tensor)`."""
+        to: Any = tensor
+        to.local.copy_(local_of(values))
+
+    def local_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's values, read back from codes."""
+        local: Any = local_of(tensor)
+        values: torch.Tensor = local.dequantize()
+        return values
+
+    def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
+        """Quantize this rank's slice of whole values, if they differ from those of the codes."""
+        local = param.local
+        assert isinstance(local, BlockQuantizedTensor)
+        if not local.dequantize().equal(values):
+            local.copy_(values)
+
+    def without_memory(self, local: torch.Tensor) -> torch.Tensor:
+        """Codes and scales like these without memory: values read as NaN."""
+        assert isinstance(local, BlockQuantizedTensor)
+        codes = local.codes.new_zeros(()).expand(local.codes.shape)
+        return local.around(codes, local.scales.new_full((), float("nan")).expand(local.scales.shape))
+
+    def memory(self) -> GroupMemory:
+        """The codes are the shard, and there are no gradients."""
+        coded = super().memory()
+        coded.weights, coded.codes = coded.codes, 0
+        coded.gradients, coded.reduce, coded.reducing = 0, 0, []
+        return coded
