@@ -50,7 +50,7 @@ def rush():
 def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, transport):
     reports = run_ranks(3, train, str(tmp_path), sleep, transport)
     (line,) = [line for of_rank in reports for line in of_rank][:1]
-    number = re.search(r"for all_gather of Sequential, its (\d+)", line)
+    number = re.search(r"for all_gather of Sequential number (\d+)", line)
     assert number
     assert "ranks 0, 1 wait in it" in line
     assert "missing: rank 2 (" in line
