@@ -8,8 +8,9 @@ import pytest
 from train_helpers import text_folder, tiny, train
 
 from fsdp_runtime.train import PRESETS, Trainer, TrainError
-from fsdp_runtime.train.plan import candidates, make_plan, print_plan, traffic_of
+from fsdp_runtime.train.plan import candidates, make_plan, print_plan
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
+from fsdp_runtime.train.traffic import traffic_of
 from ragged_shard.testing import record_collectives, run_ranks
 
 pytestmark = pytest.mark.long

@@ -6,9 +6,6 @@ recorded on fake tensors; `step_peaks` adds the buffers in use at each moment. T
     parameter shards + optimizer state                    for good
     + the larger of: gathered buffers, gradients and activations, at the worst moment of forward and backward
                      gradient shards and temporaries of the optimizer's step
-
-Moments: ``enter`` and ``leave`` of forward, ``backward`` (a gradient has reached the unit's output), ``gradient`` (of
-a unit's first parameter), ``done`` (of the first layer's backward; those of others are done when the next begins).
 """
 
 import dataclasses
@@ -18,14 +15,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_runtime.memory import LiveBytes, fake_tensors, unit_memory
+from fsdp_runtime.memory import LiveBytes, UnitMemory, unit_memory
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
@@ -38,202 +35,28 @@ from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
 from .parallel.tensor_parallel import parallelize
+from .peaks import ENDS, Buffers, Moment, record, step_peaks
 from .splits import AXES, Splits
 from .systems import wrap_order
+from .traffic import traffic_lines, traffic_of
 from .trainer import MEASURED_STEP, model_config
 
-Reductions = Literal["at once", "soon", "late"]  # when they end: see `step_peaks`
-ENDS: tuple[Reductions, ...] = get_args(Reductions)
-
 
 @dataclass(frozen=True)
-class Moment:
-    """Something happens to a unit; `live` is the most bytes of activations from here to the next moment."""
+class UnitPlan(UnitMemory):
+    """One unit on one rank.
 
-    what: str
-    unit: int  # 0 is the root, layers follow in order
-    live: int
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """A unit's buffers on one rank, in bytes, one for each segment."""
-
-    gathered: tuple[int, ...]
-    reducing: tuple[int, ...]
-    gradients: int  # the shard that a reduction leaves
-    keeps: bool  # stays gathered between forward and backward
-    received: int = 0  # scratch of the reduction, besides the gathered gradients
-    decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
-
-    def without_gradients(self) -> "Buffers":
-        """A copy for a microbatch after which nothing is reduced."""
-        return replace(self, reducing=(), gradients=0, received=0)
-
-
-def record(
-    make_model: Callable[[], nn.Module],
-    layers_of: Callable[[nn.Module], list[nn.Module]],
-    run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
-    rows: int,
-    seq_len: int,
-    device: torch.device,
-) -> list[Moment]:
-    """The moments of one microbatch's forward and backward, and the bytes in addition to parameters and kept gradients.
-
-    Counts what autograd keeps, temporaries, and each gradient until it is taken away. Nothing is computed: the model
-    is made of fake tensors.
-
-    Args:
-        make_model: builds the model; called where tensors are fake.
-        layers_of: the modules that are units, the root apart.
-        run: (model, tokens, targets) -> loss.
-        rows, seq_len: of a microbatch on one rank.
-        device: whose kernels are chosen.
+    Attributes:
+        state: bytes of the optimizer's state.
     """
-    with fake_tensors():
-        with torch.device(device):
-            model = make_model()
-            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-        recorder = _Recorder()
-        model.train()
-        with recorder.live:
-            recorder.watch(model, layers_of(model))
-            loss = run(model, tokens, torch.zeros_like(tokens))
-            recorder.in_backward = True
-            loss.backward()
-            recorder.mark("end", 0)
-        return recorder.moments()
 
-
-class _Recorder:
-    def __init__(self) -> None:
-        self.live = LiveBytes()
-        self.in_backward = False
-        self._marks: list[tuple[str, int]] = []
-        self._peaks: list[int] = []
-
-    def mark(self, what: str, unit: int) -> None:
-        self._peaks.append(self.live.peak)
-        self.live.peak = self.live.now
-        self._marks.append((what, unit))
-
-    def moments(self) -> list[Moment]:
-        peaks = [*self._peaks[1:], self.live.peak]
-        return [Moment(what, unit, peak) for (what, unit), peak in zip(self._marks, peaks, strict=True)]
-
-    def watch(self, model: nn.Module, layers: list[nn.Module]) -> None:
-        owner: dict[torch.Tensor, int] = {}
-        for number, module in enumerate([model, *layers]):
-            module.register_forward_pre_hook(self._entering(number))
-            module.register_forward_hook(self._leaving(number))
-            for parameter in module.parameters():
-                owner[parameter] = number  # layers come after the root, which has them too
-        for owned, number in owner.items():
-            owned.register_post_accumulate_grad_hook(self._taking(number))
-
-    def _entering(self, unit: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if self.in_backward:  # recomputed
-                return
-            self.mark("enter", unit)
-            if unit == 1:
-                args[0].register_hook(lambda grad: self.mark("done", unit))
-
-        return hook
-
-    def _leaving(self, unit: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if not self.in_backward:
-                self.mark("leave", unit)
-                out[0].register_hook(lambda grad: self.mark("backward", unit))
-
-        return hook
-
-    def _taking(self, unit: int) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            if ("gradient", unit) not in self._marks:
-                self.mark("gradient", unit)
-            parameter.grad = None
-
-        return hook
-
-
-def step_peaks(units: list[Buffers], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
-    """The most bytes of a step with activations, buffers and new gradient shards; and of buffers alone.
-
-    One unit is gathered ahead; one reduction runs while backward continues. Released buffers stay in the pool until
-    the pool is trimmed. A reduction that ends at once counts without its scratch: a lower bound, because a transport
-    may hold that where no meter of tensors sees it.
-
-    Args:
-        units: the root first, then the layers in order.
-        moments: of one microbatch.
-        ends: when reductions end: "at once", at the next unit's first gradient ("soon"), or after its last ("late").
-    """
-    last, pool, buffers, peak = len(units) - 1, 0, 0, 0
-    for moment in moments:
-        used, shards = _used(units, moment, ends)
-        trimmed = moment.what in ("done", "end") or (moment.what == "leave" and moment.unit in (0, last))
-        pool = used if trimmed else max(pool, used)
-        buffers, peak = max(buffers, pool), max(peak, moment.live + pool + shards)
-    return peak, buffers
-
-
-def _used(units: list[Buffers], moment: Moment, ends: Reductions) -> tuple[int, int]:
-    """Bytes of the buffers in use at a moment; and of new gradient shards and scratch."""
-    what, unit, last = moment.what, moment.unit, len(units) - 1
-    kept = {number for number in range(1, last + 1) if units[number].keeps}
-    gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
-    if what == "enter":
-        ahead = min(unit + 1, last)
-        gathered |= {unit, ahead} | {number for number in kept if number < unit}
-        encoded = {ahead} - {unit}
-    elif what == "leave":
-        gathered |= {number for number in kept if number <= (unit or last)}
-    elif what in ("backward", "gradient"):
-        unit = unit or last + 1  # the root's backward comes first
-        in_order = [number for number in range(last, 0, -1) if number not in kept]
-        started = in_order[: last - unit + 2]  # gathered for backward until now
-        encoded = {number for number in started if number < unit}
-        gathered |= {number for number in (*kept, *started) if number <= unit}
-        reducing = {0, unit} if what == "gradient" else {0}
-        if unit < last and (ends == "late" or what == "backward"):
-            running = unit + 1
-    else:
-        unit, running = 0, 1
-    reducing = (
-        {number for number in (*reducing, running) if number <= last}
-        if what not in ("enter", "leave")
-        else set()
-    )
-    shards = 0 if what in ("enter", "leave") else sum(each.gradients for each in units[unit + 1 :])
-    scratch = units[running].received if running and ends != "at once" else 0
-    buffers = [
-        *(size for number in gathered for size in units[number].gathered),
-        *(size for number in encoded for size in units[number].decoding),
-        *(size for number in reducing for size in units[number].reducing),
-    ]
-    return sum(buffers), shards + scratch
-
-
-_PIECE = 1 << 21  # bytes: what CUDA's caching allocator rounds large requests to
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One unit on one rank: bytes, except `parameters` and `shards` (elements)."""
-
-    name: str
-    parameters: int
-    shards: tuple[int, ...]  # shard sizes, a segment each
-    padding: float  # of the buffer's elements
-    weights: int
     state: int
-    codes: int  # of quantized weights, kept from the first gather on
-    given: int  # to each other rank by a gather
-    reduced: int  # to each other rank by a reduction
-    buffers: Buffers
+
+    @property
+    def buffers(self) -> Buffers:
+        """Its buffers, for `step_peaks`."""
+        keeps, scratch = self.kept_after_forward, self.scratch
+        return Buffers(self.gathered, self.reducing, self.gradients, keeps, scratch, self.decoding)
 
 
 @dataclass(frozen=True)
@@ -256,7 +79,7 @@ class MemoryPlan:
     @property
     def gradients(self) -> int:
         """Bytes of gradient shards when all are there."""
-        return sum(unit.buffers.gradients for unit in self.units)
+        return sum(unit.gradients for unit in self.units)
 
     @property
     def peak(self) -> int:
@@ -267,14 +90,6 @@ class MemoryPlan:
         """
         _, soon, late = self._peaks
         return (soon + late) // 2
-
-    @property
-    def reserved(self) -> int:
-        """An estimate of what CUDA's caching allocator reserves: the later bound in whole pieces of 2 MiB.
-
-        Gathered memory and activations share one pool. Fragmentation, and what NCCL and libraries hold, is not counted.
-        """
-        return -(-self.bounds[1] // _PIECE) * _PIECE
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -328,9 +143,7 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
         splits.pp > 1 and passes_held < len(passes) * config.accumulate
     )  # a forward follows the first backward
     if gathered:  # gradients are reduced after the last microbatch, of all units
-        waiting += sum(
-            sum(unit.buffers.reducing) + unit.buffers.gradients for units in stages for unit in units
-        )
+        waiting += sum(sum(unit.reducing) + unit.gradients for units in stages for unit in units)
     peaks, buffers = [], 0
     for units, stage in zip(stages, passes, strict=True):
         own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
@@ -448,29 +261,8 @@ def _pass(build: Callable[[], nn.Module], run: Any, rows: int, length: int, devi
 def _unit_plan(
     module: nn.Module, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> UnitPlan:
-    memory = unit_memory(module)
     state = sum(_local_bytes(value) for param in params for value in optimizer.state[param].values())
-    buffers = Buffers(
-        memory.gathered,
-        memory.reducing,
-        memory.gradients,
-        memory.kept_after_forward,
-        memory.scratch,
-        memory.decoding,
-    )
-    share = memory.padding / (memory.padding + memory.parameters)
-    return UnitPlan(
-        name=memory.name,
-        parameters=memory.parameters,
-        shards=memory.shards,
-        padding=share,
-        weights=memory.weights,
-        state=state,
-        codes=memory.codes,
-        given=memory.given,
-        reduced=memory.reduced,
-        buffers=buffers,
-    )
+    return UnitPlan(**vars(unit_memory(module)), state=state)
 
 
 def _local_bytes(value: Any) -> int:
@@ -511,10 +303,11 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
     ]
     for unit in plan.units:
         shard = " + ".join(f"{size:,}" for size in unit.shards)
+        padding = unit.padding / (unit.padding + unit.parameters)
         lines.append(
-            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * unit.padding:.2f} % | {megabytes(unit.weights)} "
-            f"| {megabytes(unit.buffers.gradients)} | {megabytes(unit.state)} "
-            f"| {megabytes(sum(unit.buffers.gathered))} |"
+            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * padding:.2f} % | {megabytes(unit.weights)} "
+            f"| {megabytes(unit.gradients)} | {megabytes(unit.state)} "
+            f"| {megabytes(sum(unit.gathered))} |"
         )
     over = splits.shards if splits else ranks
     sent = [
@@ -531,7 +324,6 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
         *(sent if splits is None or splits.one_mesh else ()),
         ("peak if reductions are over at once", plan.bounds[0]),
         ("peak if they take the next unit's backward", plan.bounds[1]),
-        ("reserved on CUDA, at least (an estimate)", plan.reserved),
         ("expected peak, half-way", plan.peak),
     ]
     return [*lines, "", *(f"{text + ':':<48}{megabytes(nbytes):>12} MB" for text, nbytes in rows)]
@@ -540,81 +332,6 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
 def megabytes(nbytes: int | None) -> str:
     """Format bytes as MB (10^6)."""
     return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one rank sends in a step, by axis.
-
-    Attributes:
-        fsdp: gathers of parameters and reductions of gradients.
-        hsdp: all-reduces of gradient shards.
-        tp: gathers and reduce-scatters of activations, those of an all-reduce for each.
-        cp: gathers of keys and values, reduce-scatters of their gradients.
-        ep: all-to-alls of tokens, where experts are evenly used.
-        pp: activations and their gradients between stages.
-    """
-
-    fsdp: float = 0.0
-    hsdp: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-    pp: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes on all axes."""
-        return self.fsdp + self.hsdp + self.tp + self.cp + self.ep + self.pp
-
-
-def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
-    """Bytes that one rank sends in a step: the rank of the pipeline with the most layers, without embedding and head.
-
-    `kept` layers stay gathered between forward and backward.
-    """
-    item = 2 if config.precision == "bf16" else 4
-    m, layers = config.accumulate, -(-sizes.num_layers // splits.pp)
-    rows = config.batch / splits.readers  # of a step
-    positions = rows * config.seq_len / splits.cp  # that this rank's tp group sees in a step
-    dense, experts = _layer_elements(sizes)
-
-    def others(ranks: int) -> float:
-        return (ranks - 1) / ranks
-
-    over = splits.shards * splits.tp // splits.ep  # ranks that the experts of one ep rank are sharded over
-    shared = dense / splits.tp * others(splits.shards) + experts / splits.ep * others(over)
-    times = (2 - kept / layers) * m if config.reshard else (1 if splits.pp > 1 else m)
-    reductions = 1 if splits.pp > 1 else m
-    fsdp = layers * shared * (times * item + reductions * 4)
-    shard = layers * (dense / splits.tp / splits.shards + experts / splits.ep / over)
-    kv = 2 * sizes.num_kv_heads * sizes.head_dim / splits.tp
-    passes = 3 if config.checkpointing else 2  # forward, backward, and forward again
-    routed = sizes.top_k * sizes.dim if sizes.num_experts else 0
-    return Traffic(
-        fsdp=fsdp,
-        hsdp=2 * 4 * reductions * shard * others(splits.hsdp),
-        tp=layers
-        * passes
-        * (2 if sizes.num_experts else 4)
-        * positions
-        * sizes.dim
-        * item
-        * others(splits.tp),
-        cp=layers * passes * positions * splits.cp * kv * item * others(splits.cp),
-        ep=layers * passes * 2 * positions / splits.tp * routed * item * others(splits.ep),
-        pp=(2 * positions / splits.tp * sizes.dim * item * splits.stages / splits.pp)
-        if splits.pp > 1
-        else 0.0,
-    )
-
-
-def _layer_elements(sizes: ModelConfig) -> tuple[int, int]:
-    """Elements of a layer's dense parameters, and of its experts."""
-    ff = 3 * sizes.dim * sizes.ff_dim * max(1, sizes.num_experts)
-    tables = sizes.vocab_size * sizes.dim * (1 if sizes.tied else 2)
-    layer = (sizes.num_parameters - tables - sizes.dim) // sizes.num_layers
-    return (layer - ff, ff) if sizes.num_experts else (layer, 0)
 
 
 def split_config(config: RunConfig, asked: Mapping[str, int]) -> RunConfig:
@@ -674,25 +391,16 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
         print(f"without splits: {error}\n")
     else:
         splits, plan = config.splits(ranks), make_plan(config, data.vocab_size, ranks)
-        print(
-            "\n".join(
-                [
-                    *plan_lines(plan, ranks, splits),
-                    "",
-                    *traffic_lines(config, sizes, splits),
-                    "",
-                ]
-            )
-        )
+        print(*plan_lines(plan, ranks, splits), "", *traffic_lines(config, sizes, splits), "", sep="\n")
         if config.system == "fsdp_runtime" and config.pp == 1 and config.reshard:
             with simulated_ranks(ranks, collectives="skip"):
                 peaks = kept_peaks(config, data.vocab_size, plan)
-            print("\n".join([*curve_lines(config, sizes, ranks, peaks), ""]))
+            print(*curve_lines(config, sizes, ranks, peaks), "", sep="\n")
         if config.measure:
             _measure(config, ranks, plan)
     if list_splits:
         with simulated_ranks(ranks, collectives="skip"):
-            print("\n".join(splits_lines(config, sizes, ranks, gib)))
+            print(*splits_lines(config, sizes, ranks, gib), sep="\n")
     return 0
 
 
@@ -739,25 +447,6 @@ def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
             f"step {MEASURED_STEP}, measured {text}: {megabytes(measured)} MB, {off:+.1f} % from "
             f"{megabytes(planned)} MB planned"
         )
-
-
-def traffic_lines(config: RunConfig, sizes: ModelConfig, splits: Splits) -> list[str]:
-    """Bytes that one rank sends in a step on each axis, and the pipeline's bubble."""
-    traffic = traffic_of(config, sizes, splits)
-    what = {
-        "fsdp": "gathers and reductions of parameters",
-        "hsdp": "all-reduces of gradient shards",
-        "tp": "gathers and reduce-scatters of activations",
-        "cp": "gathers of keys and values, and their gradients",
-        "ep": "all-to-alls of tokens, if experts are evenly used",
-        "pp": "activations between stages, and their gradients",
-    }
-    lines = [f"one rank sends in a step ({splits}; layers only, MB):"]
-    for axis, text in what.items():
-        nbytes = getattr(traffic, axis)
-        if nbytes:
-            lines.append(f"  {axis:<5}{text + ':':<52}{nbytes / 1e6:>12,.2f}")
-    return [*lines, f"pipeline's bubble: {splits.bubble(config.accumulate):.1%} of a step"]
 
 
 def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:

@@ -1,0 +1,91 @@
+"""Bytes that a rank sends in a step, counted on paper: which splits send least."""
+
+from dataclasses import astuple, dataclass, field, fields
+
+from .config import RunConfig
+from .model import ModelConfig
+from .splits import Splits
+
+
+def _bytes_of(collectives: str) -> float:
+    sent: float = field(default=0.0, metadata={"of": collectives})
+    return sent
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in a step, by axis."""
+
+    fsdp: float = _bytes_of("gathers and reductions of parameters")
+    hsdp: float = _bytes_of("all-reduces of gradient shards")
+    tp: float = _bytes_of("gathers and reduce-scatters of activations")
+    cp: float = _bytes_of("gathers of keys and values, and their gradients")
+    ep: float = _bytes_of("all-to-alls of tokens, if experts are evenly used")
+    pp: float = _bytes_of("activations between stages, and their gradients")
+
+    @property
+    def total(self) -> float:
+        """Bytes on all axes."""
+        total: float = sum(astuple(self))
+        return total
+
+
+def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
+    """Bytes that one rank sends in a step: the rank of the pipeline with the most layers, without embedding and head.
+
+    `kept` layers stay gathered between forward and backward.
+    """
+    item = 2 if config.precision == "bf16" else 4
+    m, layers = config.accumulate, -(-sizes.num_layers // splits.pp)
+    rows = config.batch / splits.readers  # of a step
+    positions = rows * config.seq_len / splits.cp  # that this rank's tp group sees in a step
+    dense, experts = _layer_elements(sizes)
+
+    def others(ranks: int) -> float:
+        return (ranks - 1) / ranks
+
+    over = splits.shards * splits.tp // splits.ep  # ranks that the experts of one ep rank are sharded over
+    shared = dense / splits.tp * others(splits.shards) + experts / splits.ep * others(over)
+    times = (2 - kept / layers) * m if config.reshard else (1 if splits.pp > 1 else m)
+    reductions = 1 if splits.pp > 1 else m
+    fsdp = layers * shared * (times * item + reductions * 4)
+    shard = layers * (dense / splits.tp / splits.shards + experts / splits.ep / over)
+    kv = 2 * sizes.num_kv_heads * sizes.head_dim / splits.tp
+    passes = 3 if config.checkpointing else 2  # forward, backward, and forward again
+    routed = sizes.top_k * sizes.dim if sizes.num_experts else 0
+    return Traffic(
+        fsdp=fsdp,
+        hsdp=2 * 4 * reductions * shard * others(splits.hsdp),
+        tp=layers
+        * passes
+        * (2 if sizes.num_experts else 4)
+        * positions
+        * sizes.dim
+        * item
+        * others(splits.tp),
+        cp=layers * passes * positions * splits.cp * kv * item * others(splits.cp),
+        ep=layers * passes * 2 * positions / splits.tp * routed * item * others(splits.ep),
+        pp=(2 * positions / splits.tp * sizes.dim * item * splits.stages / splits.pp)
+        if splits.pp > 1
+        else 0.0,
+    )
+
+
+def _layer_elements(sizes: ModelConfig) -> tuple[int, int]:
+    """Elements of a layer's dense parameters, and of its experts."""
+    ff = 3 * sizes.dim * sizes.ff_dim * max(1, sizes.num_experts)
+    tables = sizes.vocab_size * sizes.dim * (1 if sizes.tied else 2)
+    layer = (sizes.num_parameters - tables - sizes.dim) // sizes.num_layers
+    return (layer - ff, ff) if sizes.num_experts else (layer, 0)
+
+
+def traffic_lines(config: RunConfig, sizes: ModelConfig, splits: Splits) -> list[str]:
+    """Bytes that one rank sends in a step on each axis, and the pipeline's bubble."""
+    traffic = traffic_of(config, sizes, splits)
+    lines = [f"one rank sends in a step ({splits}; layers only, MB):"]
+    lines += [
+        f"  {axis.name:<5}{axis.metadata['of'] + ':':<52}{nbytes / 1e6:>12,.2f}"
+        for axis in fields(traffic)
+        if (nbytes := getattr(traffic, axis.name))
+    ]
+    return [*lines, f"pipeline's bubble: {splits.bubble(config.accumulate):.1%} of a step"]
