@@ -351,47 +351,41 @@ class Unit:
         for group in self.groups:
             group.register_unsharded()
 
-    def reshard(self) -> None:
-        """Put the sharded parameters into the modules and free the gathered memory."""
-        self._leave(keep_slices=False)
-        if self._shrunk:
+    def reshard(self, *, keep_slices: bool = False) -> None:
+        """Put the sharded parameters into the modules and free the gathered memory.
+
+        Args:
+            keep_slices: with an integer `reshard_after_forward`, keep this rank's slice of the smaller group.
+        """
+        written = False
+        if self.state is not UnitState.SHARDED or self._handles:
+            for handle in self._handles:
+                handle.wait()
+            self._handles = []
+            self.state = UnitState.SHARDED
+            freed, self._freed = self._freed, []
+            for group in self.groups:
+                assert group.buffer is not None
+                neighbors = group.plan.neighbors if keep_slices and self._keeps_slices else None
+                if neighbors is not None and group not in freed:
+                    group.buffer.shrink(neighbors)
+                    self._shrunk = True
+                written = group.release() or written
+        if self._shrunk and not keep_slices:
             self._shrunk = False
             for group in self.groups:
                 assert group.buffer is not None
                 group.buffer.forget_neighbors()
+        if not self._shrunk:
             not_at_rest.discard(self)
-
-    def reshard_for_backward(self) -> None:
-        """Reshard after forward. With an integer `reshard_after_forward`, keep a slice of the smaller group."""
-        self._leave(keep_slices=True)
+        if written:
+            self._refuse_written()
 
     def park(self) -> None:
         """Put the sharded parameters into the modules and keep the gathered memory."""
         self.state = UnitState.PARKED
         for group in self.groups:
             group.register_sharded()
-
-    def _leave(self, *, keep_slices: bool) -> None:
-        if self.state is UnitState.SHARDED and not self._handles:
-            return
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
-        self.state = UnitState.SHARDED
-        freed, self._freed = self._freed, []
-        written = False
-        keep_slices = keep_slices and self._keeps_slices
-        for group in self.groups:
-            assert group.buffer is not None
-            neighbors = group.plan.neighbors if keep_slices else None
-            if neighbors is not None and group not in freed:
-                group.buffer.shrink(neighbors)
-                self._shrunk = True
-            written = group.release() or written
-        if not self._shrunk:
-            not_at_rest.discard(self)
-        if written:
-            self._refuse_written()
 
     def release_early(self, group: Group) -> None:
         """Free one group of an outer unit as soon as its backward is done."""

@@ -225,7 +225,7 @@ class Pass:
         if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
             return recomputed
         if unit.reshard_after_forward:
-            unit.reshard_for_backward()
+            unit.reshard(keep_slices=True)
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
                 self._trimmed = True
