@@ -9,8 +9,8 @@ from layout_planner import TensorSpec
 
 from .. import _torch_compat as compat
 from .._torch.tree import local_tensor
-from .entries import Entry
 from .runs import Run
+from .targets import Entry
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

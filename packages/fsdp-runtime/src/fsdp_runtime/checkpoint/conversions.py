@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .boxes import Ints
+from .files import Ints
 from .rules import Piece, Rule, Shapes, Source, Split, one_after_another
 
 

@@ -13,8 +13,8 @@ from ragged_shard import gather_from_ranks, same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
-from .entries import Entry, entries_of_model
 from .runs import Run, axis_of, gather, receivers_of, runs_of_entries, tensors_of
+from .targets import Entry, entries_of_model
 
 _CALLER = "iter_full_params"
 

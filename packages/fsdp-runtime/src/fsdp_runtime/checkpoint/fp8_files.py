@@ -9,8 +9,7 @@ import torch
 
 from ragged_shard import Box
 
-from .boxes import whole
-from .files import Checkpoint, Stored, read_json
+from .files import Checkpoint, Stored, read_json, whole
 
 SCALES = "_scale_inv"
 CONFIG = "config.json"

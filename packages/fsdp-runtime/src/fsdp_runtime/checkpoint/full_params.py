@@ -9,9 +9,8 @@ from torch import nn
 
 from .._params.group import Group
 from .._params.unit import Param, Unit
-from .entries import Entry
 from .runs import gather, runs_of_entries, tensors_of
-from .targets import units_of
+from .targets import Entry, units_of
 
 _INSIDE = "are whole inside of full_params; leave it before they are used"
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from ragged_shard import Box, raise_on_all_ranks, same_on_all_ranks
 
-from .boxes import Ints, pieces_of
 from .conversions import rules_of
-from .files import Checkpoint, Stored
+from .files import Checkpoint, Ints, Stored, pieces_of
 from .fp8_files import check_scales, decode, scales_of, tile_in
 from .rules import Piece, Rule, pieces_for
 from .targets import Target, give_memory, targets_of, views_of

@@ -17,8 +17,7 @@ from typing import Protocol
 
 from ragged_shard import Box
 
-from .boxes import Ints
-from .files import Stored
+from .files import Ints, Stored
 
 Shapes = Mapping[str, Ints]
 Source = Mapping[str, Stored]

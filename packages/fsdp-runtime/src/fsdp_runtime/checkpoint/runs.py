@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._params.group import Group
-from .entries import Entry
+from .targets import Entry
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,24 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer import BlockFP8
+from dbuffer import BlockFP8, RowRun
 from ragged_shard import CPU, gather_from_ranks
 
+from .._schedule.model import member_of
 from .conversions import FileForm
-from .entries import Entry
 from .export import Exporter
-from .files import atomic_write, library
-from .fp8_files import SCALES
-from .safetensors_fp8 import formats_of, quantize_whole, write_config
+from .files import atomic_write, library, read_json
+from .fp8_files import CONFIG, SCALES
+from .targets import Entry
 
 INDEX = "model.safetensors.index.json"
 _CALLER = "save_safetensors"
@@ -59,108 +60,128 @@ def save_safetensors(
             installed; on every rank, naming the folder.
         ValueError: `quantized`, and no weight is gathered in e4m3, or tiles differ.
     """
-    formats = formats_of(module) if quantized else {}
-
-    def fmt_of(entry: Entry) -> BlockFP8 | None:
-        return None if entry.param is None else formats.get(id(entry.param.sharded))
-
-    form = FileForm(module)
+    formats = _formats_of(module) if quantized else {}
     exporter = Exporter(
-        module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER, keep=lambda e: fmt_of(e) is not None
+        module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER, keep=lambda e: _id_of(e) in formats
     )
-    entries = {entry.name: entry for entry in exporter.entries}
-    place = {name: number for number, name in enumerate(entries)}
-    groups = sorted(form.groups(list(entries)), key=lambda group: place[group[-1]])  # as they are complete
-    sizes = [_sizes(form, [entries[name] for name in group], exporter.dtype_of, fmt_of) for group in groups]
-    bins = _split([sum(content.values()) for content in sizes], max_file_bytes)
-    folder = Path(folder)
-    paths = [folder / _file_name(number, len(bins)) for number in range(len(bins))]
-    index_of = {name: index for index, group in enumerate(groups) for name in group}
-    last_of = {members[-1]: path for members, path in zip(bins, paths, strict=True) if members}
-    dtypes = {entry.name: exporter.dtype_of(entry) for entry in exporter.entries if fmt_of(entry) is None}
-    _raise(folder, _attempt(lambda: _prepare(folder, dtypes)))
+    files = _Files(FileForm(module), exporter, formats, Path(folder), max_file_bytes)
+    _raise(files.folder, _attempt(files.prepare))
     problem: str | None = None
-    waiting: dict[int, dict[str, torch.Tensor]] = {}
-    content: dict[str, torch.Tensor] = {}  # of the file that is being filled
-    for key, full in exporter.tensors():  # on rank 0 alone there are any
-        index = index_of[key]
-        waiting.setdefault(index, {})[key] = full if len(groups[index]) == 1 else full.to(CPU)
-        if len(waiting[index]) == len(groups[index]):
-            whole = waiting.pop(index)
-            if problem is None:
-                problem = _attempt(partial(_add, content, form, whole, fmt_of(entries[key])))
-            if problem is None and index in last_of:
-                problem = _attempt(partial(_write, content, last_of[index]))
-            del whole
-        del full
-    if problem is None and not groups:
-        problem = _attempt(lambda: _write(content, paths[0]))
-    if problem is None and len(bins) > 1:
+    for name, full in exporter.tensors():  # on rank 0 alone there are any
+        problem = problem or _attempt(partial(files.add, name, full))
+        del full  # before the next is gathered
+    problem = problem or _attempt(files.finish)
+    if problem is None and formats:
+        problem = _attempt(lambda: _write_config(module, formats, files.folder))
+    _raise(files.folder, problem)
+    return files.paths
+
+
+def _id_of(entry: Entry) -> int:
+    return 0 if entry.param is None else id(entry.param.sharded)
+
+
+class _Files:
+    """Which tensors go into which file, and on rank 0 their content until a file is complete.
+
+    Attributes:
+        paths: the files, in order.
+    """
+
+    def __init__(
+        self, form: FileForm, exporter: Exporter, formats: dict[int, BlockFP8], folder: Path, limit: int
+    ) -> None:
+        self.folder, self._form, self._exporter, self._formats = folder, form, exporter, formats
+        self._entries = {entry.name: entry for entry in exporter.entries}
+        place = {name: number for number, name in enumerate(self._entries)}
+        # Tensors that are converted together, in the order in which they are complete.
+        self._groups = sorted(form.groups(list(place)), key=lambda group: place[group[-1]])
+        self._group_of = {name: index for index, group in enumerate(self._groups) for name in group}
+        self._sizes = [self._sizes_of(group) for group in self._groups]
+        bins = _split([sum(sizes.values()) for sizes in self._sizes], limit)
+        self.paths = [folder / _file_name(number, len(bins)) for number in range(len(bins))]
+        self._bins = list(zip(self.paths, bins, strict=True))
+        self._last_of = {members[-1]: path for path, members in self._bins if members}
+        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
+        self._content: dict[str, torch.Tensor] = {}  # of the file that is being filled
+
+    def _format_of(self, name: str) -> BlockFP8 | None:
+        return self._formats.get(_id_of(self._entries[name]))
+
+    def _sizes_of(self, group: list[str]) -> dict[str, int]:
+        """The tensors that a group of entries becomes in the file, and the bytes of each."""
+        entries, fmt = [self._entries[name] for name in group], self._format_of(group[0])
+        made = self._form.convert(
+            {
+                e.name: torch.empty(e.tensor.shape, dtype=self._exporter.dtype_of(e), device="meta")
+                for e in entries
+            }
+        )
+        if fmt is None:
+            return {name: tensor.nbytes for name, tensor in made.items()}
+        shape = entries[0].tensor.shape
+        if len(entries) > 1 or [tensor.shape for tensor in made.values()] != [shape]:
+            raise ValueError(
+                f"save_safetensors(quantized=True): {entries[0].name} has another form in files of transformers "
+                f"({', '.join(list(made)[:4])}), which its codes cannot be given"
+            )
+        (name,) = made
+        return {name: shape.numel(), name + SCALES: 4 * fmt.grid(shape).num_scales}
+
+    def prepare(self) -> None:
+        """Make the folder. Raises ValueError for a dtype that files do not have."""
+        for name, entry in self._entries.items():
+            dtype = self._exporter.dtype_of(entry)
+            try:
+                if self._format_of(name) is None:
+                    library().torch.save({name: torch.empty(0, dtype=dtype)})
+            except KeyError:
+                raise ValueError(
+                    f"{name} is {dtype}, which safetensors files do not have; pass dtype"
+                ) from None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, full: torch.Tensor) -> None:
+        """Put a tensor into its file's content, when its group is complete, and write the file when that is."""
+        index = self._group_of[name]
+        whole, count = self._waiting.setdefault(index, {}), len(self._groups[index])
+        whole[name] = full if count == 1 else full.to(CPU)
+        if len(whole) < count:
+            return
+        del self._waiting[index]
+        fmt = self._format_of(name)
+        for key, tensor in self._form.convert(whole).items():
+            if fmt is None:  # a copy: these are slices of a bucket
+                self._content[key] = tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
+            else:
+                self._content.update(_quantize_whole(key, tensor, fmt))
+        if index in self._last_of:
+            self._write(self._last_of[index])
+
+    def _write(self, path: Path) -> None:
+        """Write a file, which has its name when it is complete."""
+        try:
+            with atomic_write(path) as unfinished:
+                library().torch.save_file(self._content, unfinished, metadata={"format": "pt"})
+        finally:
+            self._content.clear()
+
+    def finish(self) -> None:
+        """Write the index of several files; of no tensors an empty file."""
+        if not self._groups:
+            self._write(self.paths[0])
+        if len(self.paths) == 1:
+            return
         where = {
             name: path.name
-            for members, path in zip(bins, paths, strict=True)
+            for path, members in self._bins
             for index in members
-            for name in sizes[index]
+            for name in self._sizes[index]
         }
-        total = sum(sum(found.values()) for found in sizes)
-        problem = _attempt(lambda: _write_index(where, total, folder))
-    if problem is None and formats:
-        problem = _attempt(lambda: write_config(module, formats, folder))
-    _raise(folder, problem)
-    return paths
-
-
-def _sizes(
-    form: FileForm,
-    entries: list[Entry],
-    dtype_of: Callable[[Entry], torch.dtype],
-    fmt_of: Callable[[Entry], BlockFP8 | None],
-) -> dict[str, int]:
-    """The tensors that a group of entries becomes in the file, and the bytes of each."""
-    fmt = fmt_of(entries[0])
-    group = {
-        entry.name: torch.empty(entry.tensor.shape, dtype=dtype_of(entry), device="meta") for entry in entries
-    }
-    made = form.convert(group)
-    if fmt is None:
-        return {name: tensor.nbytes for name, tensor in made.items()}
-    shape = entries[0].tensor.shape
-    if len(entries) > 1 or [tensor.shape for tensor in made.values()] != [shape]:
-        raise ValueError(
-            f"save_safetensors(quantized=True): {entries[0].name} has another form in files of transformers "
-            f"({', '.join(list(made)[:4])}), which its codes cannot be given"
-        )
-    (name,) = made
-    return {name: shape.numel(), name + SCALES: 4 * fmt.grid(shape).num_scales}
-
-
-def _prepare(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-    for name, dtype in dtypes.items():
-        try:
-            library().torch.save({name: torch.empty(0, dtype=dtype)})
-        except KeyError:
-            raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _add(
-    content: dict[str, torch.Tensor], form: FileForm, group: dict[str, torch.Tensor], fmt: BlockFP8 | None
-) -> None:
-    """Put a group's tensors into a file's content, as copies: those given are slices of a bucket."""
-    for name, tensor in form.convert(group).items():
-        if fmt is None:
-            content[name] = tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
-        else:
-            content.update(quantize_whole(name, tensor, fmt))
-
-
-def _write(content: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file, which has its name when it is complete."""
-    try:
-        with atomic_write(path) as unfinished:
-            library().torch.save_file(content, unfinished, metadata={"format": "pt"})
-    finally:
-        content.clear()
+        total = sum(sum(sizes.values()) for sizes in self._sizes)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+        with atomic_write(self.folder / INDEX) as unfinished:
+            unfinished.write_text(text + "\n")
 
 
 def _split(sizes: list[int], limit: int) -> list[list[int]]:
@@ -179,12 +200,6 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_index(where: dict[str, str], total: int, folder: Path) -> None:
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-    with atomic_write(folder / INDEX) as unfinished:
-        unfinished.write_text(text + "\n")
-
-
 def _attempt(act: Callable[[], object]) -> str | None:
     """Do something on the writer; what went wrong, in words."""
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -201,3 +216,60 @@ def _raise(folder: Path, problem: str | None) -> None:
     problem = gather_from_ranks(problem)[0]
     if problem is not None:
         raise OSError(f"{_CALLER}: rank 0 could not write to {folder}: {problem}")
+
+
+# -- FP8 weights: `X` in e4m3, `X_scale_inv` in fp32, one for each tile, and the tiles' size in `config.json` ----------
+
+
+def _formats_of(module: nn.Module) -> dict[int, BlockFP8]:
+    """The format of each parameter of a module that is gathered in e4m3, by the id of the sharded parameter.
+
+    Raises:
+        ValueError: there is none, or tiles differ: a checkpoint has one `weight_block_size`.
+    """
+    found: dict[int, BlockFP8] = {}
+    for inner in module.modules():
+        member = member_of(inner)
+        for group in member.unit.groups if member is not None else ():
+            fmt = group.wire_format
+            if isinstance(fmt, BlockFP8):
+                found.update({id(param.sharded): fmt for param in group.params})
+    tiles = sorted({fmt.tile for fmt in found.values()})
+    if len(tiles) != 1:
+        raise ValueError(
+            f"save_safetensors(quantized=True): weights with tiles {tiles} in this module; it writes those of "
+            "QuantizationPolicy(weights=BlockFP8(...)), all of one tile"
+        )
+    return found
+
+
+def _quantize_whole(key: str, full: torch.Tensor, fmt: BlockFP8) -> list[tuple[str, torch.Tensor]]:
+    """A whole weight as it is written: its codes and its scales, on the CPU. The same codes as a gather sends."""
+    grid = fmt.grid(full.shape)
+    codes = torch.empty(full.numel(), dtype=torch.uint8)
+    scales = torch.empty(grid.num_scales)
+    fmt.quantize([RowRun(grid, 0, grid.rows)], full.cpu().contiguous().view(-1), codes, scales)
+    matrices = full.shape[:-2]
+    return [
+        (key, codes.view(torch.float8_e4m3fn).view(full.shape)),
+        (key + SCALES, scales.view(*matrices, -1, grid.across)),
+    ]
+
+
+def _write_config(module: nn.Module, formats: dict[int, BlockFP8], folder: Path) -> None:
+    """Put `quantization_config` into the folder's `config.json`, which may be there."""
+    path = folder / CONFIG
+    config: dict[str, Any] = read_json(path) if path.exists() else {}
+    plain = [
+        name
+        for name, inner in module.named_modules()
+        if isinstance(inner, nn.Linear) and id(inner.weight) not in formats
+    ]
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(next(iter(formats.values())).tile),
+        "modules_to_not_convert": plain,
+    }
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(json.dumps(config, indent=2) + "\n")
