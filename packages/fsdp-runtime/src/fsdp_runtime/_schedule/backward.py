@@ -143,7 +143,7 @@ class Reduction:
                 group.gradients.publish(closed, all_unused=self._unused)
 
     def abandon(self) -> None:
-        """Wait whatever the outcome: a failed iteration is being cleared away."""
+        """Wait, ignoring failures: a failed iteration is being cleared away."""
         for handle in self._handles:
             try:
                 handle.wait()
@@ -159,7 +159,7 @@ class Backward:
         is_last: whether the end of backward waits for all reductions and shows the gradients.
         by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
-        slow_wire: count no reduction as completed before the next one begins: the most memory that timing can take.
+        slow_wire: treat each reduction as pending until the next one starts: the most memory that timing can take.
         updated: the units whose parameters an optimizer in backward has updated in this one.
     """
 
@@ -192,7 +192,7 @@ class Backward:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def accept(self, unit: Unit, param: Param) -> None:
-        """A gradient has been accumulated: bring it into the buffer and free it."""
+        """A gradient has been accumulated: write it into the buffer and free it."""
         unsharded = param.unsharded
         assert unsharded is not None
         grad, unsharded.grad = unsharded.grad, None
@@ -218,10 +218,10 @@ class Backward:
         options = unit.options
         differ = options.reduce_unused or unit.on_several_meshes or options.update is not None
         if last and group.plan.large and options.requires_gradient_sync and not differ:
-            self.reduce(unit, [one for one in unit.groups if _is_complete(one)])
+            self.reduce(unit, [each for each in unit.groups if _is_complete(each)])
 
     def _is_last_of(self, group: Group, param: Param) -> bool:
-        """Whether this is the one gradient that the group still waits for.
+        """Whether this is the last gradient that the group still waits for.
 
         Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come.
         """
@@ -233,7 +233,7 @@ class Backward:
         return param.index not in written and trained - written == {param.index}
 
     def _make_room(self, group: Group) -> None:
-        """Have gathered memory for a group's gradients, after what still uses it."""
+        """Wait until the group's gradient buffer is free, then let it accept gradients."""
         self.free_completed()
         using = self._of_group.get(group)
         if using is not None:
@@ -243,7 +243,7 @@ class Backward:
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: Unit, groups: list[Group]) -> None:
-        """Start a reduction. So many are under way at most that gathered gradient memory is bounded."""
+        """Start a reduction, after limiting the number in flight to `max_reductions`."""
         if not groups:
             return
         self.waiting.discard(unit)
@@ -288,7 +288,7 @@ class Backward:
                 reduction.unit.update()
 
     def abandon(self) -> None:
-        """Forget all reductions, whatever becomes of them."""
+        """Forget all reductions, and ignore how they end."""
         queue, self._queue = self._queue, []
         self._flying = []
         self._of_group.clear()

@@ -1,4 +1,4 @@
-"""Hooks on modules and on the autograd graph. They tell the pass and the backward what happens; those decide.
+"""Hooks on modules and on the autograd graph. They call the pass and the backward, which decide.
 
 module's forward pre-hook ---- gather, cast inputs, mark inputs (post-backward)
 module's forward hook -------- free, mark outputs (pre-backward), cast outputs
@@ -50,7 +50,7 @@ def _post_forward(member: Member) -> Callable[..., Any]:
 
 
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What runs ahead of a forward: the arguments to call it with."""
+    """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
         if member.joined != Member.registered:
@@ -71,7 +71,7 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
-    """What runs behind a forward, also one that raised (`output` is None then): the output to return."""
+    """Run after a forward, also one that raised (`output` is None then). Returns the output."""
     unit, passes = member.unit, member.passes
     recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
@@ -100,7 +100,7 @@ def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor], None]]:
-    """A maker of hooks for the unsharded parameters of a unit, which bring gradients into their buffer.
+    """A factory of hooks for the unsharded parameters of a unit, which write gradients into their buffer.
 
     The hooks hold nothing: autograd keeps them where the garbage collector does not see a cycle.
     """
@@ -113,9 +113,7 @@ def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor],
             member, param = known_member(), known_param()
             if member is not None and param is not None:
                 passes = member.passes
-                if (
-                    not passes.in_backward
-                ):  # a graph that does not go through a unit's output, of gradients say
+                if not passes.in_backward:  # the graph does not include a unit's output
                     passes.begin_backward()
                 passes.backward.accept(member.unit, param)
 
@@ -132,7 +130,7 @@ def _refuse_freed(unit: Unit) -> NoReturn:
 
 
 def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
-    """Have the unit gathered when the gradient of any output arrives. Returns whether one requires a gradient."""
+    """Gather the unit when the gradient of any output is computed. Returns whether any requires a gradient."""
     hook: Callable[[torch.Tensor], None] | None = None
     unit = member.unit
     for tensor in outputs:
@@ -162,7 +160,7 @@ def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
 
 
 def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same for outputs inside a transform of torch.func, some of which do not show that they require a gradient."""
+    """Marks an output inside a transform of torch.func, which may not show that it requires a gradient."""
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad or not tensor.is_floating_point():
@@ -174,13 +172,13 @@ def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
-    """Have the unit freed and its gradients reduced when those of all inputs are there."""
+    """Free the unit and reduce its gradients when the gradients of all inputs are computed."""
     passed = iter(_PostBackward.apply(member, *marked))
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
 class _PreBackward(torch.autograd.Function):
-    """Identity; in backward it says that a gradient has reached the output."""
+    """Identity; its backward runs when a gradient has reached the output."""
 
     generate_vmap_rule = True
 
@@ -204,7 +202,7 @@ class _PreBackward(torch.autograd.Function):
 
 
 def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """What autograd calls when a backward through a unit's backward begins."""
+    """The hook that autograd calls when a backward through a unit's backward begins."""
 
     def hook(grad: torch.Tensor) -> None:
         if unit.freed:
@@ -217,7 +215,7 @@ def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 class _PostBackward(torch.autograd.Function):
-    """Identity; in backward it says that the inputs' gradients are there."""
+    """Identity; its backward runs when the inputs' gradients are computed."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""One pass after the other through the units of a model: what is gathered when, and when a pass begins and ends.
+"""Passes through the units of a model: when each is gathered and freed, and when a pass begins and ends.
 
 forward    root enters: begin_forward ... enter_forward(unit), leave_forward(unit) ... root leaves: end_forward
 backward   first output's gradient: enter_backward(unit) ... leave_backward(unit) ... engine is done: end_backward
@@ -109,7 +109,7 @@ class Pass:
         self._comparing = threading.Lock()  # a state dict may be made in another thread during a pass
 
     def gather_after(self, event: Any) -> None:
-        """Let the next forward's gathers wait for this event, once, instead of all that the current stream holds."""
+        """Let the next forward's gathers wait for this event, once, instead of all work of the current stream."""
         self._post_optim_event = event
 
     def _gathers_follow(self, event: Any = None) -> None:
@@ -306,7 +306,7 @@ class Pass:
                 self._prefetch("backward", unit, expected, explicit is None)
 
     def begin_backward(self) -> None:
-        """A run of the autograd engine has reached the model: have it finish the reductions at its end."""
+        """A run of the autograd engine has reached the model: finish the reductions at its end."""
         self.in_backward = True
         self.backward.begin()
         compat.at_end_of_backward(self._end_backward)
