@@ -13,7 +13,7 @@ from runs import Run, same, tensors
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
 from block_optim.core.rounding import Rounder
 from layout_planner import Elements
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 SHAPES = ((24, 16), (13, 8), (3, 8, 6))
 BF16 = torch.bfloat16
@@ -186,7 +186,9 @@ def test_masters_are_copied_pickled_counted_and_reset_with_the_other_states(name
         assert torch.equal(run.optimizer.state[p]["master_param"], p.detach().float())
 
 
-def only_some_ranks_have_gradients(layout):
+@on_ranks(3)
+def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
+    layout = "elements"
     run = run_of("Muon", layout, master_weights=True).steps(0, 1)
     run.give(1)
     for p in run.params if dist.get_rank() else ():
@@ -196,10 +198,6 @@ def only_some_ranks_have_gradients(layout):
     for name, _ in run.module.named_parameters():
         assert torch.equal(result[name], result[f"{name} master_param"].bfloat16())
         assert not torch.equal(result[name], tensors(SHAPES, 0, BF16)[int(name[1:])])
-
-
-def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
-    run_ranks(3, only_some_ranks_have_gradients, "elements")
 
 
 def test_mixed_gives_every_algorithm_masters_or_rounding():

@@ -11,7 +11,7 @@ from block_optim import AdamW8bit
 from block_optim.adam.q8.grid import Grid, Stretch, merged
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,8 @@ def test_whole_tiles_of_neighbours_are_one_stretch_and_short_ones_are_not():
     assert short.bands(1, 1) == Stretch(16, 1, 8, (2, 4), 2)
 
 
-def refuses_cut_blocks():
+@on_ranks(3)
+def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
     mesh = init_device_mesh("cpu", (3,))
     rows = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(0)]))
     with pytest.raises(
@@ -54,11 +55,8 @@ def refuses_cut_blocks():
     AdamW8bit([{"params": [("w", columns)], "quantize": False}])
 
 
-def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
-    run_ranks(3, refuses_cut_blocks)
-
-
-def experts_on_two_axes():
+@on_ranks(4)
+def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
     """Expert parallelism cuts the stack, the ragged axis cuts between bands inside each part."""
     mesh = init_device_mesh("cpu", (2, 2))
     weight, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
@@ -76,7 +74,3 @@ def experts_on_two_axes():
         assert torch.equal(full(param.detach()), plain)
         for key, value in theirs.state[plain].items():
             assert torch.equal(full(ours.state[param][key]), value), key
-
-
-def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
-    run_ranks(4, experts_on_two_axes)

@@ -15,7 +15,7 @@ from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (Muon, {}),
@@ -176,7 +176,8 @@ def test_strips_that_lie_whole_on_a_rank_stay_and_cut_ones_are_shared_evenly():
         assert kinds == ["all_reduce", "all_to_all", "all_to_all"]
 
 
-def eight_bit():
+@on_ranks(4)
+def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = [
         (Tile(4, 4), (24, 16), cut(2, (0,), [2, 1], 0)),
@@ -191,10 +192,6 @@ def eight_bit():
         for _ in range(2):
             pair.step()
         pair.check()
-
-
-def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves():
-    run_ranks(4, eight_bit)
 
 
 def refused_blocks():
@@ -217,7 +214,8 @@ def test_what_tensor_parallelism_cuts_through_is_refused_on_every_rank_by_name()
         assert all("cut inside rows" in text for text in found[2:])
 
 
-def rows_of_whole_matrices():
+@on_ranks(4)
+def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for dims, units in (((0,), [3, 1]), ((0, 1), [2, 1])):
         pair = Pair(Muon, mesh, (24, 8), cut(2, dims, units, 0), normuon=True)
@@ -226,11 +224,8 @@ def rows_of_whole_matrices():
         pair.check()
 
 
-def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
-    run_ranks(4, rows_of_whole_matrices)
-
-
-def gradients_on_some_ranks():
+@on_ranks(4)
+def test_ranks_that_hold_nothing_need_no_gradient():
     """Nobody has one; all but one rank have one; a parameter that is frozen until later."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for kind, options in (KINDS["Muon"], KINDS["Shampoo"], KINDS["SOAP"]):
@@ -248,11 +243,8 @@ def gradients_on_some_ranks():
         pair.check()
 
 
-def test_ranks_that_hold_nothing_need_no_gradient():
-    run_ranks(4, gradients_on_some_ranks)
-
-
-def clipped():
+@on_ranks(4)
+def test_heads_are_clipped_wherever_tensor_parallelism_cuts_them():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     logits = torch.tensor([50.0, 150.0, 300.0, 20.0])
     for placements in layouts(2, 2).values():
@@ -264,7 +256,3 @@ def clipped():
             qk_clip_(pair.plain, None, logits)
             qk_clip_(pair.param, None, logits)
         pair.check()
-
-
-def test_heads_are_clipped_wherever_tensor_parallelism_cuts_them():
-    run_ranks(4, clipped)

@@ -10,7 +10,7 @@ from dbuffer_helpers import mesh_of
 import dbuffer
 from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter, RowRun
 from layout_planner import Elements, Rows, TensorSpec, plan
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SPECS = (
     TensorSpec("matrix", (37, 300)),
@@ -83,7 +83,8 @@ def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
         assert exact
 
 
-def together():
+@on_ranks(3)
+def test_codes_and_casts_go_in_one_all_to_all():
     """A buffer of codes and one of casts in one call, with odd sizes in front of the second."""
     buffers = [make(BlockReduction(NEAREST)), make(CastReduction(None)), make(BlockReduction(NEAREST))]
     for buffer in buffers:
@@ -100,10 +101,6 @@ def together():
         size = dist.get_world_size()
         total = sum(gradients(rank)[name].reshape(-1)[start:stop] for rank in range(size))
         torch.testing.assert_close(exact.reshape(-1), total / size)
-
-
-def test_codes_and_casts_go_in_one_all_to_all():
-    run_ranks(3, together)
 
 
 def mean():
@@ -152,14 +149,11 @@ def test_an_infinite_gradient_of_one_rank_makes_its_block_nan():
     run_ranks(3, bad)
 
 
-def refused():
+@on_ranks(4)
+def test_layouts_that_cut_rows_are_refused_by_name():
     specs = (TensorSpec("w", (10, 96), Elements(240)),)
     buffer = make(BlockReduction(NEAREST), specs)
     with pytest.raises(ValueError, match=r"w: rank \d holds the elements .* which cuts rows of 96"):
         dbuffer.ReduceScatter([buffer])
     with pytest.raises(ValueError, match=r"gradients in torch\.float64 cannot be quantized"):
         make(BlockReduction(NEAREST), full_dtype=torch.float64)
-
-
-def test_layouts_that_cut_rows_are_refused_by_name():
-    run_ranks(4, refused)

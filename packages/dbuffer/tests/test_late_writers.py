@@ -13,12 +13,13 @@ from dbuffer_helpers import build_large, error_of, zero
 from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, process_memory, transport_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
-def memory_after_a_failure():
+@on_ranks(2)
+def test_memory_of_a_failed_collective_is_never_used_again():
     """Rank 0's gather fails; its memory is released and used again; rank 1 must not see what it is used for."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     recycler = Recycler("cpu")
@@ -33,10 +34,6 @@ def memory_after_a_failure():
         assert other.full[0].data_ptr() != address
         assert recycler.stats.quarantined_bytes == 2 * 4 * 512 * 1024
     dist.barrier()
-
-
-def test_memory_of_a_failed_collective_is_never_used_again():
-    run_ranks(2, memory_after_a_failure)
 
 
 class LateReads:
@@ -150,7 +147,9 @@ class Late:
         peer_memory.read_memory(os.getpid(), source.data_ptr(), self.address, source.nbytes)
 
 
-def a_late_writer_after_a_failure():
+@can_swap
+@on_ranks(2)
+def test_memory_of_a_failed_collective_is_out_of_use_at_once():
     """Its memory is out of use as soon as `wait` has raised, not only once it is released."""
     late = Late("a peer died")
     buffer = build_large(transport=lambda _: late, recycler=Recycler("cpu"))
@@ -162,11 +161,6 @@ def a_late_writer_after_a_failure():
     late.write()
     assert not buffer.full[0].any()
     assert buffer.recycler.stats.quarantined_bytes == buffer.full[0].nbytes
-
-
-@can_swap
-def test_memory_of_a_failed_collective_is_out_of_use_at_once():
-    run_ranks(2, a_late_writer_after_a_failure)
 
 
 def a_late_writer_after_release():

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_runtime import FSDPModule
 from fsdp_runtime.integrations import accelerate as ours
 from ragged_shard import full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -91,7 +91,8 @@ def train(accelerator, model, optimizer, steps=range(4)):
     return found, reductions
 
 
-def same_training():
+@on_ranks(3)
+def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
     for options in ({}, {"accumulate": 2}, {"reshard_after_forward": False, "accumulate": 2}):
         theirs, _ = train(*prepared("fsdp2", **options))
         accelerator, model, optimizer = prepared("ours", **options)
@@ -105,11 +106,9 @@ def same_training():
         assert [bool(count) for count in reductions] == [(i + 1) % every == 0 for i in range(4)]
 
 
-def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
-    run_ranks(3, same_training)
-
-
-def checkpoints(folder):
+@on_ranks(2)
+def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
+    folder = tmp_path
     from torch.distributed.fsdp import StateDictType
 
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
@@ -124,10 +123,6 @@ def checkpoints(folder):
     theirs, model, _ = prepared("fsdp2", state_dict_type=kind)  # a full one of ours goes on in FSDP2
     theirs.load_state(path)
     assert train(theirs, model, _, range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
-
-
-def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
 
 
 def truncate(path):
@@ -161,7 +156,9 @@ def with_schedulers(kind):
     return accelerator, model, optimizer
 
 
-def damaged_on_one_rank(folder):
+@on_ranks(3)
+def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
+    folder = tmp_path
     from torch.distributed.fsdp import StateDictType
 
     mine = own_copy(folder, StateDictType.FULL_STATE_DICT)
@@ -195,11 +192,9 @@ def damaged_on_one_rank(folder):
     assert not accelerator._load_model_state_pre_hook
 
 
-def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(3, damaged_on_one_rank, tmp_path)
-
-
-def shards_missing_on_one_rank(folder):
+@on_ranks(2)
+def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
+    folder = tmp_path
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.fsdp import StateDictType
 
@@ -227,11 +222,9 @@ def shards_missing_on_one_rank(folder):
         ours.load_state(accelerator, mine)
 
 
-def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
-    run_ranks(2, shards_missing_on_one_rank, tmp_path)
-
-
-def exported(folder):
+@on_ranks(2)
+def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
+    folder = tmp_path
     accelerator, model, _ = prepared("ours")
     found = accelerator.get_state_dict(model)
     expected = llama().state_dict()
@@ -246,11 +239,8 @@ def exported(folder):
     assert all(saved[name].equal(expected[name]) for name in expected)
 
 
-def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
-    run_ranks(2, exported, tmp_path)
-
-
-def loaded_from_rank_0():
+@on_ranks(3)
+def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
     for tied in (False, True):
         expected = llama(tied=tied)
         mine = llama(seed=dist.get_rank(), tied=tied)  # only rank 0 has the values
@@ -268,11 +258,8 @@ def loaded_from_rank_0():
         assert losses == pytest.approx(theirs, rel=1e-5)
 
 
-def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
-    run_ranks(3, loaded_from_rank_0)
-
-
-def policies():
+@on_ranks(2)
+def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
     _, plugin = accelerator_for(mixed_precision_policy="bf16", ignored_modules="model.norm")
     model = llama().bfloat16()
     ours.shard(model, plugin)
@@ -291,21 +278,15 @@ def policies():
         ours.shard(nn.Linear(2, 2), plugin)
 
 
-def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
-    run_ranks(2, policies)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
+    folder = tmp_path
     script = example_script("train_accelerate")
     accelerator, _ = accelerator_for(accumulate=2)
     losses = script.train(accelerator, str(folder))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
 
 
 def test_importing_the_adapter_imports_no_trainer():

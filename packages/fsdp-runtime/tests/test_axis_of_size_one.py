@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_runtime import fully_shard
 from layout_planner import Rows
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 class Net(nn.Module):
@@ -22,7 +22,8 @@ class Net(nn.Module):
         return self.down(self.up(x).relu()).pow(2).mean()
 
 
-def train():
+@on_ranks(2)
+def test_tensor_parallelism_of_degree_1_trains_as_without():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     model: Any = Net()
     reference = Net()
@@ -38,7 +39,3 @@ def train():
             optimizer.zero_grad()
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), expected, msg=name)
-
-
-def test_tensor_parallelism_of_degree_1_trains_as_without():
-    run_ranks(2, train)

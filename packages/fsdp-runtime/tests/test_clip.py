@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
 from ragged_shard import distribute_like
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
 def stage(number):
@@ -24,7 +24,9 @@ def with_gradients(model, scale=1.0):
     return model
 
 
-def clip_stages(order):
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@on_ranks(4)
+def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     mine: Any = stage(mesh.get_local_rank("pp"))
     fully_shard(mine, mesh=mesh["dp"])
@@ -45,12 +47,8 @@ def clip_stages(order):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
-    run_ranks(4, clip_stages, order)
-
-
-def not_finite():
+@on_ranks(4)
+def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     model = with_gradients(stage(0), float("nan") if mesh.get_local_rank("pp") else 1.0)
     before = [param.grad.clone() for param in model.parameters()]
@@ -60,10 +58,6 @@ def not_finite():
         torch.testing.assert_close(param.grad, kept, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match="pp_mesh has 2 axes"):
         clip_grad_norm_(model.parameters(), 0.5, pp_mesh=mesh)
-
-
-def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
-    run_ranks(4, not_finite)
 
 
 def test_plain_parameters_are_clipped_as_by_torch():

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import fabric as ours
 from ragged_shard import full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed (the extra `fabric`)")
 
@@ -73,7 +73,9 @@ def train(made, steps=range(4), accumulate=1):
     return found, reductions
 
 
-def same_training():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_losses_and_norms_are_fsdp2s_and_no_backward_sync_reduces_once(ranks):
     for accumulate in (1, 2):
         theirs, _ = train(prepared("fsdp2"), range(4), accumulate)
         made = prepared("ours")
@@ -83,12 +85,8 @@ def same_training():
         assert [bool(count) for count in reductions] == [(i + 1) % accumulate == 0 for i in range(4)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_norms_are_fsdp2s_and_no_backward_sync_reduces_once(ranks):
-    run_ranks(ranks, same_training)
-
-
-def clipped_by_value():
+@on_ranks(2)
+def test_clipping_by_value_is_fsdp2s():
     found = []
     for system in ("fsdp2", "ours"):
         fabric, model, optimizer = prepared(system)
@@ -100,11 +98,10 @@ def clipped_by_value():
         torch.testing.assert_close(mine, theirs)
 
 
-def test_clipping_by_value_is_fsdp2s():
-    run_ranks(2, clipped_by_value)
-
-
-def checkpoints(folder):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_sharded_and_full_checkpoints_load_and_training_goes_on_here_and_in_fsdp2(ranks, tmp_path):
+    folder = tmp_path
     for sharded in (True, False):
         options = {"save_distributed_checkpoint": sharded}
         path = folder / f"{sharded}"
@@ -122,12 +119,9 @@ def checkpoints(folder):
         assert train((theirs, model, optimizer), range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_and_full_checkpoints_load_and_training_goes_on_here_and_in_fsdp2(ranks, tmp_path):
-    run_ranks(ranks, checkpoints, tmp_path)
-
-
-def written_by_one_process(folder):
+@on_ranks(3)
+def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
+    folder = tmp_path
     plain = seeded(seed=3, width=64)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     loss_of(plain, tokens(rank=0)).backward()
@@ -154,11 +148,9 @@ def written_by_one_process(folder):
         torch.testing.assert_close(value, plain.state_dict()[name])
 
 
-def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
-    run_ranks(3, written_by_one_process, tmp_path)
-
-
-def on_meta(folder):
+@on_ranks(2)
+def test_a_model_made_on_meta_gets_memory_and_then_its_file(tmp_path):
+    folder = tmp_path
     expected = seeded(seed=3).state_dict()
     if dist.get_rank() == 0:
         torch.save(expected, folder / "raw.pt")
@@ -173,11 +165,9 @@ def on_meta(folder):
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_a_model_made_on_meta_gets_memory_and_then_its_file(tmp_path):
-    run_ranks(2, on_meta, tmp_path)
-
-
-def refused(folder):
+@on_ranks(2)
+def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
+    folder = tmp_path
     fabric, model, optimizer = prepared("ours")
     state = {**seeded(seed=3).state_dict(), "extra": torch.zeros(1)}
     path = folder / "other.pt"
@@ -194,10 +184,6 @@ def refused(folder):
     fabric = fabric_for("ours", data_parallel_size=1, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="2 ranks on its axis tensor_parallel"):
         fabric.setup_module(seeded())
-
-
-def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
-    run_ranks(2, refused, tmp_path)
 
 
 def edited(change):
@@ -248,7 +234,10 @@ DAMAGE = {
 }
 
 
-def without_a_rank(folder):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=60)
+def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(ranks, tmp_path):
+    folder = tmp_path
     from lightning_fabric.strategies import ModelParallelStrategy
 
     fabric, model, optimizer = prepared("ours", save_distributed_checkpoint=False)
@@ -272,12 +261,8 @@ def without_a_rank(folder):
     fabric.load(whole, state)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(ranks, tmp_path):
-    run_ranks(ranks, without_a_rank, tmp_path, timeout=60)
-
-
-def two_axes():
+@on_ranks(2)
+def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     def by_columns_and_rows(model, mesh):
@@ -300,11 +285,10 @@ def two_axes():
     torch.testing.assert_close(norm, expected)
 
 
-def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
-    run_ranks(2, two_axes)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
+    folder = tmp_path
     script = example_script("train_fabric")
     from lightning_fabric import Fabric
 
@@ -315,11 +299,6 @@ def example(folder):
     losses = script.train(fabric, str(folder))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
 
 
 def test_importing_the_adapter_imports_no_trainer():

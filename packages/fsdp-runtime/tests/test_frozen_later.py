@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
 
 
 def freeze(model, trained):
@@ -87,7 +87,8 @@ def test_of_the_trained_elements_nothing_but_alignment_is_added():
         )  # to the one other rank, half of it each, in shards of equal size
 
 
-def hybrid():
+@on_ranks(4)
+def test_frozen_parameters_and_replicas():
     """Copies over replicas, and an accumulation over microbatches whose sums stay on each replica."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, alone = shard(seeded(), mesh=mesh), seeded()
@@ -103,11 +104,8 @@ def hybrid():
     assert_gradients(model, {n: None if g is None else g + second[n] for n, g in first.items()})
 
 
-def test_frozen_parameters_and_replicas():
-    run_ranks(4, hybrid)
-
-
-def accumulated():
+@on_ranks(2)
+def test_frozen_parameters_and_accumulation():
     """Gradients of several backwards without a reduction."""
     model, alone = shard(seeded()), seeded()
     freeze(model, is_bias)
@@ -121,10 +119,6 @@ def accumulated():
             found if wanted is None else {n: None if g is None else g + wanted[n] for n, g in found.items()}
         )
     assert_gradients(model, wanted)
-
-
-def test_frozen_parameters_and_accumulation():
-    run_ranks(2, accumulated)
 
 
 def unfrozen_too_early():
@@ -163,17 +157,14 @@ def test_a_trained_parameter_without_a_gradient_here_gets_what_others_have():
     assert run_ranks(1, on_one_rank_only) == [True]
 
 
-def memory_is_released():
+@on_ranks(2)
+def test_gathered_gradient_memory_is_free_after_backward():
     model = shard(seeded())
     groups = [group for block in model.blocks for group in member_of(block).unit.groups]
     for trained in (is_bias, lambda n: True):
         freeze(model, trained)
         loss_of(model, tokens()).backward()
         assert not any(group.gradients.memory.buffer.materialized for group in groups)
-
-
-def test_gathered_gradient_memory_is_free_after_backward():
-    run_ranks(2, memory_is_released)
 
 
 def alternating():

@@ -19,7 +19,7 @@ from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_s
 from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -190,7 +190,9 @@ def test_several_files_are_loaded_with_and_without_an_index(index, tmp_path):
     run_ranks(2, load_index, tmp_path)
 
 
-def load_fp8(path):
+@on_ranks(3)
+def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
+    path = tmp_path
     quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
     save_safetensors(shard(seeded(width=20), quantization_policy=quantize), path, quantized=True)
     # Columns and rows of tiles are cut by these blocks.
@@ -201,10 +203,6 @@ def load_fp8(path):
     model = shard(on_meta(width=20), quantization_policy=quantize)
     load_safetensors(model, path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
-
-
-def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
-    run_ranks(3, load_fp8, tmp_path)
 
 
 def load_at_rest(path):

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fsdp_runtime
 from ragged_shard._torch_compat import TORCH_VERSION
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelining.md"
 WIDTH, ROWS, MICROBATCHES = 8, 2, 4
@@ -144,7 +144,9 @@ def check_page(row):
     assert not PAGE.exists() or row in PAGE.read_text()
 
 
-def evaluate(name):
+@pytest.mark.parametrize("name", SINGLE)
+@on_ranks(4)
+def test_a_schedule_evaluates(name):
     """Outputs and the losses of the last stage without a backward; and that nothing stays gathered."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
@@ -156,11 +158,6 @@ def evaluate(name):
     found = schedule.eval(*(() if last else (x,)), **({"target": target} if last else {}))
     if last:
         torch.testing.assert_close(found, nn.Sequential(*stages(2))(x), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_schedule_evaluates(name):
-    run_ranks(4, evaluate, name)
 
 
 def from_a_file(path):

@@ -18,7 +18,7 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
-from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import SimulatedDevice, on_ranks, record_collectives, run_ranks, simulated_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -70,7 +70,8 @@ def test_a_unit_gathers_and_reduces_once_for_each_mesh():
     assert run_ranks(4, gradients_and_counts) == [[14, 8, 4]] * 4
 
 
-def with_options():
+@on_ranks(4, timeout=120)
+def test_options_of_a_unit_hold_on_each_of_its_meshes():
     for options in (
         {"reshard_after_forward": 2},
         {"reshard_after_forward": False},
@@ -104,19 +105,6 @@ def with_options():
     check_gradients(model, rtol=0.1, atol=2e-2)
 
 
-def test_options_of_a_unit_hold_on_each_of_its_meshes():
-    run_ranks(4, with_options, timeout=120)
-
-
-def with_quantization():
-    for policy in (
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
-        QuantizationPolicy(gradients=BlockInt8(64)),
-    ):
-        check_quantized(policy)
-
-
 def check_quantized(policy):
     flat, hybrid, _ = two_meshes()
     model = seeded(width=16)
@@ -131,8 +119,14 @@ def check_quantized(policy):
     check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
 
 
+@on_ranks(4, timeout=120)
 def test_weights_and_gradients_travel_quantized_on_each_mesh():
-    run_ranks(4, with_quantization, timeout=120)
+    for policy in (
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
+        QuantizationPolicy(gradients=BlockInt8(64)),
+    ):
+        check_quantized(policy)
 
 
 class Mixed(Body):
@@ -153,14 +147,11 @@ class Mixed(Body):
         return self.head(self.norm(x))
 
 
-def mixed_dtypes():
+@on_ranks(4)
+def test_dtypes_and_frozen_parameters_differ_by_mesh():
     model = sharded(seeded(Mixed, width=16))
     accumulated(model)
     check_gradients(model, make=lambda **options: seeded(Mixed, **options))
-
-
-def test_dtypes_and_frozen_parameters_differ_by_mesh():
-    run_ranks(4, mixed_dtypes)
 
 
 class Branches(nn.Module):
@@ -176,7 +167,11 @@ class Branches(nn.Module):
         return x + self.experts[which](x) if which is not None else x
 
 
-def unused_on_some_ranks(expert_of):
+@pytest.mark.parametrize(
+    "expert_of", [(0, 1, 0, 1), (0, None, None, None), (None, None, None, None)], ids=str
+)
+@on_ranks(4)
+def test_experts_that_only_some_ranks_use_are_reduced_on_all(expert_of):
     flat, hybrid, _ = two_meshes()
     model: Any = seeded(Branches)
     experts = set(model.experts.parameters())
@@ -195,17 +190,12 @@ def unused_on_some_ranks(expert_of):
             torch.testing.assert_close(found.grad.to_local(), mine, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "expert_of", [(0, 1, 0, 1), (0, None, None, None), (None, None, None, None)], ids=str
-)
-def test_experts_that_only_some_ranks_use_are_reduced_on_all(expert_of):
-    run_ranks(4, unused_on_some_ranks, expert_of)
-
-
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def chosen_by_torchs_objects():
+@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
+@on_ranks(4)
+def test_torchs_shard_placement_result_is_taken():
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     flat, hybrid, _ = two_meshes()
@@ -230,12 +220,8 @@ def chosen_by_torchs_objects():
     assert not hasattr(model.weight, "placements")
 
 
-@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
-def test_torchs_shard_placement_result_is_taken():
-    run_ranks(4, chosen_by_torchs_objects)
-
-
-def refused():
+@on_ranks(4)
+def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
     flat, _, _ = two_meshes()
     rank = dist.get_rank()
     some = DeviceMesh("cpu", [0, 1, 2])
@@ -276,11 +262,8 @@ def refused():
     fully_shard(outer[0], mesh=flat, shard_placement_fn=lambda p: None)
 
 
-def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
-    run_ranks(4, refused)
-
-
-def unnamed_and_of_one_rank():
+@on_ranks(4)
+def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
     flat = init_device_mesh("cpu", (4,))  # no names
     pairs = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
     model = shard(
@@ -296,11 +279,8 @@ def unnamed_and_of_one_rank():
     check_gradients(model)
 
 
-def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
-    run_ranks(4, unnamed_and_of_one_rank)
-
-
-def already_distributed():
+@on_ranks(4)
+def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     model = nn.Linear(6, 8)
@@ -314,10 +294,6 @@ def already_distributed():
     other.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
     with pytest.raises(ValueError, match="weight is already a DTensor on the mesh"):
         fully_shard(other, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
-
-
-def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
-    run_ranks(4, already_distributed)
 
 
 # -- the rest of a unit's life -----------------------------------------------------------------------------------------
@@ -353,7 +329,8 @@ def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none():
         run_ranks(4, checkpointed, folder)
 
 
-def on_meta():
+@on_ranks(4)
+def test_a_unit_on_several_meshes_starts_on_the_meta_device():
     with torch.device("meta"):
         model = Body(width=16)
     sharded(model)
@@ -367,10 +344,6 @@ def on_meta():
             param.copy_(distribute_like(wanted.detach(), param, src_data_rank=None))
     accumulated(model)
     check_gradients(model)
-
-
-def test_a_unit_on_several_meshes_starts_on_the_meta_device():
-    run_ranks(4, on_meta)
 
 
 def order_on(rank):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import torchtitan as ours
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra `torchtitan`)")
 # torchtitan's package of kernels imports it, also where none is used
@@ -208,7 +208,9 @@ def dense_cases():
     ]
 
 
-def dense(folder):
+@on_ranks(2)
+def test_losses_and_norms_of_a_llama_are_fsdp2s_with_every_policy_of_torchtitan(tmp_path):
+    folder = tmp_path
     on_cpu()
     for case in dense_cases():
         mine, theirs = compared(folder, "llama3", case)
@@ -219,10 +221,6 @@ def dense(folder):
             assert trainer.steps(3) == mine
     mine, theirs = compared(folder, "llama3", {"training": {"mixed_precision_param": "bfloat16"}})
     assert mine == pytest.approx(theirs, rel=2e-2)
-
-
-def test_losses_and_norms_of_a_llama_are_fsdp2s_with_every_policy_of_torchtitan(tmp_path):
-    run_ranks(2, dense, tmp_path)
 
 
 def one_process(folder):
@@ -243,7 +241,9 @@ def test_initial_weights_losses_and_gradients_are_those_of_one_process(tmp_path)
             )  # torch adds whole tensors' squares in fp32
 
 
-def several_meshes(folder):
+@on_ranks(4)
+def test_tensor_parallelism_and_experts_with_replicas_train_as_with_fsdp2(tmp_path):
+    folder = tmp_path
     for name, parallelism, close in (
         ("llama3", {"tensor_parallel_degree": 2}, 1e-5),
         ("qwen3", {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}, 2e-3),  # routing jumps
@@ -253,11 +253,9 @@ def several_meshes(folder):
         assert mine == pytest.approx(theirs, rel=close), name
 
 
-def test_tensor_parallelism_and_experts_with_replicas_train_as_with_fsdp2(tmp_path):
-    run_ranks(4, several_meshes, tmp_path)
-
-
-def checkpoints(folder):
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
+    folder = tmp_path
     from torchtitan.components.checkpoint import CheckpointManager
 
     on_cpu()
@@ -275,11 +273,17 @@ def checkpoints(folder):
         again.close()
 
 
-def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
+def nothing(model, *, parallel_dims):
+    return model
 
 
-def options_and_names(folder):
+def failing(model, *, parallel_dims):
+    return 1 / 0
+
+
+@on_ranks(2)
+def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(tmp_path):
+    folder = tmp_path
     from torch.distributed.fsdp import fully_shard as of_torch
 
     on_cpu()
@@ -311,19 +315,10 @@ def options_and_names(folder):
     assert shared.fully_shard is of_torch
 
 
-def nothing(model, *, parallel_dims):
-    return model
-
-
-def failing(model, *, parallel_dims):
-    return 1 / 0
-
-
-def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(tmp_path):
-    run_ranks(2, options_and_names, tmp_path)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
+    folder = tmp_path
     make = on_cpu()
     script = example_script("train_torchtitan")
     assets = folder / str(dist.get_rank())
@@ -337,11 +332,6 @@ def example(folder):
         trainer.close()
     assert [len(each) for each in seen] == [8, 8]  # the second one went on after 4 steps
     assert seen[1][-2] < seen[0][0]
-
-
-@with_examples
-def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    run_ranks(2, example, tmp_path)
 
 
 def test_importing_the_adapter_imports_no_trainer():

@@ -21,7 +21,7 @@ from test_accelerate import llama
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
 from ragged_shard import RaggedDTensor, full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -98,7 +98,9 @@ def history(trainer):
     return [e[key] for e in entries for key in ("loss", "grad_norm", "eval_loss") if key in e]
 
 
-def same_training(folder):
+@on_ranks(3)
+def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
+    folder = tmp_path
     for accumulate in (1, 2):
         found = {}
         for system in ("fsdp2", "ours"):
@@ -114,10 +116,6 @@ def same_training(folder):
     trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
     own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
-
-
-def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
-    run_ranks(3, same_training, tmp_path)
 
 
 def compiled(folder):
@@ -141,7 +139,9 @@ def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
     run_ranks(2, compiled, tmp_path)
 
 
-def resumed(folder):
+@on_ranks(2)
+def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
+    folder = tmp_path
     saving = {"save_strategy": "steps", "save_steps": 2}
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         path = folder / kind
@@ -156,15 +156,13 @@ def resumed(folder):
         assert history(theirs) == pytest.approx(expected, rel=1e-5)
 
 
-def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
-    run_ranks(2, resumed, tmp_path)
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def damaged_on_one_rank(folder):
+@on_ranks(3)
+def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
+    folder = tmp_path
     last = dist.get_world_size() - 1
     trainer_for("ours", folder, llama(), save_strategy="steps", save_steps=2).train()
     dist.barrier()
@@ -197,11 +195,9 @@ def damaged_on_one_rank(folder):
         trainer_for("ours", folder / "none", llama()).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(3, damaged_on_one_rank, tmp_path)
-
-
-def best_is_damaged(folder):
+@on_ranks(2)
+def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
+    folder = tmp_path
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     trainer = trainer_for("ours", folder, llama(), load_best_model_at_end=True, **each)
     trainer.train()
@@ -213,11 +209,9 @@ def best_is_damaged(folder):
         trainer._load_best_model()
 
 
-def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(2, best_is_damaged, tmp_path)
-
-
-def best_and_saved(folder):
+@on_ranks(2)
+def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
+    folder = tmp_path
     from safetensors.torch import load_file
 
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -235,11 +229,9 @@ def best_and_saved(folder):
     assert all(full[name].equal(saved[name]) for name in saved)
 
 
-def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
-    run_ranks(2, best_and_saved, tmp_path)
-
-
-def evaluated_first(folder):
+@on_ranks(2)
+def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tmp_path):
+    folder = tmp_path
     plain = trainer_for("fsdp2", folder, llama(), kind=None).evaluate()["eval_loss"]
     options = {"shard_options": {"block_policy": block_policies.rows(4)}}
     trainer = trainer_for("ours", folder, llama(), **options)
@@ -256,21 +248,15 @@ def evaluated_first(folder):
         trainer_for("fsdp2", folder, llama()).evaluate()
 
 
-def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tmp_path):
-    run_ranks(2, evaluated_first, tmp_path)
-
-
-def without_fsdp(folder):
+@on_ranks(2)
+def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
+    folder = tmp_path
     trainer = trainer_for("ours", folder, llama(), kind=None)
     trainer.train()
     assert not isinstance(trainer.model, FSDPModule)
     theirs = trainer_for("fsdp2", folder, llama(), kind=None)
     theirs.train()
     assert history(trainer) == history(theirs)
-
-
-def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
-    run_ranks(2, without_fsdp, tmp_path)
 
 
 def pretrained(path, system="ours", model="Llama", config=None, **options):
@@ -292,7 +278,9 @@ def written(path, model):
     return model.state_dict()
 
 
-def loaded_and_trained(folder):
+@on_ranks(3)
+def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
+    folder = tmp_path
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed import fsdp, mixin
 
@@ -321,11 +309,9 @@ def loaded_and_trained(folder):
     assert [dict(vars(module)) for module in modules] == before
 
 
-def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
-    run_ranks(3, loaded_and_trained, tmp_path)
-
-
-def experts(folder):
+@on_ranks(2)
+def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_path):
+    folder = tmp_path
     from test_load_transformers import make
 
     expected = written(folder / "mixtral", make("mixtral"))
@@ -333,11 +319,9 @@ def experts(folder):
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_path):
-    run_ranks(2, experts, tmp_path)
-
-
-def two_axes(folder):
+@on_ranks(4)
+def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_path):
+    folder = tmp_path
     expected = written(folder, llama())
     model = pretrained(folder, config={"fsdp_size": 2, "tp_size": 2})
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -347,11 +331,9 @@ def two_axes(folder):
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_path):
-    run_ranks(4, two_axes, tmp_path)
-
-
-def refused(folder):
+@on_ranks(2)
+def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
+    folder = tmp_path
     from safetensors.torch import load_file, save_file
 
     state = written(folder, llama(tied=True))
@@ -372,11 +354,10 @@ def refused(folder):
         core_model_loading.set_param_for_module = theirs
 
 
-def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
-    run_ranks(2, refused, tmp_path)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
+    folder = tmp_path
     script = example_script("train_transformers")
     found = []
     for system in ("fsdp2", "ours"):
@@ -387,11 +368,6 @@ def example(folder):
     assert len(found[1]) == 8
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[1][-1] < found[1][0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
 
 
 def test_importing_the_adapter_imports_no_trainer():

@@ -15,7 +15,7 @@ from runtime_helpers import example_script, with_examples
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import verl as ours
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 pytest.importorskip("verl", reason="verl is not installed (the extra `verl`)")
 
@@ -126,7 +126,9 @@ def train(engine, steps=range(3)):
     return found
 
 
-def same_training(folder):
+@on_ranks(3, timeout=280)
+def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
+    folder = tmp_path
     for case in (
         {},
         {"tied": True, "reshard_after_forward": False},
@@ -138,20 +140,14 @@ def same_training(folder):
         assert train(engine) == pytest.approx(theirs, rel=1e-5), case
 
 
-def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
-    run_ranks(3, same_training, tmp_path, timeout=280)
-
-
-def reductions(folder):
+@on_ranks(2)
+def test_two_microbatches_reduce_once(tmp_path):
+    folder = tmp_path
     engine = engine_of(folder, "ours")
     with record_collectives() as record:
         train(engine, range(1))  # two microbatches
     units = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
     assert sum("reduce_scatter" in kind for kind in record.kinds) == units
-
-
-def test_two_microbatches_reduce_once(tmp_path):
-    run_ranks(2, reductions, tmp_path)
 
 
 def checkpoints(folder):
@@ -168,7 +164,9 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     run_ranks(2, checkpoints, tmp_path)
 
 
-def exports(folder):
+@on_ranks(4)
+def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
+    folder = tmp_path
     import transformers
     from verl.workers.engine.utils import prime_delta_snapshots
 
@@ -196,11 +194,9 @@ def exports(folder):
         assert all(before[name].equal(after[name]) for name in after)
 
 
-def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
-    run_ranks(4, exports, tmp_path)
-
-
-def refused(folder):
+@on_ranks(2)
+def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
+    folder = tmp_path
     import verl.utils.fsdp_utils as theirs
     from torch.distributed.fsdp import fully_shard
     from verl.workers.engine.base import EngineRegistry
@@ -223,10 +219,6 @@ def refused(folder):
             ours.register()
     finally:
         EngineRegistry._engines = before
-
-
-def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
-    run_ranks(2, refused, tmp_path)
 
 
 def example(folder):

@@ -26,7 +26,7 @@ from ragged_shard import (
     distribute_tensor,
 )
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
 
 SHAPES = {
     "matrix": (24, 5), "vector": (12,), "cube": (4, 6, 3), "scalar": (), "tiny": (1, 3), "empty": (0, 4),
@@ -121,7 +121,8 @@ def test_what_torchs_placements_saved_loads_as_ragged(kind, tmp_path):
     run_ranks(4, load, "2d", tmp_path)
 
 
-def offsets():
+@on_ranks(4)
+def test_offsets_are_computed_without_communication():
     tensors = state("ragged", False)
     with record_collectives() as record:
         items = {name: tensor.__create_write_items__(name, tensor) for name, tensor in tensors.items()}
@@ -141,21 +142,14 @@ def offsets():
         tensors["matrix"].__get_tensor_shard__(MetadataIndex("matrix", torch.Size([0, 1])))
 
 
-def test_offsets_are_computed_without_communication():
-    run_ranks(4, offsets)
-
-
-def refuse_partial():
+@on_ranks(4)
+def test_a_pending_reduction_cannot_be_saved():
     mesh = init_device_mesh("cpu", (2, 2))
     tensor = distribute_tensor(torch.zeros(4), mesh, [Partial(), RaggedShard((0,), (1, 1))])
     with pytest.raises(ValueError, match="pending reduction cannot be saved"):
         tensor.__create_chunk_list__()
     with pytest.raises(ValueError, match="pending reduction cannot be saved"):
         tensor.__create_write_items__("w", tensor)
-
-
-def test_a_pending_reduction_cannot_be_saved():
-    run_ranks(4, refuse_partial)
 
 
 def build(kind, fill):
@@ -312,15 +306,12 @@ def test_async_save_copies_tensors_that_lie_in_one_buffer(tmp_path):
     run_ranks(1, load_filled, tmp_path)
 
 
-def foreign_storage():
+@on_ranks(3)
+def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
     _, tensors = in_one_buffer(1.0)
     for tensor in (tensors["a"], tensors["a"].new_zeros(())):
         with pytest.raises(NotImplementedError, match=r"use RaggedDTensor\.from_local"):
             tensor.set_(torch.zeros(24).untyped_storage(), 0, (24,), (1,))
-
-
-def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
-    run_ranks(3, foreign_storage)
 
 
 HF_VALUES = {
@@ -401,14 +392,12 @@ def test_our_hugging_face_writer_needs_distributed_saving_for_what_several_ranks
     assert [file.parent.name for file in tmp_path.glob("*/*.safetensors")] == ["plain"]
 
 
-def boxes_are_plain_in_files(folder):
+@on_ranks(2)
+def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
+    folder = tmp_path
     dcp.save(hf_state(1.0), checkpoint_id=folder)
     if dist.get_rank() == 0:
         dcp.format_utils.dcp_to_torch_save(folder, f"{folder}/full.pt")
         for name, value in torch.load(f"{folder}/full.pt").items():
             assert type(value) is torch.Tensor
             assert torch.equal(value, HF_VALUES[name])
-
-
-def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
-    run_ranks(2, boxes_are_plain_in_files, tmp_path)

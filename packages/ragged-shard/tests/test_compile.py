@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 pytestmark = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch.compile takes no such subclass"
@@ -24,7 +24,8 @@ def assert_compiled_bits(got, x, ragged):
     torch.testing.assert_close(got.full_tensor(), curve(x, x))
 
 
-def compiled():
+@on_ranks(3, timeout=120)
+def test_a_compiled_pointwise_function_is_bit_equal():
     mesh = init_device_mesh("cpu", (3,))
     x = torch.arange(24.0).view(6, 4) / 24
     ragged = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -34,11 +35,8 @@ def compiled():
     assert_compiled_bits(got, x, ragged)
 
 
-def test_a_compiled_pointwise_function_is_bit_equal():
-    run_ranks(3, compiled, timeout=120)
-
-
-def compiled_in_one_buffer():
+@on_ranks(3, timeout=120)
+def test_tensors_in_one_buffer_are_compiled_too():
     mesh = init_device_mesh("cpu", (3,))
     x = torch.arange(24.0).view(6, 4) / 24
     even = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -53,7 +51,3 @@ def compiled_in_one_buffer():
     assert isinstance(fake, RaggedDTensor)
     assert fake.shape == (6, 4)
     assert fake.to_local().shape == pair[0].to_local().shape
-
-
-def test_tensors_in_one_buffer_are_compiled_too():
-    run_ranks(3, compiled_in_one_buffer, timeout=120)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 NO_MIXED_LISTS = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone"
@@ -28,7 +28,8 @@ def spread(tensor, placements=(RAGGED,), mesh_shape=None):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def norms():
+@on_ranks(3)
+def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
     x, rx = plain(shape=SHAPE) - 0.6, spread(plain(shape=SHAPE) - 0.6)
     for order in (1, 2, 3.5, float("inf"), 0, -1, float("-inf")):
         for got, wanted in [
@@ -46,11 +47,8 @@ def norms():
     assert torch.linalg.vector_norm(huge).item() == pytest.approx(3.9e18 * 24**0.5, rel=1e-6)
 
 
-def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
-    run_ranks(3, norms)
-
-
-def hsdp_norm():
+@on_ranks(4)
+def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
     x = plain()
     tensor = spread(x, (Replicate(), RaggedShard((0,), (1, 3))), (2, 2))
     both = spread(x, (RaggedShard((0,), (1, 3)), Shard(1)), (2, 2))
@@ -65,10 +63,6 @@ def hsdp_norm():
     for dim in (0, 1, 2, (0, 2)):
         for ragged in (tensor, both, strided):
             torch.testing.assert_close(ragged.sum(dim).full_tensor(), x.sum(dim))
-
-
-def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
-    run_ranks(4, hsdp_norm)
 
 
 def several_meshes():
@@ -122,13 +116,10 @@ def test_torchs_clipping_takes_any_mix_of_meshes_plain_tensors_and_dtensors(fore
         assert len(kinds) == 3
 
 
-def norms_over_other_ranks():
+@on_ranks(4)
+def test_norms_over_different_ranks_are_not_stacked():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     both = distribute_tensor(plain(), mesh, [RaggedShard((0,), (1, 3)), Shard(1)], src_data_rank=None)
     one = distribute_tensor(plain(), mesh["dp"], [RaggedShard((0,), (1, 3))], src_data_rank=None)
     with pytest.raises(NotImplementedError, match="copies or other parameters"):
         torch.nn.utils.get_total_norm([both, one])
-
-
-def test_norms_over_different_ranks_are_not_stacked():
-    run_ranks(4, norms_over_other_ranks)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SHAPES = [(24, 5), (12,), (4, 6, 3), (12, 1), (1, 7)]
 STEPS = 4
@@ -116,7 +116,9 @@ def test_every_optimizer_of_torch_is_tested_or_refused():
     assert found == named
 
 
-def refused(name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_an_optimizer_that_cannot_work_is_refused_before_it_changes_anything(name):
     mesh = init_device_mesh("cpu", (2,))
     param: Any = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [RaggedShard((0,), (1, 2))]))
     before = param.to_local().clone()
@@ -124,11 +126,6 @@ def refused(name):
     with pytest.raises((NotImplementedError, RuntimeError), match=REFUSED[name]):
         getattr(torch.optim, name)([param], lr=0.1).step(*[lambda: torch.ones(())] * (name == "LBFGS"))
     assert torch.equal(param.to_local(), before)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_cannot_work_is_refused_before_it_changes_anything(name):
-    run_ranks(2, refused, name)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
@@ -144,7 +141,9 @@ def test_fused_optimizers_agree_but_for_the_ulps_of_simd_tails(optimizer, mesh_s
     run_ranks(math.prod(mesh_shape), train, mesh_shape, fused, ulp=STEPS)
 
 
-def one_fused_step(ranks):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_one_fused_step_is_right_to_one_ulp(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     plain, ragged, grads = make(mesh, placements_of(ranks))
     for params in (plain, ragged):
@@ -153,12 +152,9 @@ def one_fused_step(ranks):
     compare(plain, ragged, ulp=1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_one_fused_step_is_right_to_one_ulp(ranks):
-    run_ranks(ranks, one_fused_step, ranks)
-
-
-def tensor_lr(fused):
+@pytest.mark.parametrize("fused", [True, False])
+@on_ranks(3)
+def test_a_tensor_learning_rate_and_a_schedule_work(fused):
     mesh = init_device_mesh("cpu", (3,))
     plain, ragged, grads = make(mesh, placements_of(3))
     for params in (plain, ragged):
@@ -171,11 +167,6 @@ def tensor_lr(fused):
             optimizer.step()
             schedule.step()
     compare(plain, ragged, ulp=2 if fused else 0)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_tensor_learning_rate_and_a_schedule_work(fused):
-    run_ranks(3, tensor_lr, fused)
 
 
 def clip(mesh_shape, norm_type, foreach):
@@ -212,7 +203,9 @@ def test_clip_grad_norm_is_right_to_1e_6_with_one_collective_for_the_list(mesh_s
     run_ranks(math.prod(mesh_shape), clip, mesh_shape, norm_type, foreach)
 
 
-def clip_mixed():
+@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone")
+@on_ranks(3)
+def test_ragged_and_fsdp2_parameters_are_clipped_and_stepped_in_one_list():
     mesh = init_device_mesh("cpu", (3,))
     plain, ragged, grads = make(mesh, placements_of(3))
     theirs: Any = nn.Parameter(torch_distribute_tensor(plain[0].detach().clone(), mesh, [Shard(0)]))
@@ -232,12 +225,8 @@ def clip_mixed():
         torch.testing.assert_close(theirs.full_tensor(), plain[0].detach())
 
 
-@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone")
-def test_ragged_and_fsdp2_parameters_are_clipped_and_stepped_in_one_list():
-    run_ranks(3, clip_mixed)
-
-
-def clip_2d():
+@on_ranks(4)
+def test_clipping_counts_each_element_once_on_2d_meshes():
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     for placements in (
@@ -250,10 +239,6 @@ def clip_2d():
         norm = nn.utils.clip_grad_norm_([param], 1.0)
         assert norm.item() == pytest.approx(full.norm().item(), rel=1e-6)
         torch.testing.assert_close(param.grad.full_tensor(), full / (full.norm() + 1e-6))
-
-
-def test_clipping_counts_each_element_once_on_2d_meshes():
-    run_ranks(4, clip_2d)
 
 
 def scaled(mesh_shape, fused):
@@ -281,7 +266,8 @@ def test_grad_scaler_skips_the_same_steps_on_all_ranks(mesh_shape, fused):
     run_ranks(math.prod(mesh_shape), scaled, mesh_shape, fused)
 
 
-def zero_gradient_fused():
+@on_ranks(3)
+def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
     mesh = init_device_mesh("cpu", (3,))
     plain, ragged, grads = make(mesh, placements_of(3))
     for params in (plain, ragged):
@@ -293,7 +279,3 @@ def zero_gradient_fused():
         scaler.step(optimizer)  # unscales inside the fused step
         scaler.update()
     compare(plain, ragged, ulp=2)
-
-
-def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
-    run_ranks(3, zero_gradient_fused)

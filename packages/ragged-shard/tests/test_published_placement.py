@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 FULL = torch.arange(1.0, 49.0).view(8, 6)
 UNEVEN = RaggedShard((0,), (1, 5, 0, 2))
@@ -21,7 +21,8 @@ def ragged(placements=(UNEVEN,), full=FULL):
     return distribute_tensor(full, mesh, placements)
 
 
-def in_place_and_norms():
+@on_ranks(4)
+def test_in_place_add_and_norms_of_all_elements_and_along_each_dim():
     tensor = ragged()
     tensor.add_(tensor)
     assert torch.equal(tensor.full_tensor(), FULL * 2)
@@ -32,11 +33,8 @@ def in_place_and_norms():
         torch.testing.assert_close(got, torch.linalg.vector_norm(FULL, dim=dim))
 
 
-def test_in_place_add_and_norms_of_all_elements_and_along_each_dim():
-    run_ranks(4, in_place_and_norms)
-
-
-def forward_backward():
+@on_ranks(4)
+def test_the_backward_of_ragged_to_replicate_communicates_nothing():
     tensor = ragged().requires_grad_()
     full = tensor.redistribute(placements=[Replicate()])
     local = full.to_local()
@@ -47,11 +45,9 @@ def forward_backward():
     assert torch.equal(tensor.grad.full_tensor(), FULL * 3)
 
 
-def test_the_backward_of_ragged_to_replicate_communicates_nothing():
-    run_ranks(4, forward_backward)
-
-
-def random_one_hot(seed):
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(8)
+def test_one_hot_tensors_move_on_8_ranks(seed):
     mesh = init_device_mesh("cpu", (8,))
     draw = random.Random(seed)
     for ndim in (1, 2, 3):
@@ -66,11 +62,6 @@ def random_one_hot(seed):
             chunks = full.chunk(8, dim)
             mine = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else full.narrow(dim, 0, 0)
             assert torch.equal(sharded.to_local(), mine)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_hot_tensors_move_on_8_ranks(seed):
-    run_ranks(8, random_one_hot, seed)
 
 
 def two_axes(mesh_shape):
@@ -98,7 +89,8 @@ def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
     run_ranks(mesh_shape[0] * mesh_shape[1], two_axes, mesh_shape)
 
 
-def not_silent():
+@on_ranks(4)
+def test_what_was_silently_wrong_is_right_or_raises():
     tensor = ragged()
     with pytest.raises(ValueError, match="not divisible"):  # kept 42 of 48 elements
         tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 3, 1))])
@@ -118,11 +110,8 @@ def not_silent():
     assert torch.equal((cube.new_zeros(cube.shape) + cube).full_tensor(), torch.ones(4, 2, 3))
 
 
-def test_what_was_silently_wrong_is_right_or_raises():
-    run_ranks(4, not_silent)
-
-
-def not_missing():
+@on_ranks(4)
+def test_what_was_missing_is_there():
     tensor = ragged().requires_grad_()
     (tensor.to_local() * 2).sum().backward()
     assert torch.equal(tensor.grad.full_tensor(), torch.full_like(FULL, 2))
@@ -133,11 +122,8 @@ def not_missing():
     assert torch.equal((both + both).full_tensor(), FULL * 2)
 
 
-def test_what_was_missing_is_there():
-    run_ranks(4, not_missing)
-
-
-def not_wasteful():
+@on_ranks(4)
+def test_nothing_is_sent_or_kept_without_need():
     pending = ragged().redistribute(placements=[Partial()])
     tensor = ragged()
     costs: dict = {}
@@ -159,10 +145,6 @@ def not_wasteful():
     assert part.untyped_storage().nbytes() == own
     handle = tensor.redistribute(placements=[Shard(0)], async_op=True)
     assert torch.equal(handle.wait().full_tensor(), FULL)
-
-
-def test_nothing_is_sent_or_kept_without_need():
-    run_ranks(4, not_wasteful)
 
 
 def test_shares_with_the_same_ratios_are_equal():

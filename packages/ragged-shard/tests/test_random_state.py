@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ragged_shard
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks, simulated_ranks
 
 
 def state():
@@ -26,7 +26,9 @@ def state():
     )
 
 
-def everything(folder):
+@on_ranks(3)
+def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
+    folder = tmp_path
     before = state()
     mesh = init_device_mesh("cpu", (3,))
     full = torch.arange(24.0).view(6, 4)
@@ -54,10 +56,6 @@ def everything(folder):
     assert state() == before
     torch.nn.init.uniform_(param)
     assert state() != before
-
-
-def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
-    run_ranks(3, everything, tmp_path)
 
 
 def test_starting_and_simulating_ranks_leaves_the_random_state_alone():

@@ -20,7 +20,7 @@ from ragged_shard import (
     distribute_tensor,
     redistribute,
 )
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 OTHER_UNITS = {1: (1,), 2: (5, 1), 3: (1, 4, 1), 4: (0, 6, 0, 0)}
@@ -137,7 +137,8 @@ def test_strided_ragged_with_shard_0_keeps_the_full_tensor(mesh_shape):
     run_ranks(math.prod(mesh_shape), strided_case, mesh_shape, (24, 8))
 
 
-def left_of_ragged():
+@on_ranks(4)
+def test_a_ragged_cut_inside_the_slices_of_a_shard_to_its_left_keeps_the_full_tensor():
     shape = (24, 6)
     first = (Shard(0), RaggedShard((0,), (1, 3)))
     others = [
@@ -149,11 +150,9 @@ def left_of_ragged():
     check_pairs((2, 2), shape, pairs)
 
 
-def test_a_ragged_cut_inside_the_slices_of_a_shard_to_its_left_keeps_the_full_tensor():
-    run_ranks(4, left_of_ragged)
-
-
-def moved_bytes(ranks):
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_redistribute_moves_only_bytes_that_change_rank(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     rank = dist.get_rank()
     full = full_of((12, 5))
@@ -200,11 +199,8 @@ def moved_bytes(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_redistribute_moves_only_bytes_that_change_rank(ranks):
-    run_ranks(ranks, moved_bytes, ranks)
-
-
-def shard_d_bytes(ranks):
+@on_ranks("ranks")
+def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank(ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     full = full_of((4, 6, 5))
     rank = dist.get_rank()
@@ -226,12 +222,8 @@ def shard_d_bytes(ranks):
     assert torch.equal(back.to_local(), tensor.to_local())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank(ranks):
-    run_ranks(ranks, shard_d_bytes, ranks)
-
-
-def hsdp_bytes():
+@on_ranks(4)
+def test_hsdp_reduces_the_shard_over_replicas_and_gathers_over_shards_only():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     full = full_of((8, 5))
     ragged = RaggedShard((0,), (1, 3))
@@ -251,11 +243,8 @@ def hsdp_bytes():
     assert record.kinds == ["all_to_all"]
 
 
-def test_hsdp_reduces_the_shard_over_replicas_and_gathers_over_shards_only():
-    run_ranks(4, hsdp_bytes)
-
-
-def replicate_to_ragged_memory():
+@on_ranks(3)
+def test_replicate_to_ragged_does_not_keep_the_full_storage():
     mesh = init_device_mesh("cpu", (3,))
     full = full_of((6, 4))
     tensor = place(full, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -264,11 +253,8 @@ def replicate_to_ragged_memory():
     assert tensor.redistribute(placements=tensor.placements) is tensor
 
 
-def test_replicate_to_ragged_does_not_keep_the_full_storage():
-    run_ranks(3, replicate_to_ragged_memory)
-
-
-def async_case():
+@on_ranks(3)
+def test_async_redistributions_in_flight_together_give_the_same_tensors():
     mesh = init_device_mesh("cpu", (3,))
     full = full_of((6, 4)).requires_grad_()
     tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -284,11 +270,8 @@ def async_case():
     assert torch.equal(tensor.grad.to_local(), torch.ones_like(tensor.to_local()))
 
 
-def test_async_redistributions_in_flight_together_give_the_same_tensors():
-    run_ranks(3, async_case)
-
-
-def from_torch():
+@on_ranks(3)
+def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to():
     mesh = init_device_mesh("cpu", (3,))
     full = full_of((7, 4))
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -301,11 +284,8 @@ def from_torch():
             theirs.redistribute(placements=[RaggedShard((0,), (1, 5, 1))])
 
 
-def test_dtensors_of_torch_become_ragged_and_torchs_own_redistribute_refuses_to():
-    run_ranks(3, from_torch)
-
-
-def claims():
+@on_ranks(3)
+def test_a_plain_dtensor_cannot_be_made_with_a_ragged_placement():
     mesh = init_device_mesh("cpu", (3,))
     ragged = RaggedShard((0,), (1, 2, 3))
     for placements in ([ragged], [ragged, Replicate()], [Shard(1), ragged]):
@@ -323,10 +303,6 @@ def claims():
         placed = torch_distribute_tensor(torch.arange(12.0).view(6, 2), on, placements)
         assert placed.placements == tuple(Shard(0) if p is ragged else p for p in placements)
         assert torch.equal(placed.full_tensor(), torch.arange(12.0).view(6, 2))
-
-
-def test_a_plain_dtensor_cannot_be_made_with_a_ragged_placement():
-    run_ranks(3, claims)
 
 
 def dtypes_case(dtype):
@@ -362,7 +338,8 @@ def float8_case():
     assert torch.equal(moved.full_tensor().view(torch.uint8), bits)
 
 
-def refusals():
+@on_ranks(2)
+def test_redistributions_that_are_not_defined_raise():
     mesh = init_device_mesh("cpu", (2,))
     tensor = place(full_of((4, 3)), mesh, [RaggedShard((0,), (1, 1))])
     with pytest.raises(ValueError, match="needs placements"):
@@ -381,10 +358,6 @@ def refusals():
     integers = place(full_of((4, 3), torch.int64), mesh, [RaggedShard((0,), (1, 1))])
     with pytest.raises(TypeError, match="floating point"):
         integers.redistribute(placements=[Partial("avg")])
-
-
-def test_redistributions_that_are_not_defined_raise():
-    run_ranks(2, refusals)
 
 
 @pytest.mark.parametrize("mesh_shape", [(3, 1), (1, 3), (1, 1), (2, 1)], ids=str)
@@ -411,7 +384,8 @@ def ragged_of(placements):
     return next(p for p in placements if isinstance(p, RaggedShard))
 
 
-def one_axis_of_size_1():
+@on_ranks(2)
+def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
     full = full_of((4, 6))
     param = distribute_tensor(full, init_device_mesh("cpu", (2, 1)), [RaggedShard((0,), (3, 1)), Shard(0)])
     with record_collectives() as record:
@@ -431,10 +405,6 @@ def one_axis_of_size_1():
     assert torch.equal(doubled.full_tensor(), 2 * full)
     assert torch.equal(by_row.full_tensor(), full.amax(1))
     assert torch.equal(param.sum(dim=0).full_tensor(), full.sum(0))
-
-
-def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
-    run_ranks(2, one_axis_of_size_1)
 
 
 def carrier_ops(tensor):
@@ -474,7 +444,9 @@ def saved_and_loaded(tensor):
     return torch.load(file, weights_only=False)
 
 
-def plain_tensors_only_carry():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing(ranks):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     units = (0, 1, 5)[-dist.get_world_size() :]
     meta = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [RaggedShard((0,), units)])
@@ -489,8 +461,3 @@ def plain_tensors_only_carry():
     adopted = redistribute(carrier, placements=carrier.placements)
     assert torch.equal(adopted.full_tensor(), full)
     assert torch.equal(redistribute(carrier, placements=[Replicate()]).to_local(), full)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing(ranks):
-    run_ranks(ranks, plain_tensors_only_carry)

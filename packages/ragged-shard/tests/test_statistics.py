@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm, parameters_to_vector
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 NAMES = {
     "torch": torch, "F": F, "get_total_norm": get_total_norm, "parameters_to_vector": parameters_to_vector,
@@ -139,7 +139,8 @@ def test_statistics_are_those_of_plain_tensors_or_refused_by_name(ranks):
     assert answered >= 0.78 * (answered + refused)
 
 
-def writes_through_rows():
+@on_ranks(3)
+def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor():
     weight, plain = tensors("rows")["w"], values()["w"]
     local = weight.to_local().detach()
     for value in (weight.detach(), plain):
@@ -157,10 +158,6 @@ def writes_through_rows():
     assert not local.any()
     with pytest.raises(IndexError, match="index 6 is out of bounds for 6 rows"):
         weight.select(0, 6)
-
-
-def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor():
-    run_ranks(3, writes_through_rows)
 
 
 NAN, INF = float("nan"), float("inf")

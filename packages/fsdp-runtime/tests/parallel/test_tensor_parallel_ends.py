@@ -12,19 +12,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fsdp_runtime
 from fsdp_runtime import fully_shard
 from layout_planner import Whole
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 
-def three():
+@on_ranks(3)
+def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
     """Also a vocabulary in pieces of 9, 9 and 8 rows."""
     for size in (VOCABULARY, 26):
         found = run(fsdp_runtime, vocabulary, (1, 3), build=partial(Model, vocabulary=size, hidden=36))
         assert found.loss < 1e-6
         assert found.gradients < 1e-5
-
-
-def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
-    run_ranks(3, three)
 
 
 def refusal(shape, rows, block):

@@ -23,9 +23,13 @@ from ragged_shard.testing import _pickling
 
 NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_ranks`
 
+serving = False  # whether this process is a rank
+
 
 def main(fd: int, stacks: str) -> None:
     """Serve until the socket closes. Leaves by os._exit, since gloo may abort during a normal exit."""
+    global serving
+    serving = True
     out = open(stacks, "a+")  # noqa: SIM115  # faulthandler writes to it as long as the process lives
     faulthandler.enable(out)
     faulthandler.register(signal.SIGUSR1, out, all_threads=True)
