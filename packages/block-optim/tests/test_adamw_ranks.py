@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from adamw_helpers import KINDS, full_state, give_gradients, make_optimizer, parameters, train
 from runs import full, same
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from block_optim import AdamW
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 RANKS = [1, 2, 3, 4]
 
@@ -79,7 +78,7 @@ def test_a_step_sends_four_bytes_or_nothing(kind):
 
 @on_ranks(4)
 def test_replicas_are_not_asked():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     full = torch.ones(8, 4)
     hsdp = torch.nn.Parameter(distribute_tensor(full, mesh, [Replicate(), RaggedShard((0,), (1, 3))]))
     optimizer = AdamW([hsdp])

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from runs import placed, world_mesh
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -18,7 +17,7 @@ from block_optim.core.holding import Holding, boxes_of
 from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -75,7 +74,7 @@ EXPERTS = [[(e * 6, (e + 1) * 6)] for e in range(4)]  # of a tensor (4, 3, 2)
 
 @on_ranks(4)
 def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_whole():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0, 1), (1, 5))
     strided = StridedRaggedShard((0, 1), (1, 5), split_factor=2)
     cases: list[
@@ -128,7 +127,7 @@ def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_i
 
 @on_ranks(2)
 def test_an_axis_of_size_one_cuts_nothing_for_any_optimizer():
-    mesh = init_device_mesh("cpu", (2, 1))
+    mesh = rank_mesh(2, 1)
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         weight = torch.nn.Parameter(torch_distribute(numbered(8, 32), mesh, placements))
         assert agrees(weight).axes == (0,)
@@ -148,7 +147,7 @@ def refused():
 
 def strided_by_torch():
     """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks; it says so."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     layer = torch.nn.Linear(8, 8, bias=False)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     torch_fsdp.fully_shard(layer, mesh=mesh["dp"])

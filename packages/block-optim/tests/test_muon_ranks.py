@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import MATRICES, STACKS, Allocations, Run, full, same, tensors, world_mesh
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import Muon
 from block_optim.muon.bucket import Bucket
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 ANY_CUT = ("elements", "rows", "whole", "shard", "replicate")
 WHOLE_ROWS = ("rows", "whole", "shard")  # NorMuon requires them
@@ -65,8 +65,8 @@ def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
     expected = torch.nn.Parameter(full_weight.clone())
     expected.grad = grad.clone()
     Muon([expected], lr=0.1).step()
-    ep_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "shard"))
-    shard_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard2", "ep2"))
+    ep_first = rank_mesh(2, 2, names=("ep", "shard"))
+    shard_first = rank_mesh(2, 2, names=("shard2", "ep2"))
     cases: list[tuple[DeviceMesh, list[Placement]]] = [
         (ep_first, [Shard(0), RaggedShard((0, 1, 2), (1, 5))]),
         (ep_first, [Shard(0), Shard(0)]),

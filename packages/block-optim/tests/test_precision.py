@@ -64,7 +64,7 @@ def test_a_step_of_bf16_weights_is_that_of_fp32_ones_rounded_once(name):
 
 
 @every_kind
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("lr", [0.1, pytest.param(torch.tensor(0.1), marks=pytest.mark.long)])
 def test_bf16_weights_decay_as_fp32_ones_do(name, lr):
     def kept(dtype):
         """How much of the first weights is left after 50 steps."""
@@ -126,7 +126,14 @@ def results(names, choice, *layout):
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, "planned"), (2, "shard"), (3, "elements"), (3, "whole"), (4, "rows")]
+    ("world_size", "layout"),
+    [
+        (3, "elements"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, "planned"), (2, "shard"), (3, "whole"), (4, "rows"))
+        ),
+    ],
 )
 def test_every_cut_and_world_size_gives_the_bits_of_one_process(choice, world_size, layout):
     names = [n for n in KINDS if not (n == "Muon, rows and care" and layout == "elements")]

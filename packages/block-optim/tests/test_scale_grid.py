@@ -3,7 +3,6 @@
 import pytest
 import torch
 from runs import full
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
@@ -11,7 +10,7 @@ from block_optim import AdamW8bit
 from block_optim.adam.q8.grid import Grid, Stretch, merged
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_whole_tiles_of_neighbours_are_one_stretch_and_short_ones_are_not():
 
 @on_ranks(3)
 def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     rows = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(0)]))
     with pytest.raises(
         ValueError, match=r"w: what rank 1 holds begins at element 2176, inside a block of tile:32x32"
@@ -58,7 +57,7 @@ def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
 @on_ranks(4)
 def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
     """Expert parallelism cuts the stack, the ragged axis cuts between bands inside each part."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     weight, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     placements = [Shard(0), RaggedShard((0, 1), (3, 5))]
     for block in (Tile(4, 16), Elements(128)):

@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import fully_shard
 from layout_planner import Rows
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class Net(nn.Module):
@@ -24,7 +23,7 @@ class Net(nn.Module):
 
 @on_ranks(2)
 def test_tensor_parallelism_of_degree_1_trains_as_without():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 1, names=("dp", "tp"))
     model: Any = Net()
     reference = Net()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
 from ragged_shard import distribute_like
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def stage(number):
@@ -27,7 +26,7 @@ def with_gradients(model, scale=1.0):
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_ranks(4)
 def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     mine: Any = stage(mesh.get_local_rank("pp"))
     fully_shard(mine, mesh=mesh["dp"])
     whole = nn.ModuleList(with_gradients(stage(number)) for number in range(2))
@@ -49,7 +48,7 @@ def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
 
 @on_ranks(4)
 def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     model = with_gradients(stage(0), float("nan") if mesh.get_local_rank("pp") else 1.0)
     before = [param.grad.clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match="over all pipeline stages is nan: not clipped"):
@@ -76,7 +75,7 @@ def block():
 
 def clip_next_to_tensor_parallel(order):
     """Norms lie on dp alone, matrices on dp and tp; the row-wise bias too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     alone = block()

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.transport import collectives
 from fsdp_runtime import MixedPrecisionPolicy
-from ragged_shard.testing import RankError, on_ranks, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, run_ranks
 
 
 class Comm:
@@ -134,7 +133,7 @@ def test_what_does_not_keep_to_the_protocol_is_refused():
 
 def groups_used(shape):
     """Which groups reductions go through; rank order of an HSDP mesh's shard axis included."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     seen, usual = [], collectives.compat.reduce_scatter
 
     def noted(pairs, op, group):

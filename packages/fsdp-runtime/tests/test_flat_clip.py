@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
 from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 WIDTH = 7  # odd, so that there is padding
 
@@ -58,7 +57,7 @@ def poison_padding(model):
 
 
 def clipped(hybrid=False):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if hybrid else None
+    mesh = rank_mesh(2, 2, names=("replica", "shard")) if hybrid else None
     for order in (2.0, 1.0, float("inf")):
         clipped_by(order, mesh)
 
@@ -146,7 +145,7 @@ def block():
 @pytest.mark.parametrize("order", [2.0, float("inf")])
 @on_ranks(4)
 def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     alone = block()

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def freeze(model, trained):
@@ -90,7 +89,7 @@ def test_of_the_trained_elements_nothing_but_alignment_is_added():
 @on_ranks(4)
 def test_frozen_parameters_and_replicas():
     """Copies over replicas, and an accumulation over microbatches whose sums stay on each replica."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     model, alone = shard(seeded(), mesh=mesh), seeded()
     freeze(model, is_bias)
     freeze(alone, is_bias)

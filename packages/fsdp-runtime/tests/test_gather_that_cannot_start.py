@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Collectives
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class FailsOnce(Collectives):
@@ -36,7 +36,7 @@ def in_forward(model):
 @pytest.mark.parametrize("use", [by_hand, in_forward])
 @on_ranks(2)
 def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(use):
-    first = init_device_mesh("cpu", (dist.get_world_size(),))
+    first = rank_mesh()
     second = DeviceMesh.from_group(dist.new_group(), "cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))

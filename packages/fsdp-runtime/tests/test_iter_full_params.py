@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import (
@@ -21,7 +20,7 @@ from fsdp_runtime import (
 from fsdp_runtime.checkpoint import ExportedParams
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard import distribute_like
-from ragged_shard.testing import on_ranks, record_collectives, record_memory, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory, run_ranks
 
 
 def collected(model, **options):
@@ -93,7 +92,7 @@ class TwoLayers(nn.Module):
 @on_ranks(4)
 def test_replicas_and_tensor_parallel_parameters_are_exported(hybrid, ranks):
     names = ("replicate", "shard") if hybrid else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = rank_mesh(2, 2, names=names)
     model, exported = seeded(TwoLayers), ExportedParams()
     if hybrid:
         fully_shard(model, mesh=mesh)

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors, save_safetensors
 from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -147,7 +146,7 @@ class TwoLayers(nn.Module):
 
 def load_with_tp(path, replicate):
     names = ("replicate", "shard") if replicate else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = rank_mesh(2, 2, names=names)
     model = seeded(TwoLayers, seed=1)
     if replicate:
         fully_shard(model, mesh=mesh)

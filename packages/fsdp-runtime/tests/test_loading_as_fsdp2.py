@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_runtime import fully_shard, get_full_state_dict
 from layout_planner import Elements
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
@@ -32,7 +31,7 @@ def options_of(kind):
     if kind == "hybrid":
         ranks = dist.get_world_size()
         shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
-        return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+        return {"mesh": rank_mesh(*shape, names=("replicate", "shard"))}
     if kind == "elements":
         return {"block_policy": lambda name, param: Elements(3)}
     return {}

@@ -19,7 +19,7 @@ def test_on_ranks_values_are_the_same_and_state_dicts_go_from_one_to_the_other(k
     with SimulatedDevice("cpu", lambda: True):
         plain, optimizer = prepared(kind, False)
         model, offloaded = prepared(kind, True)
-        assert same(train(plain, optimizer), train(model, offloaded))
+        assert same(train(plain, optimizer, range(2)), train(model, offloaded, range(2)))
         saved, theirs = offloaded.state_dict(), optimizer.state_dict()
         same_states(saved, theirs)
         for given, with_it in ((saved, False), (theirs, True)):  # each goes on from the other's
@@ -30,10 +30,10 @@ def test_on_ranks_values_are_the_same_and_state_dicts_go_from_one_to_the_other(k
             other, own = prepared(kind, False)
             other.load_state_dict(plain.state_dict())
             own.load_state_dict(theirs)
-            assert same(train(other, own, range(4, 6)), train(again, loaded, range(4, 6)))
+            assert same(train(other, own, range(2, 4)), train(again, loaded, range(2, 4)))
 
 
-@pytest.mark.parametrize("kind", [*ALONE, "muon"])
+@pytest.mark.parametrize("kind", [pytest.param(ALONE[0], marks=pytest.mark.long), *ALONE[1:], "muon"])
 @on_ranks(2)
 def test_where_one_rank_has_a_gradient_that_is_not_finite_no_block_is_updated(kind):
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1

@@ -9,12 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward, step_rest
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
-from ragged_shard.testing import RankError, on_ranks, record_memory, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_memory, run_ranks
 
 MAKES = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -34,7 +33,7 @@ def sharded(replicas=1, **options):
     mesh = None
     if replicas > 1:
         shape = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(*shape, names=("replicate", "shard"))
     return shard(seeded(**options), mesh=mesh)
 
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 BF16 = QuantizationPolicy(gradients="bf16")
 STEPS = 2
@@ -81,7 +80,7 @@ def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all():
 
 @on_ranks(4)
 def test_the_all_reduce_over_replicas_stays_fp32():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = rank_mesh(2, 2, names=("replicas", "shards"))
     plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantization_policy=BF16, mesh=mesh)
     rank = dist.get_rank()
     loss = loss_of(model, tokens(rank=rank))

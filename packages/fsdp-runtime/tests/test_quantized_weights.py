@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
@@ -13,7 +12,7 @@ from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
@@ -114,7 +113,7 @@ def alone():
 @on_ranks(4)
 def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
     train(FP8, "auto", reshard_after_forward=2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = rank_mesh(2, 2, names=("replicas", "shards"))
     model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh)
     plain = Plain(FP8)
     plain.step(0)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import watch_order
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import rank_mesh, run_ranks
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)
 
@@ -41,7 +41,7 @@ def sharded(replicas=1):
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     else:
         shape = (replicas, world // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(*shape, names=("replicate", "shard"))
     torch.manual_seed(0)
     net = Net()
     for block in net.blocks:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer import BlockFP8, BlockInt8
@@ -18,15 +18,22 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
-from ragged_shard.testing import SimulatedDevice, on_ranks, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import (
+    SimulatedDevice,
+    on_ranks,
+    rank_mesh,
+    record_collectives,
+    run_ranks,
+    simulated_ranks,
+)
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def two_meshes():
     """A mesh of all ranks for matrices, one with replicas for vectors; and the function that chooses."""
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
+    flat = rank_mesh(4, names=("fsdp",))
+    hybrid = rank_mesh(2, 2, names=("copies", "cut"))
     return flat, hybrid, lambda param: hybrid if param.ndim == 1 else None
 
 
@@ -225,8 +232,8 @@ def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_i
     flat, _, _ = two_meshes()
     rank = dist.get_rank()
     some = DeviceMesh("cpu", [0, 1, 2])
-    names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "other"))
-    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    names = rank_mesh(2, 2, names=("copies", "other"))
+    three = rank_mesh(2, 2, 1, names=("a", "b", "c"))
     _, hybrid, _ = two_meshes()
     model = nn.Linear(16, 16)
 
@@ -238,7 +245,7 @@ def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_i
     attempt(lambda p: Replicate(), ValueError, "gave Replicate.* for weight; expected None")
     attempt(lambda p: Shard(2), ValueError, r"gave S.*2.* for weight, which has 2 dimensions")
     attempt(lambda p: three, ValueError, "for weight: fully_shard expects a 1D or 2D")
-    attempt(lambda p: init_device_mesh("cpu", (2, 2)), ValueError, "without names")
+    attempt(lambda p: rank_mesh(2, 2), ValueError, "without names")
     # A mesh without rank 3: it says so itself, and the others hear of it.
     attempt(
         lambda p: some,
@@ -264,16 +271,14 @@ def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_i
 
 @on_ranks(4)
 def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
-    flat = init_device_mesh("cpu", (4,))  # no names
-    pairs = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
+    flat = rank_mesh(4)  # no names
+    pairs = rank_mesh(4, 1, names=("x", "y"))
     model = shard(
         seeded(width=16), mesh=flat, shard_placement_fn=lambda p: pairs if p.ndim == 1 else None
     )  # 4 replicas, cut over an axis of one rank
     accumulated(model, 2)
     check_gradients(model, steps=2)
-    again = init_device_mesh(
-        "cpu", (4,), mesh_dim_names=("other",)
-    )  # the same process group under another name
+    again = rank_mesh(4, names=("other",))  # the same process group under another name
     model = shard(seeded(width=16), mesh=flat, shard_placement_fn=lambda p: again)
     assert counted(model) == [7, 4, 0]
     check_gradients(model)
@@ -281,8 +286,8 @@ def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
 
 @on_ranks(4)
 def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    world = rank_mesh(2, 2, names=("efsdp", "ep"))
+    flat = rank_mesh(4, names=("fsdp",))
     model = nn.Linear(6, 8)
     whole = model.weight.detach().clone()
     model.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))

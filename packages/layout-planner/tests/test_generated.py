@@ -19,6 +19,7 @@ def tool():
     return module
 
 
+@pytest.mark.long
 def test_tables_and_pictures_are_up_to_date(tool):
     stale = [
         path.name for path, content in tool.outputs() if not path.is_file() or path.read_text() != content

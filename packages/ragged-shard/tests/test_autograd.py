@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 RAGGED = RaggedShard((0,), (1, 2, 3))
 FULL = torch.arange(24.0).view(6, 4)
@@ -18,7 +17,7 @@ WEIGHTS = (torch.arange(24.0).view(6, 4) % 5) - 2
 
 
 def leaf(placements=(RAGGED,), mesh_shape=(3,)):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     return distribute_tensor(FULL.clone().requires_grad_(), mesh, placements)
 
 
@@ -95,7 +94,7 @@ def test_any_chain_of_redistributions_passes_the_same_gradient():
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @on_ranks(3)
 def test_each_summand_gets_the_derivative_by_itself(op):
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     mine = (FULL * (dist.get_rank() + 1)).requires_grad_()
     pending = RaggedDTensor.from_local(mine, mesh, [Partial(op)], shape=(6, 4))
     settled = pending.redistribute(placements=[RAGGED])
@@ -152,7 +151,7 @@ SECOND = {
 
 def second_derivatives(name):
     plain = ((FULL + 1) / 10).requires_grad_()
-    tensor = distribute_tensor(plain.detach(), init_device_mesh("cpu", (3,)), [RAGGED]).requires_grad_()
+    tensor = distribute_tensor(plain.detach(), rank_mesh(3), [RAGGED]).requires_grad_()
 
     def derivatives(x, way, share=1.0):
         (first,) = torch.autograd.grad((way(x) ** 3).sum() * share, x, create_graph=True)

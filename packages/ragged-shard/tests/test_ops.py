@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
@@ -15,7 +14,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._ops.table import RULES
 from ragged_shard._registry import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 NO_MIXED_LISTS = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone"
@@ -36,7 +35,7 @@ def plain(dtype=torch.float32, shape=SHAPE, seed=0):
 
 
 def spread(tensor, placements=(RAGGED,), mesh_shape=None):
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    mesh = rank_mesh(*(mesh_shape or (dist.get_world_size(),)))
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -210,7 +209,7 @@ def test_foreach_ops_follow_each_tensors_own_placements():
 @NO_MIXED_LISTS
 @on_ranks(3)
 def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     x, y = plain(), plain(seed=5)
     theirs = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
     local = torch.ones(3)
@@ -256,22 +255,22 @@ def reductions(dtype, placement, mesh_shape):
                 got = fn(rx, **kwargs)
             wanted = fn(x, **kwargs)
             over = {d % 3 for d in ([dim] if isinstance(dim, int) else dim or range(3))}
-            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim)
-        assert got.dtype == wanted.dtype, (name, dim)
-        assert got.shape == wanted.shape, (name, dim)
-        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim)), **exact)
+            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim, dtype)
+        assert got.dtype == wanted.dtype, (name, dim, dtype)
+        assert got.shape == wanted.shape, (name, dim, dtype)
+        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim, dtype)), **exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(3,), (1, 3)], ids=str)
-def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(dtype, mesh_shape):
-    for placement in (RAGGED, RaggedShard((0, 1), (1, 0, 2))):
-        run_ranks(3, reductions, dtype, placement, mesh_shape)
+@on_ranks(3)
+def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(mesh_shape):
+    for dtype, placement in itertools.product(DTYPES, (RAGGED, RaggedShard((0, 1), (1, 0, 2)))):
+        reductions(dtype, placement, mesh_shape)
 
 
 @on_ranks(4)
 def test_equal_slices_of_a_mesh_are_one_mesh():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     x = plain()
     tensors: list[Any] = [
         distribute_tensor(x, mesh["shard"], [RaggedShard((0,), (1, 3))], src_data_rank=None) for _ in range(3)
@@ -478,7 +477,7 @@ def test_operands_with_other_placements_raise_with_both_shardings():
 
 def pending():
     x, y = plain(), plain(seed=1)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0,), (1, 3))
     mine = [v * (0.25 if dist.get_rank() < 2 else 0.75) for v in (x, y)]
     px, py = (

@@ -6,18 +6,17 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FULL = torch.arange(1.0, 49.0).view(8, 6)
 UNEVEN = RaggedShard((0,), (1, 5, 0, 2))
 
 
 def ragged(placements=(UNEVEN,), full=FULL):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = rank_mesh()
     return distribute_tensor(full, mesh, placements)
 
 
@@ -48,7 +47,7 @@ def test_the_backward_of_ragged_to_replicate_communicates_nothing():
 @pytest.mark.parametrize("seed", range(4))
 @on_ranks(8)
 def test_one_hot_tensors_move_on_8_ranks(seed):
-    mesh = init_device_mesh("cpu", (8,))
+    mesh = rank_mesh(8)
     draw = random.Random(seed)
     for ndim in (1, 2, 3):
         shape = [draw.randint(1, 9) for _ in range(ndim)]
@@ -64,8 +63,10 @@ def test_one_hot_tensors_move_on_8_ranks(seed):
             assert torch.equal(sharded.to_local(), mine)
 
 
-def two_axes(mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 2)], ids=str)
+@on_ranks("mesh_shape")
+def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
+    mesh = rank_mesh(*mesh_shape)
     full = torch.arange(24.0 * 8).view(24, 8)
     ranks, parts = mesh_shape
     units = [1, 2, 0, 1][:ranks] if ranks > 1 else [1]
@@ -82,11 +83,6 @@ def two_axes(mesh_shape):
             placements=placements
         )
         assert torch.equal(back.to_local(), tensor.to_local())
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 2)], ids=str)
-def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
-    run_ranks(mesh_shape[0] * mesh_shape[1], two_axes, mesh_shape)
 
 
 @on_ranks(4)
@@ -117,7 +113,7 @@ def test_what_was_missing_is_there():
     assert torch.equal(tensor.grad.full_tensor(), torch.full_like(FULL, 2))
     pending = tensor.detach().redistribute(placements=[Partial()])
     assert torch.equal(pending.full_tensor(), FULL)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     both = distribute_tensor(FULL, mesh, [Partial(), RaggedShard((0,), (1, 3))])
     assert torch.equal((both + both).full_tensor(), FULL * 2)
 

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
@@ -29,7 +28,7 @@ from ragged_shard import (
     load_full_state_dict,
 )
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def values():
@@ -45,7 +44,7 @@ def values():
 
 def model(two_d=False, device="cpu"):
     blank = {name: torch.zeros_like(value, device=device) for name, value in values().items()}
-    mesh = init_device_mesh("cpu", (2, 2) if two_d else (3,))
+    mesh = rank_mesh(*((2, 2) if two_d else (3,)))
     u = {
         "uneven": [StridedRaggedShard((0,), (1, 2), 2), Shard(0)]
         if two_d
@@ -94,7 +93,7 @@ def test_a_full_state_dict_loads_and_gathers_bit_by_bit(two_d, rank0_only):
 @on_ranks(3)
 def test_gathering_to_rank_0_sends_each_byte_once():
     module: Any = nn.Module()
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     module.w = nn.Parameter(
         distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [RaggedShard((0,), (1, 2, 3))])
     )
@@ -148,7 +147,7 @@ def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_
 def test_a_meta_parameter_on_one_rank_raises_on_all():
     module = nn.Module()
     device = "meta" if dist.get_rank() == 1 else "cpu"
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     part = torch.zeros(2, 2, device=device)
 
     module.w = nn.Parameter(
@@ -190,7 +189,7 @@ OF_WEIGHT = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
 
 def of_weight(name, device="cpu"):
     placements = PLACEMENTS[name]
-    mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
+    mesh = rank_mesh(*((3,) if len(placements) == 1 else (1, 3)))
     module: Any = nn.Module()
     module.first = nn.Parameter(torch.zeros(2))
     module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
@@ -285,7 +284,7 @@ def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, 
 
 @on_ranks(4, timeout=20)
 def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))["shard"]
     module = nn.Module()
     module.w = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [RaggedShard((0,), (1, 3))]))
     with pytest.raises(ValueError, match="does not begin at rank 0"):

@@ -5,12 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm, parameters_to_vector
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 NAMES = {
     "torch": torch, "F": F, "get_total_norm": get_total_norm, "parameters_to_vector": parameters_to_vector,
@@ -89,9 +88,9 @@ ELEMENTS = {2: ((5, 19), (3, 9), (24, 0)), 3: ((7, 0, 17), (5, 0, 7), (10, 14, 0
 def tensors(layout):
     ranks = dist.get_world_size()
     w, b, e = (ELEMENTS if layout == "elements" else ROWS)[ranks]
-    mesh, others = init_device_mesh("cpu", (ranks,)), []
+    mesh, others = rank_mesh(ranks), []
     if layout == "hybrid":
-        mesh, others = init_device_mesh("cpu", (1, ranks)), [Replicate()]
+        mesh, others = rank_mesh(1, ranks), [Replicate()]
     shares = {"w": w, "g": w, "b": b, "h": b, "e": e}
     made = {}
     for name, value in values().items():
@@ -177,7 +176,7 @@ x.nansum() x.count_nonzero() x.aminmax() x[0].item() x[2].item() torch.var_mean(
 
 def special_numbers():
     ranks = dist.get_world_size()
-    mesh, units = init_device_mesh("cpu", (ranks,)), (2, 1) if ranks == 2 else (1, 0, 2)
+    mesh, units = rank_mesh(ranks), (2, 1) if ranks == 2 else (1, 0, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for row in SPECIAL:
             plain = torch.tensor(row, dtype=dtype)

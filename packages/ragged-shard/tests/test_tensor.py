@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 
 
 def make(ranks, shape=(8, 3), dims=(0,), requires_grad=False):
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = rank_mesh(ranks)
     full = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_(requires_grad)
     return full, distribute_tensor(full, mesh, [RaggedShard(dims, UNITS[ranks])])
 
@@ -44,7 +44,7 @@ def test_each_rank_holds_its_run_of_rows(ranks):
 
 
 def source_counts(source):
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     mine = torch.full((6, 2), float(dist.get_rank()))
     tensor = distribute_tensor(mine, mesh, [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
     return tensor.full_tensor()[:, 0].tolist()
@@ -58,7 +58,7 @@ def test_the_source_ranks_data_count_or_each_ranks_own():
 
 @on_ranks(3)
 def test_distribute_tensor_sends_each_part_once():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     full = torch.arange(12.0).view(6, 2)
     with record_collectives() as record:
         distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -71,7 +71,7 @@ def test_distribute_tensor_sends_each_part_once():
 
 @on_ranks(3)
 def test_from_local_aliases_the_storage_and_communicates_nothing():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     flat = torch.arange(10.0)
     part = flat[2 : 2 + 3 * (dist.get_rank() + 1)].view(-1, 3) if dist.get_rank() < 2 else torch.zeros(0, 3)
     with record_collectives() as record:
@@ -89,7 +89,7 @@ def test_from_local_aliases_the_storage_and_communicates_nothing():
 
 @on_ranks(2)
 def test_metadata_are_computed_once_for_a_placement_and_shape():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = rank_mesh(2)
     parts = [torch.zeros(2 * (1 + 2 * dist.get_rank()), 3) for _ in range(2)]
     a, b = (RaggedDTensor.from_local(p, mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3)) for p in parts)
     assert a._sharding is b._sharding
@@ -100,7 +100,7 @@ def test_metadata_are_computed_once_for_a_placement_and_shape():
 
 @on_ranks(3)
 def test_0d_tensors_and_tensors_without_elements_work_like_any():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     for shape, dims in (
         ((0,), (0,)),
         ((0, 4), (0,)),
@@ -122,7 +122,7 @@ def test_0d_tensors_and_tensors_without_elements_work_like_any():
 
 @on_ranks(2)
 def test_distribute_like_follows_any_kind_of_tensor():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = rank_mesh(2)
     full = torch.arange(12.0).view(4, 3)
     ragged = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3))])
     again: Any = distribute_like(full * 2, ragged)
@@ -137,7 +137,7 @@ def test_distribute_like_follows_any_kind_of_tensor():
 
 @on_ranks(2)
 def test_bad_arguments_raise_with_what_was_found_and_expected():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = rank_mesh(2)
     halves = [RaggedShard((0,), (1, 1))]
     good = torch.zeros(2, 3)
     cases: list = [
@@ -171,7 +171,7 @@ def test_bad_arguments_raise_with_what_was_found_and_expected():
 
 def make_wrongly(which, odd):
     """Make a tensor of which one rank, the odd one, is told something else."""
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     rows = (1, 1, 2)[dist.get_rank()]
     ragged = [RaggedShard((0,), (1, 1, 2))]
     if which == "local shape":
@@ -203,8 +203,8 @@ def test_what_is_wrong_on_one_rank_only_raises_on_every_rank(which):
 
 @on_ranks(4)
 def test_tensors_of_different_meshes_do_not_mix():
-    everyone = init_device_mesh("cpu", (4,))
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    everyone = rank_mesh(4)
+    half = rank_mesh(2, 2, names=("a", "b"))["b"]
     tensor = distribute_tensor(torch.arange(8.0), half, [RaggedShard((0,), (1, 3))])
     other = distribute_tensor(torch.arange(8.0), everyone, [RaggedShard((0,), (1, 1, 1, 1))])
     assert torch.equal(tensor.full_tensor(), torch.arange(8.0))
@@ -283,7 +283,7 @@ def test_modules_with_ragged_parameters_cast_load_and_freeze():
 
 @on_ranks(3)
 def test_meta_tensors_are_laid_out_and_given_storage_later():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     param: Any = nn.Parameter(
         distribute_tensor(torch.empty(6, 2, device="meta"), mesh, [RaggedShard((0,), (1, 2, 3))])
     )
@@ -298,7 +298,7 @@ def test_meta_tensors_are_laid_out_and_given_storage_later():
 
 @on_ranks(4)
 def test_hsdp_placements_are_made_from_a_full_tensor():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     full = torch.arange(8.0).view(4, 2)
     for op in ("sum", "avg"):
         tensor = distribute_tensor(full, mesh, [Partial(op), RaggedShard((0,), (1, 3))])
@@ -325,7 +325,7 @@ def test_data_can_be_written_and_replaced():
 
 @on_ranks(3)
 def test_data_ptr_is_the_address_of_the_local_tensor():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     buffer = torch.zeros(40)
     rows = [(2, 5), (0, 5), (1, 5)][dist.get_rank()]
     local = buffer[3 : 3 + rows[0] * 5].view(rows)

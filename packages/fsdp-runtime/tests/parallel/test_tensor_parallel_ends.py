@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from cases_tp import VOCABULARY, WIDTH, Model, run, vocabulary
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_runtime
 from fsdp_runtime import fully_shard
 from layout_planner import Whole
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 
 @on_ranks(3)
@@ -25,7 +24,7 @@ def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
 
 
 def refusal(shape, rows, block):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(*shape, names=("dp", "tp"))
     layer: Any = nn.Linear(WIDTH, rows, bias=False)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     policy = None if block is None else lambda name, param: block

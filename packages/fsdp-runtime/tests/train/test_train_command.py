@@ -31,6 +31,7 @@ def started(folder, *options):
     )
 
 
+@pytest.mark.long
 def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder):
     running = started(folder, "--ranks", "2", "--steps", "100000", "--eval-every", "0", "--out", "stopped")
     deadline = time.monotonic() + 120

@@ -28,9 +28,14 @@ def folder(tmp_path_factory):
     [
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
         (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "accumulate": 2}),
-        (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "quantize": "fp8", "reduce": "int8"}),
+        *(
+            pytest.param(2, {"model": PRESETS["small"], "batch": 4, **changes}, marks=pytest.mark.long)
+            for changes in (
+                {"seq_len": 64, "precision": "bf16", "accumulate": 2},
+                {"seq_len": 128, "checkpointing": True},
+                {"seq_len": 64, "quantize": "fp8", "reduce": "int8"},
+            )
+        ),
     ],
 )
 def test_the_measured_live_bytes_are_within_the_planned_bounds(folder, tmp_path, world_size, changes):

@@ -29,6 +29,7 @@ from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
 from ragged_shard.testing._memory import LiveBytes, record_memory
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
+from ragged_shard.testing._worker import rank_mesh
 
 __all__ = [
     "CaptureError",
@@ -45,6 +46,7 @@ __all__ = [
     "host_waits",
     "on_ranks",
     "preload",
+    "rank_mesh",
     "record_collectives",
     "record_memory",
     "run_ranks",

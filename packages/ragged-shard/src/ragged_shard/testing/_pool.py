@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import math
 import os
 import pickle
 import shutil
@@ -93,17 +94,19 @@ def run_ranks(
 def on_ranks(world_size: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test so that every rank runs its body, by `run_ranks` with ``options``.
 
-    Arguments of the test are pickled. ``world_size`` may be the name of the argument with the number of ranks.
+    Arguments of the test are pickled. ``world_size`` may be the name of the one with the number of ranks, or with the
+    shape of a mesh of them.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def start(**kwargs: Any) -> None:
+        def start(*args: Any, **kwargs: Any) -> None:
             if _worker.serving:
-                test(**kwargs)
+                test(*args, **kwargs)
             else:
                 size = kwargs[world_size] if isinstance(world_size, str) else world_size
-                run_ranks(size, functools.partial(start, **kwargs), **options)
+                ranks = math.prod(size) if isinstance(size, tuple) else size
+                run_ranks(ranks, functools.partial(start, **kwargs), **options)
 
         return start
 
