@@ -120,6 +120,14 @@ def stress(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Change the sources in one place at a time and count the mutants that the tests find: tools/mutants.py."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    session.run("python", "tools/mutants.py", *session.posargs)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
     _prepare(session)

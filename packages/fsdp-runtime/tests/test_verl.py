@@ -4,8 +4,6 @@ The tests give verl a platform of their own for the CPU, which verl lets anyone 
 """
 
 import copy
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -246,8 +244,3 @@ def test_the_example_trains_as_with_fsdp2(tmp_path):
         assert found == pytest.approx(theirs, rel=2e-2)  # verl computes in bf16
         assert found[-1] < found[0]
     assert list((tmp_path / "ours").iterdir())
-
-
-def test_importing_the_adapter_imports_no_trainer():
-    code = "import sys, fsdp_runtime.integrations.verl; assert 'verl' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
