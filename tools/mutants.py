@@ -86,7 +86,7 @@ def mutant(path: Path, number: int) -> tuple[str, str]:
     what = f"{path}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:60]!r} -> {ast.unparse(other)[:60]!r}"
     replace = ast.NodeTransformer()
     visit = replace.generic_visit
-    replace.visit = lambda at: other if at is node else visit(at)  # type: ignore[method-assign]
+    replace.visit = lambda at: other if at is node else visit(at)  # type: ignore[assignment]
     return ast.unparse(ast.fix_missing_locations(replace.visit(tree))), what
 
 

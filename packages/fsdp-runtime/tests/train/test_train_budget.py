@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from train_helpers import losses, text_folder, tiny, train
+from train_helpers import losses, tiny, train
 
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.__main__ import main
@@ -11,13 +11,6 @@ from fsdp_runtime.train.config import parse_bytes
 from ragged_shard.testing import run_ranks
 
 SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 4, "measure": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("budgets")
-    text_folder(made)
-    return made
 
 
 LAYER = 4 * (2 * 192 * 192 + 2 * 64 * 192 + 3 * 192 * 512)  # bytes of a gathered layer

@@ -9,18 +9,11 @@ import time
 
 import pytest
 import torch
-from train_helpers import TINY, losses, text_folder
+from train_helpers import TINY, losses
 
 from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import draw_curves, read_metrics
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("commands")
-    text_folder(made)
-    return made
 
 
 def started(folder, *options):

@@ -12,7 +12,7 @@ import traceback
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from train_helpers import TINY, text_folder
+from train_helpers import TINY
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, lost_contact, named
@@ -63,13 +63,6 @@ def test_an_error_out_of_a_collective_names_it_and_its_caller():
     for found in run_ranks(2, fail_in_a_collective):
         assert found.startswith("all_gather_object in gather_from_ranks (_agreement.py:")
     assert failed_collective(ValueError()) == ""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("launches")
-    text_folder(made)
-    return made
 
 
 @pytest.fixture

@@ -7,20 +7,13 @@ import sys
 
 import pytest
 import torch
-from train_helpers import text_folder, tiny, train
+from train_helpers import tiny, train
 
 from fsdp_runtime.memory import LiveBytes, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.plan import Buffers, Moment, make_plan, plan_lines, step_peaks
 from ragged_shard.testing import run_ranks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("plans")
-    text_folder(made)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from train_helpers import (
     apart,
     losses,
     newest,
-    text_folder,
     tiny,
     train,
     train_and_die,
@@ -30,14 +29,6 @@ from fsdp_runtime.train.model import losses_of
 from fsdp_runtime.train.runs import export, read_model
 from fsdp_runtime.train.trainer import BadNumbers
 from ragged_shard.testing import RankError, run_ranks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("runs")
-    text_folder(made)
-    return made
-
 
 # Sums are rounded differently on other numbers of ranks and other CPUs. A router then sends a token to another expert,
 # which moves later losses in the fourth digit; a wrong gradient moves the first.

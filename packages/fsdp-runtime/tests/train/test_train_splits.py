@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from train_helpers import apart, losses, newest, text_folder, tiny, train, train_and_stop, with_changes
+from train_helpers import apart, losses, newest, tiny, train, train_and_stop, with_changes
 
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.parallel.meshes import make_meshes
@@ -24,13 +24,6 @@ DEEP = dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False)
 MOE = dataclasses.replace(PRESETS["tiny-moe"], num_experts=4)
 MODELS = {"dense": PRESETS["tiny"], "deep": DEEP, "moe": MOE}
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("splits")
-    text_folder(made)
-    return made
 
 
 def made(folder, model, **changes):
