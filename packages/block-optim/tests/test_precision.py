@@ -195,8 +195,7 @@ def test_masters_are_copied_pickled_counted_and_reset_with_the_other_states(name
 
 @on_ranks(3)
 def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
-    layout = "elements"
-    run = run_of("Muon", layout, master_weights=True).steps(0, 1)
+    run = run_of("Muon", "elements", master_weights=True).steps(0, 1)
     run.give(1)
     for p in run.params if dist.get_rank() else ():
         p.grad = None

@@ -11,7 +11,7 @@ from dbuffer import Collectives, DBuffer, Gather, ReduceScatter, reduction_scrat
 from dbuffer.transport import choice, direct, peer_memory, transport_of
 from dbuffer.transport.peer_memory import PIECE_BYTES
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import record_collectives, run_ranks
 
 LARGE = 1 << 18  # elements of fp32: a MiB
 
@@ -124,8 +124,7 @@ def test_a_transport_of_the_callers_is_made_once_for_a_process_group():
     assert run_ranks(2, own_transport) == [[2], [2]]
 
 
-@on_ranks(2)
-def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
+def a_gather_and_a_reduction_of_their_own_way():
     """Prepared calls take a transport and a group that are not the buffers'."""
     made = []
 
@@ -147,6 +146,10 @@ def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match=r"group has ranks \[0\], the shard axis \[0, 1\]"):
             ReduceScatter([buffer], group=half)
+
+
+def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
+    run_ranks(2, a_gather_and_a_reduction_of_their_own_way)
 
 
 def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
@@ -213,10 +216,8 @@ def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(given, line
     assert run_ranks(2, logged, *given) == [[line]] * 2
 
 
-@on_ranks(4, timeout=30)
-def test_groups_of_ranks_with_different_histories_still_find_each_other():
+def unequal_histories(transport):
     """Halves of the ranks exchange different numbers of times before all exchange together."""
-    transport = "peer_memory"
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
     full, shard = torch.zeros(2 * LARGE), torch.full((LARGE,), float(dist.get_rank()))
@@ -225,6 +226,10 @@ def test_groups_of_ranks_with_different_histories_still_find_each_other():
     gathered = torch.zeros(4 * LARGE)
     transport_of(dist.group.WORLD, transport).all_gather([(gathered, shard)], "all").wait()  # type: ignore[arg-type]
     assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(LARGE))
+
+
+def test_groups_of_ranks_with_different_histories_still_find_each_other():
+    run_ranks(4, unequal_histories, "peer_memory", timeout=30)
 
 
 def nobody_answers():

@@ -13,13 +13,12 @@ from dbuffer_helpers import build_large, error_of, zero
 from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, process_memory, transport_of
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import run_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
-@on_ranks(2)
-def test_memory_of_a_failed_collective_is_never_used_again():
+def memory_after_a_failure():
     """Rank 0's gather fails; its memory is released and used again; rank 1 must not see what it is used for."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     recycler = Recycler("cpu")
@@ -34,6 +33,10 @@ def test_memory_of_a_failed_collective_is_never_used_again():
         assert other.full[0].data_ptr() != address
         assert recycler.stats.quarantined_bytes == 2 * 4 * 512 * 1024
     dist.barrier()
+
+
+def test_memory_of_a_failed_collective_is_never_used_again():
+    run_ranks(2, memory_after_a_failure)
 
 
 class LateReads:
@@ -147,9 +150,7 @@ class Late:
         peer_memory.read_memory(os.getpid(), source.data_ptr(), self.address, source.nbytes)
 
 
-@can_swap
-@on_ranks(2)
-def test_memory_of_a_failed_collective_is_out_of_use_at_once():
+def a_late_writer_after_a_failure():
     """Its memory is out of use as soon as `wait` has raised, not only once it is released."""
     late = Late("a peer died")
     buffer = build_large(transport=lambda _: late, recycler=Recycler("cpu"))
@@ -161,6 +162,11 @@ def test_memory_of_a_failed_collective_is_out_of_use_at_once():
     late.write()
     assert not buffer.full[0].any()
     assert buffer.recycler.stats.quarantined_bytes == buffer.full[0].nbytes
+
+
+@can_swap
+def test_memory_of_a_failed_collective_is_out_of_use_at_once():
+    run_ranks(2, a_late_writer_after_a_failure)
 
 
 def a_late_writer_after_release():

@@ -106,11 +106,10 @@ def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
 
 @on_ranks(2)
 def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
-    folder = tmp_path
     from torch.distributed.fsdp import StateDictType
 
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
-        path = str(folder / kind.name)
+        path = str(tmp_path / kind.name)
         accelerator, model, optimizer = prepared("ours", state_dict_type=kind)
         train(accelerator, model, optimizer, range(2))
         accelerator.save_state(path)
@@ -156,10 +155,9 @@ def with_schedulers(kind):
 
 @on_ranks(3)
 def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    folder = tmp_path
     from torch.distributed.fsdp import StateDictType
 
-    mine = own_copy(folder, StateDictType.FULL_STATE_DICT)
+    mine = own_copy(tmp_path, StateDictType.FULL_STATE_DICT)
     last = dist.get_world_size() - 1
     accelerator = with_schedulers(StateDictType.FULL_STATE_DICT)[0]
     missing = "No such file or directory: "
@@ -182,7 +180,7 @@ def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_pa
             ours.load_state(accelerator, mine)
         if dist.get_rank() == rank:
             shutil.rmtree(mine, ignore_errors=True)
-            shutil.copytree(folder / "shared", mine, dirs_exist_ok=True)
+            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
     if dist.get_rank() == last:
         (mine / f"random_states_{last}.pkl").unlink()  # as if it were new
     ours.load_state(accelerator, mine)
@@ -192,11 +190,10 @@ def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_pa
 
 @on_ranks(2)
 def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
-    folder = tmp_path
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.fsdp import StateDictType
 
-    mine = own_copy(folder, StateDictType.SHARDED_STATE_DICT)
+    mine = own_copy(tmp_path, StateDictType.SHARDED_STATE_DICT)
     accelerator = with_schedulers(StateDictType.SHARDED_STATE_DICT)[0]
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         if dist.get_rank() == 1:
@@ -204,11 +201,11 @@ def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told
         with pytest.raises(CheckpointException, match=r"ranks:dict_keys\(\[1\]\)"):
             ours.load_state(accelerator, mine)
         if dist.get_rank() == 1:
-            shutil.copytree(folder / "shared", mine, dirs_exist_ok=True)
+            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
     accelerator.project_configuration.automatic_checkpoint_naming = True
-    accelerator.project_configuration.project_dir = str(folder / f"project{dist.get_rank()}")
+    accelerator.project_configuration.project_dir = str(tmp_path / f"project{dist.get_rank()}")
     shutil.copytree(
-        mine, folder / f"project{dist.get_rank()}" / "checkpoints" / f"checkpoint_{9 + dist.get_rank()}"
+        mine, tmp_path / f"project{dist.get_rank()}" / "checkpoints" / f"checkpoint_{9 + dist.get_rank()}"
     )
     with pytest.raises(
         ValueError, match="newest checkpoint is checkpoint_9 on rank 0 and checkpoint_10 on rank 1"
@@ -222,18 +219,17 @@ def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told
 
 @on_ranks(2)
 def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
-    folder = tmp_path
     accelerator, model, _ = prepared("ours")
     found = accelerator.get_state_dict(model)
     expected = llama().state_dict()
     if dist.get_rank() == 0:
         assert found.keys() == expected.keys()
         assert all(found[name].equal(expected[name]) for name in expected)
-    accelerator.save_model(model, str(folder))
+    accelerator.save_model(model, str(tmp_path))
     dist.barrier()
     from safetensors.torch import load_file
 
-    saved = load_file(folder / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
     assert all(saved[name].equal(expected[name]) for name in expected)
 
 
@@ -279,9 +275,8 @@ def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused()
 @with_examples
 @on_ranks(2)
 def test_the_example_trains(tmp_path):
-    folder = tmp_path
     script = example_script("train_accelerate")
     accelerator, _ = accelerator_for(accumulate=2)
-    losses = script.train(accelerator, str(folder))
+    losses = script.train(accelerator, str(tmp_path))
     assert len(losses) == 8
     assert losses[-1] < losses[0]

@@ -191,16 +191,15 @@ def test_several_files_are_loaded_with_and_without_an_index(index, tmp_path):
 
 @on_ranks(3)
 def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
-    path = tmp_path
     quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
-    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), path, quantized=True)
+    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), tmp_path, quantized=True)
     # Columns and rows of tiles are cut by these blocks.
     model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
-    load_safetensors(model, path)
-    wanted = read_safetensors(path)
+    load_safetensors(model, tmp_path)
+    wanted = read_safetensors(tmp_path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
     model = shard(on_meta(width=20), quantization_policy=quantize)
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
 
 

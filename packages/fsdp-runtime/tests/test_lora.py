@@ -111,7 +111,6 @@ def sharded_mixed(model):
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_adapters_train_are_saved_and_merged_on_a_frozen_bf16_base(ranks, tmp_path):
-    folder = tmp_path
     import peft
     from peft.utils import get_peft_model_state_dict
 
@@ -132,10 +131,10 @@ def test_adapters_train_are_saved_and_merged_on_a_frozen_bf16_base(ranks, tmp_pa
     assert all(p.full_tensor().equal(base[n]) for n, p in model.named_parameters() if "lora_" not in n)
 
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=adapters)
+        model.save_pretrained(tmp_path, state_dict=adapters)
     dist.barrier()
     plain = mixed()
-    peft.set_peft_model_state_dict(plain, peft.load_peft_weights(folder))
+    peft.set_peft_model_state_dict(plain, peft.load_peft_weights(tmp_path))
     for name, value in get_peft_model_state_dict(plain).items():
         assert value.equal(get_peft_model_state_dict(model)[name].full_tensor())
     logits = model(input_ids=tokens(5)).logits

@@ -126,22 +126,20 @@ def train(engine, steps=range(3)):
 
 @on_ranks(3, timeout=280)
 def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
-    folder = tmp_path
     for case in (
         {},
         {"tied": True, "reshard_after_forward": False},
         {"param_offload": True, "optimizer_offload": True},
     ):
-        theirs = train(engine_of(folder, "fsdp2", **case))
-        engine = engine_of(folder, "ours", options={"block_policy": block_policies.rows(4)}, **case)
+        theirs = train(engine_of(tmp_path, "fsdp2", **case))
+        engine = engine_of(tmp_path, "ours", options={"block_policy": block_policies.rows(4)}, **case)
         assert FSDPModule in type(engine.module).__mro__
         assert train(engine) == pytest.approx(theirs, rel=1e-5), case
 
 
 @on_ranks(2)
 def test_two_microbatches_reduce_once(tmp_path):
-    folder = tmp_path
-    engine = engine_of(folder, "ours")
+    engine = engine_of(tmp_path, "ours")
     with record_collectives() as record:
         train(engine, range(1))  # two microbatches
     units = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
@@ -164,12 +162,11 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
 
 @on_ranks(4)
 def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
-    folder = tmp_path
     import transformers
     from verl.workers.engine.utils import prime_delta_snapshots
 
-    engine = engine_of(folder, "ours", fsdp_size=2)
-    whole = transformers.LlamaForCausalLM.from_pretrained(saved_model(folder, False)).state_dict()
+    engine = engine_of(tmp_path, "ours", fsdp_size=2)
+    whole = transformers.LlamaForCausalLM.from_pretrained(saved_model(tmp_path, False)).state_dict()
     sent, _ = engine.get_per_tensor_param()
     for name, value in sent:
         assert value.equal(whole[name]), name
@@ -194,15 +191,14 @@ def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
 
 @on_ranks(2)
 def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
-    folder = tmp_path
     import verl.utils.fsdp_utils as theirs
     from torch.distributed.fsdp import fully_shard
     from verl.workers.engine.base import EngineRegistry
 
-    engine = engine_of(folder, "ours")
+    engine = engine_of(tmp_path, "ours")
     assert theirs.fully_shard is fully_shard
     with pytest.raises(ValueError, match='strategy="fsdp"; expected "fsdp2"'):
-        engine_of(folder, "ours", strategy="fsdp")
+        engine_of(tmp_path, "ours", strategy="fsdp")
     with pytest.raises(ValueError, match="got mesh, which verl passes"):
         ours.engine_class(type(engine), mesh=None)
     before = copy.deepcopy(EngineRegistry._engines)

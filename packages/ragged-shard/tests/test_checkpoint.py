@@ -397,10 +397,9 @@ def test_our_hugging_face_writer_needs_distributed_saving_for_what_several_ranks
 
 @on_ranks(2)
 def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
-    folder = tmp_path
-    dcp.save(hf_state(1.0), checkpoint_id=folder)
+    dcp.save(hf_state(1.0), checkpoint_id=tmp_path)
     if dist.get_rank() == 0:
-        dcp.format_utils.dcp_to_torch_save(folder, f"{folder}/full.pt")
-        for name, value in torch.load(f"{folder}/full.pt").items():
+        dcp.format_utils.dcp_to_torch_save(tmp_path, f"{tmp_path}/full.pt")
+        for name, value in torch.load(f"{tmp_path}/full.pt").items():
             assert type(value) is torch.Tensor
             assert torch.equal(value, HF_VALUES[name])

@@ -27,7 +27,6 @@ def state():
 
 @on_ranks(3)
 def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
-    folder = tmp_path
     before = state()
     mesh = rank_mesh(3)
     full = torch.arange(24.0).view(6, 4)
@@ -50,8 +49,8 @@ def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
     )
     saved = ragged_shard.full_optimizer_state_dict(module, optimizer)
     ragged_shard.load_full_optimizer_state_dict(module, optimizer, saved)
-    dcp.save({"weight": param}, checkpoint_id=folder)
-    dcp.load({"weight": param}, checkpoint_id=folder)
+    dcp.save({"weight": param}, checkpoint_id=tmp_path)
+    dcp.load({"weight": param}, checkpoint_id=tmp_path)
     assert state() == before
     torch.nn.init.uniform_(param)
     assert state() != before
