@@ -204,6 +204,7 @@ def test_the_report_has_every_section_of_the_results(results):
         assert part in text
 
 
+@pytest.mark.long
 def test_figures_are_drawn_only_into_a_folder_that_is_asked_for(results):
     pytest.importorskip("matplotlib")
     page.write(results, results / "drawings")
