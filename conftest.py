@@ -1,11 +1,12 @@
 """Settings of the whole repository's tests: which cases `./run tests` leaves to `./run tests_full`."""
 
+import math
 from collections import defaultdict
 
 import pytest
 
-_RANKS = ("ranks", "world_size")  # parameters that give a test's number of ranks
-_USUAL = 3  # nothing divides evenly
+_RANKS = ("ranks", "world_size", "mesh_shape")  # parameters that give a test's number of ranks
+_USUAL = 3  # nothing divides evenly; meshes of two axes have 4
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -19,15 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `long` the cases of a test that differ from another one in the number of ranks only: 3 ranks stay."""
     cases: dict[tuple[object, ...], list[tuple[int, pytest.Item]]] = defaultdict(list)
     for item in items:
-        call = getattr(item, "callspec", None)
-        if call is None:
-            continue
-        name = next((name for name in _RANKS if isinstance(call.params.get(name), int)), None)
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        name = next((name for name in _RANKS if isinstance(params.get(name), int | tuple)), None)
         if name is not None:
-            others = tuple(sorted((key, index) for key, index in call.indices.items() if key != name))
-            cases[item.parent, getattr(item, "originalname", ""), others].append((call.params[name], item))
+            shape = params[name] if isinstance(params[name], tuple) else (params[name],)
+            others = tuple(sorted((key, id(value)) for key, value in params.items() if key != name))
+            key = (item.parent, getattr(item, "originalname", ""), len(shape), others)
+            cases[key].append((abs(math.prod(shape) - _USUAL - len(shape) + 1), item))
     for same in cases.values():
-        kept = min(same, key=lambda case: (abs(case[0] - _USUAL), case[0]))
-        for case in same:
-            if case is not kept:
-                case[1].add_marker(pytest.mark.long)
+        kept = min(same, key=lambda case: case[0])[1]
+        for _, item in same:
+            if item is not kept:
+                item.add_marker(pytest.mark.long)

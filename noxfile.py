@@ -44,6 +44,7 @@ INTEGRATIONS = [
     "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
     "../../block-optim/tests/test_architectures.py",
 ]  # fmt: skip
+USUAL = "not gpu and not long"  # what `tests` runs
 _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {
     "order_mutants": ["tools/order_mutants.py"],
@@ -69,10 +70,10 @@ def _find_links() -> str:
     """Wheel folders from pip's settings, separated by commas; uv reads neither pip's variables nor its files."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     configured = subprocess.run(command, capture_output=True, text=True, check=False)
-    links = (
-        os.environ.get("PIP_FIND_LINKS", "") + " " + (configured.stdout if configured.returncode == 0 else "")
+    links = os.environ.get("PIP_FIND_LINKS", "").split() + configured.stdout.split() * (
+        not configured.returncode
     )
-    return ",".join(dict.fromkeys(links.split()))
+    return ",".join(dict.fromkeys(links))
 
 
 def _prepare(session: nox.Session, constraint: Path = ROOT / "constraints.txt") -> None:
@@ -99,8 +100,7 @@ def tests(session: nox.Session) -> None:
     """Run the tests that need no GPU, on all cores; those marked long only if arguments for pytest are given."""
     _prepare(session)
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    marks = "not gpu" if session.posargs else "not gpu and not long"
-    session.run(*_pytest(session, "tests", "packages", marks=marks))
+    session.run(*_pytest(session, "tests", "packages", marks="not gpu" if session.posargs else USUAL))
 
 
 @nox.session
@@ -116,8 +116,16 @@ def stress(session: nox.Session) -> None:
     """Run `tests` 20 times in random order, 5 of them on a loaded machine; list what failed once: tools/stress.py."""
     _prepare(session)
     session.install(*_workspace("pytest-random-order", *_test_requirements(*PACKAGES)))
-    command = _pytest(session, marks="not gpu and not long")[1:]  # without `pytest`; arguments come last
+    command = _pytest(session, marks=USUAL)[1:]  # without `pytest`; arguments come last
     session.run("python", "tools/stress.py", *command)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Change the sources in one place at a time and count the mutants that the tests find: tools/mutants.py."""
+    _prepare(session)
+    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    session.run("python", "tools/mutants.py", *session.posargs)
 
 
 @nox.session
@@ -180,9 +188,8 @@ def integrations(session: nox.Session, others: str) -> None:
         session.run("python", "-c", "import verl.workers.engine")
     folder = FOLDERS["fsdp-runtime"] / "tests"
     names = ["test_verl.py", "integrations", "-k", "verl"] if others == "verl" else INTEGRATIONS
-    session.run(
-        *_pytest(session, *(str(folder / name) if (folder / name).exists() else name for name in names))
-    )
+    paths = (str(folder / name) if (folder / name).exists() else name for name in names)
+    session.run(*_pytest(session, *paths))
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
@@ -265,13 +272,7 @@ def isolated(session: nox.Session, package: str) -> None:
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
     session.run(
-        "pytest",
-        "-n",
-        "auto",
-        "-m",
-        "not gpu and not long",
-        *settings,
-        *(session.posargs or [str(outside / "tests")]),
+        "pytest", "-n", "auto", "-m", USUAL, *settings, *(session.posargs or [str(outside / "tests")])
     )
 
 
@@ -343,6 +344,6 @@ def train(session: nox.Session) -> None:
     """Pretrain a small transformer on real text on all local ranks: `nox -s train -- --help` lists the options."""
     _prepare(session)
     del session.env["OMP_NUM_THREADS"]
-    editable = [argument for folder in FOLDERS.values() for argument in ("-e", str(folder))]
-    session.install(*editable[:-1], f"{editable[-1]}[train]")
+    *others, runtime = _workspace()
+    session.install(*others, f"{runtime}[train]")
     session.run("fsdp-train", *session.posargs)

@@ -224,6 +224,7 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
 # -- Python calls ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_of_its_own():
     found = calls.measure()
     ours, theirs = ({part: found[name][part]["calls"] for part in calls.PARTS} for name in ("ours", "fsdp2"))

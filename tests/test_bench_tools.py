@@ -26,7 +26,11 @@ OURS = ["ours", "ours-lean", "ours-staged", "ours-held", "ours-given-order", "ou
 
 @pytest.mark.parametrize(
     ("ranks", "workload"),
-    [(2, "tiny"), (3, "gate-prime"), pytest.param(4, "gate-stacked", marks=pytest.mark.long)],
+    [
+        pytest.param(2, "tiny", marks=pytest.mark.long),
+        (3, "gate-prime"),
+        pytest.param(4, "gate-stacked", marks=pytest.mark.long),
+    ],
 )
 def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
     request = {
@@ -163,6 +167,7 @@ def test_a_quiet_machine_is_not_refused():
     assert machine.verdict(0.02, [1.0, 1.01, 1.0, 1.02, 1.0], [0.01, 0.5, 0.0]) == []
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_an_error_with_its_cause():
     request = {"workload": "no such workload", "systems": [], "rounds": 1, "steps": 1}
     with pytest.raises(RankError, match="no such workload"):
@@ -199,6 +204,7 @@ def test_the_report_has_every_section_of_the_results(results):
         assert part in text
 
 
+@pytest.mark.long
 def test_figures_are_drawn_only_into_a_folder_that_is_asked_for(results):
     pytest.importorskip("matplotlib")
     page.write(results, results / "drawings")

@@ -32,8 +32,8 @@ def device_names(text: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
             names = NAME.fullmatch(node.value) is not None
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
-            names = node.attr in KINDS
+        elif isinstance(node, ast.Attribute) and node.attr in KINDS:
+            names = ast.unparse(node.value) == "torch"
         elif isinstance(node, ast.ImportFrom):
             names = any(f"{node.module}.{alias.name}".startswith(_MODULES) for alias in node.names)
         elif isinstance(node, ast.Import):

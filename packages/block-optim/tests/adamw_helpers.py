@@ -5,15 +5,14 @@ import random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from runs import full
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import AdamW, AdamW8bit
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard.testing import rank_mesh
 
 # A short last block, a short last tile, stacked matrices, tensors below the 8-bit limit, 1-D, 0-d, an embedding.
 SHAPES = {
@@ -129,7 +128,7 @@ def place(tensors, kind, layout, cuts, dtype):
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
     if layout == "plain":
         return tensors
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = rank_mesh()
     if layout == "rows":
         return by_rows(tensors, mesh, BLOCKS.get(kind))
     return ragged_flat(tensors, mesh, cuts, BLOCKS.get(kind))[0]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard import RaggedShard, distribute_tensor
+from ragged_shard.testing import rank_mesh
 
 # For Muon: squares, tall, wide, prime, a single row, a single element; and stacks.
 MATRICES = ((8, 8), (13, 7), (7, 13), (24, 40), (40, 24), (1, 5), (1, 1), (24, 40), (24, 40))
@@ -38,7 +38,7 @@ def full(tensor):
 
 def world_mesh(*shape):
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
 
 
 def random_units(rng, total, ranks):

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from adamw_helpers import KINDS, full_state, give_gradients, make_optimizer, parameters, train
 from runs import full, same
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from block_optim import AdamW
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 RANKS = [1, 2, 3, 4]
 
@@ -77,8 +76,9 @@ def test_a_step_sends_four_bytes_or_nothing(kind):
         run_ranks(ranks, count_collectives, kind)
 
 
-def one_flag_for_each_cut_axis():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_ranks(4)
+def test_replicas_are_not_asked():
+    mesh = rank_mesh(2, 2)
     full = torch.ones(8, 4)
     hsdp = torch.nn.Parameter(distribute_tensor(full, mesh, [Replicate(), RaggedShard((0,), (1, 3))]))
     optimizer = AdamW([hsdp])
@@ -86,10 +86,6 @@ def one_flag_for_each_cut_axis():
     with record_collectives() as record:
         optimizer.step()
     assert [(e.kind, e.ranks) for e in record.events] == [("all_reduce", 2)]
-
-
-def test_replicas_are_not_asked():
-    run_ranks(4, one_flag_for_each_cut_axis)
 
 
 class Messages(logging.Handler):
@@ -139,7 +135,9 @@ def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(ki
     assert any(holders)
 
 
-def bad_gaps(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_whatever_lies_between_tensors_is_neither_read_into_results_nor_written(kind):
     wanted = train(kind)
     params = parameters(kind, "ragged")
     optimizer = make_optimizer(kind, params)
@@ -163,11 +161,8 @@ def bad_gaps(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_lies_between_tensors_is_neither_read_into_results_nor_written(kind):
-    run_ranks(2, bad_gaps, kind)
-
-
-def gradients_on_some_ranks(kind):
+@on_ranks(3)
+def test_a_rank_without_gradients_neither_hangs_nor_counts(kind):
     params = parameters(kind, "ragged")
     optimizer = make_optimizer(kind, params)
     give_gradients(params, kind, "ragged")
@@ -180,11 +175,8 @@ def gradients_on_some_ranks(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_without_gradients_neither_hangs_nor_counts(kind):
-    run_ranks(3, gradients_on_some_ranks, kind)
-
-
-def full_dict_into_parts(kind):
+@on_ranks(3)
+def test_full_states_load_into_parts_without_communication(kind):
     plain = parameters(kind)
     theirs = make_optimizer(kind, plain)
     give_gradients(plain, kind)
@@ -197,8 +189,3 @@ def full_dict_into_parts(kind):
     for name, p in params.items():
         for key, value in theirs.state[plain[name]].items():
             assert torch.equal(full(optimizer.state[p][key]), value), (name, key)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_states_load_into_parts_without_communication(kind):
-    run_ranks(3, full_dict_into_parts, kind)

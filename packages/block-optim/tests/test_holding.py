@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from runs import placed, world_mesh
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -19,7 +18,7 @@ from block_optim.core.holding import Holding, boxes_of
 from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor, held_boxes
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -57,7 +56,9 @@ def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def one_axis():
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
     mesh = world_mesh()
     for shape in ((8, 3), (5, 4), (2, 3, 2), (7,), (1, 4)):
         for layout in ("elements", "rows", "whole", "shard"):
@@ -69,16 +70,12 @@ def one_axis():
         assert agrees(placed(numbered(*shape), mesh, "replicate", None)).group is None
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
-    run_ranks(world_size, one_axis)
-
-
 EXPERTS = [[(e * 6, (e + 1) * 6)] for e in range(4)]  # of a tensor (4, 3, 2)
 
 
-def two_axes():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_ranks(4)
+def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_whole():
+    mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0, 1), (1, 5))
     strided = StridedRaggedShard((0, 1), (1, 5), split_factor=2)
     cases: list[
@@ -109,10 +106,6 @@ def two_axes():
         assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
 
 
-def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_whole():
-    run_ranks(4, two_axes)
-
-
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     data=st.data(),
@@ -133,8 +126,9 @@ def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_i
     assert [e for p in inside for e in p.here(box).reshape(-1).tolist()] == wanted
 
 
-def axes_of_size_one():
-    mesh = init_device_mesh("cpu", (2, 1))
+@on_ranks(2)
+def test_an_axis_of_size_one_cuts_nothing_for_any_optimizer():
+    mesh = rank_mesh(2, 1)
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         weight = torch.nn.Parameter(torch_distribute(numbered(8, 32), mesh, placements))
         assert agrees(weight).axes == (0,)
@@ -142,10 +136,6 @@ def axes_of_size_one():
         Muon([weight]).step()
         Shampoo([weight]).step()
         AdamW8bit([weight], min_8bit_numel=1, block=Tile(4, 8)).step()
-
-
-def test_an_axis_of_size_one_cuts_nothing_for_any_optimizer():
-    run_ranks(2, axes_of_size_one)
 
 
 def refused():
@@ -158,7 +148,7 @@ def refused():
 
 def strided_by_torch():
     """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     for rows in (8, 10, 2):  # even, uneven, and empty on two ranks
         layer = torch.nn.Linear(3, rows, bias=False)
         layer.weight.data.copy_(numbered(rows, 3))

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import MATRICES, STACKS, Allocations, Run, full, same, tensors, world_mesh
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import Muon
 from block_optim.muon.bucket import Bucket
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 ANY_CUT = ("elements", "rows", "whole", "shard", "replicate")
 WHOLE_ROWS = ("rows", "whole", "shard")  # NorMuon requires them
@@ -48,7 +48,8 @@ def test_the_bits_do_not_depend_on_ranks_or_cuts(world_size):
     run_ranks(world_size, runs_equal_the_plain_one, cases, timeout=200.0)
 
 
-def views_and_hsdp():
+@on_ranks(4)
+def test_fused_rows_and_replicated_meshes_give_the_same_bits():
     """Per-head and fused views cut anywhere, and two-axis meshes."""
     options = {"shapes": ((24, 6), (24, 10)), "matrices": "rows:6,3,3*2"}
     expected = trained(**options)
@@ -57,18 +58,15 @@ def views_and_hsdp():
         same(trained(layout, (2, 2), **options), expected)
 
 
-def test_fused_rows_and_replicated_meshes_give_the_same_bits():
-    run_ranks(4, views_and_hsdp)
-
-
-def expert_parallel():
+@on_ranks(4)
+def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
     """Experts over one axis, each expert's matrices cut over the other; ragged and even, either axis first."""
     (full_weight,), (grad,) = tensors([(6, 8, 5)], 0), tensors([(6, 8, 5)], 1)
     expected = torch.nn.Parameter(full_weight.clone())
     expected.grad = grad.clone()
     Muon([expected], lr=0.1).step()
-    ep_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "shard"))
-    shard_first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard2", "ep2"))
+    ep_first = rank_mesh(2, 2, names=("ep", "shard"))
+    shard_first = rank_mesh(2, 2, names=("shard2", "ep2"))
     cases: list[tuple[DeviceMesh, list[Placement]]] = [
         (ep_first, [Shard(0), RaggedShard((0, 1, 2), (1, 5))]),
         (ep_first, [Shard(0), Shard(0)]),
@@ -82,10 +80,6 @@ def expert_parallel():
         assert len(optimizer.assignment.domains[0].matrices) == 3
         optimizer.step()
         assert torch.equal(full(param.detach()), expected.detach()), placements
-
-
-def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
-    run_ranks(4, expert_parallel)
 
 
 def counted(layout, options):
@@ -164,24 +158,8 @@ def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
             )
 
 
-def without_gradients():
-    """A rank without gradient counts as zeros; a parameter that nobody has a gradient for stays."""
-    results = []
-    for absent in (False, True):
-        run = Run(Muon, "shard", shapes=((8, 6), (9, 5), (6, 8)), lr=0.1)
-        before = run.result()
-        for number in range(3):
-            run.give(number, without=(2,))
-            if dist.get_rank() == 1 and number == 1:
-                run.params[0].grad = None if absent else torch.zeros_like(run.params[0])
-            run.optimizer.step()
-        results.append(run.result())
-        for key in ("p2", "p2 momentum_buffer"):
-            assert torch.equal(results[-1][key], before[key])
-    same(*results)
-
-
-def whole_beside_cut():
+@on_ranks(3)
+def test_whole_matrices_need_gradients_only_where_they_are():
     """In one bucket: a matrix that is cut and has no gradient, and whole ones, with gradients at their holders only."""
     mesh, rank = world_mesh(), dist.get_rank()
     weights, grads = tensors(((8, 6), (8, 6), (8, 6)), 0), tensors(((8, 6), (8, 6), (8, 6)), 1)
@@ -205,12 +183,22 @@ def whole_beside_cut():
         assert torch.equal(found[i], twin.detach())
 
 
-def test_whole_matrices_need_gradients_only_where_they_are():
-    run_ranks(3, whole_beside_cut)
-
-
+@on_ranks(3)
 def test_parameters_without_gradient_on_some_or_all_ranks():
-    run_ranks(3, without_gradients)
+    """A rank without gradient counts as zeros; a parameter that nobody has a gradient for stays."""
+    results = []
+    for absent in (False, True):
+        run = Run(Muon, "shard", shapes=((8, 6), (9, 5), (6, 8)), lr=0.1)
+        before = run.result()
+        for number in range(3):
+            run.give(number, without=(2,))
+            if dist.get_rank() == 1 and number == 1:
+                run.params[0].grad = None if absent else torch.zeros_like(run.params[0])
+            run.optimizer.step()
+        results.append(run.result())
+        for key in ("p2", "p2 momentum_buffer"):
+            assert torch.equal(results[-1][key], before[key])
+    same(*results)
 
 
 def bad_number_on_one_rank():
@@ -243,18 +231,16 @@ def test_ranks_with_different_options_are_told_so_at_construction(option, values
     assert len(error.value.causes) == 2
 
 
-def refused():
+@on_ranks(2)
+def test_placements_that_cannot_work_are_refused_by_name():
     mesh = world_mesh()
     in_rows = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [RaggedShard((0, 1), (3, 5))]))
     with pytest.raises(ValueError, match=r"^blocks\.1\.wo: .*cut inside rows"):
         Muon([("blocks.1.wo", in_rows)], normuon=True)
 
 
-def test_placements_that_cannot_work_are_refused_by_name():
-    run_ranks(2, refused)
-
-
-def uneven_dtensor():
+@on_ranks(4)
+def test_an_uneven_dtensor_with_an_empty_rank_gets_torchs_bits():
     """An FSDP2-like parameter whose last rank has nothing."""
     run = Run(Muon, "shard", shapes=((5, 6),), lr=0.1)
     assert [[sum(p.numel for p in h) for h in q.holding.held] for q in run.optimizer._params.values()] == [
@@ -266,7 +252,3 @@ def uneven_dtensor():
     run.optimizer.step()
     torch.optim.Muon([twin], lr=0.1).step()
     assert torch.equal(full(run.params[0].detach()), twin.detach())
-
-
-def test_an_uneven_dtensor_with_an_empty_rank_gets_torchs_bits():
-    run_ranks(4, uneven_dtensor)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo, local_of
 from layout_planner import Elements, Rows, Whole
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SHAPES = ((9, 4), (7,), (3, 5, 2))
 
@@ -186,7 +186,8 @@ def test_states_of_other_shapes_lie_on_the_owner_and_load_at_any_world_size(rank
     run_ranks(ranks[1], loaded, str(tmp_path), expected)
 
 
-def cut_blocks_and_plain_states():
+@on_ranks(2)
+def test_cut_blocks_and_plain_states_of_cut_parameters_are_refused():
     kind: Any = run_examples("Write your own")["Adafactor"]
     with pytest.raises(ValueError, match=r"cut Whole\(\), which Adafactor needs whole .*block_policy"):
         adafactor("shard")
@@ -221,11 +222,8 @@ def cut_blocks_and_plain_states():
         Run(NotWhole, "shard", shapes=MATRICES)
 
 
-def test_cut_blocks_and_plain_states_of_cut_parameters_are_refused():
-    run_ranks(2, cut_blocks_and_plain_states)
-
-
-def rows_as_the_parameter():
+@on_ranks(3)
+def test_a_state_for_each_row_is_cut_as_the_rows_are():
     class Rowwise(BlockOptimizer):
         def __init__(self, params):
             super().__init__(params, {"lr": 0.1})
@@ -247,7 +245,3 @@ def rows_as_the_parameter():
                 assert state.placements == param.placements
                 assert local_of(state).shape[0] == local_of(param).shape[0]
     assert dist.get_world_size() == 3
-
-
-def test_a_state_for_each_row_is_cut_as_the_rows_are():
-    run_ranks(3, rows_as_the_parameter)

@@ -13,7 +13,7 @@ from runs import Run, same, tensors
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
 from block_optim.core.rounding import Rounder
 from layout_planner import Elements
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 SHAPES = ((24, 16), (13, 8), (3, 8, 6))
 BF16 = torch.bfloat16
@@ -64,7 +64,7 @@ def test_a_step_of_bf16_weights_is_that_of_fp32_ones_rounded_once(name):
 
 
 @every_kind
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("lr", [0.1, pytest.param(torch.tensor(0.1), marks=pytest.mark.long)])
 def test_bf16_weights_decay_as_fp32_ones_do(name, lr):
     def kept(dtype):
         """How much of the first weights is left after 50 steps."""
@@ -126,7 +126,14 @@ def results(names, choice, *layout):
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, "planned"), (2, "shard"), (3, "elements"), (3, "whole"), (4, "rows")]
+    ("world_size", "layout"),
+    [
+        (3, "elements"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, "planned"), (2, "shard"), (3, "whole"), (4, "rows"))
+        ),
+    ],
 )
 def test_every_cut_and_world_size_gives_the_bits_of_one_process(choice, world_size, layout):
     names = [n for n in KINDS if not (n == "Muon, rows and care" and layout == "elements")]
@@ -186,8 +193,9 @@ def test_masters_are_copied_pickled_counted_and_reset_with_the_other_states(name
         assert torch.equal(run.optimizer.state[p]["master_param"], p.detach().float())
 
 
-def only_some_ranks_have_gradients(layout):
-    run = run_of("Muon", layout, master_weights=True).steps(0, 1)
+@on_ranks(3)
+def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
+    run = run_of("Muon", "elements", master_weights=True).steps(0, 1)
     run.give(1)
     for p in run.params if dist.get_rank() else ():
         p.grad = None
@@ -196,10 +204,6 @@ def only_some_ranks_have_gradients(layout):
     for name, _ in run.module.named_parameters():
         assert torch.equal(result[name], result[f"{name} master_param"].bfloat16())
         assert not torch.equal(result[name], tensors(SHAPES, 0, BF16)[int(name[1:])])
-
-
-def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
-    run_ranks(3, only_some_ranks_have_gradients, "elements")
 
 
 def test_mixed_gives_every_algorithm_masters_or_rounding():

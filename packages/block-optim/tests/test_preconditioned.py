@@ -46,9 +46,9 @@ def adversary(name, shape=(9, 6)):
     ("kind", "options"),
     [
         (Shampoo, {}),
-        (Shampoo, {"grafting": "none"}),
+        pytest.param(Shampoo, {"grafting": "none"}, marks=pytest.mark.long),
         (Shampoo, {"kl": True}),
-        (Shampoo, {"root_method": "newton"}),
+        pytest.param(Shampoo, {"root_method": "newton"}, marks=pytest.mark.long),
         (SOAP, {}),
     ],
 )

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from runs import full
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
@@ -11,7 +10,7 @@ from block_optim import AdamW8bit
 from block_optim.adam.q8.grid import Grid, Stretch, merged
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 @pytest.mark.parametrize(
@@ -38,8 +37,9 @@ def test_whole_tiles_of_neighbours_are_one_stretch_and_short_ones_are_not():
     assert short.bands(1, 1) == Stretch(16, 1, 8, (2, 4), 2)
 
 
-def refuses_cut_blocks():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
+    mesh = rank_mesh(3)
     rows = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(0)]))
     with pytest.raises(
         ValueError, match=r"w: what rank 1 holds begins at element 2176, inside a block of tile:32x32"
@@ -54,13 +54,10 @@ def refuses_cut_blocks():
     AdamW8bit([{"params": [("w", columns)], "quantize": False}], block=Elements(256))
 
 
-def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
-    run_ranks(3, refuses_cut_blocks)
-
-
-def experts_on_two_axes():
+@on_ranks(4)
+def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
     """Expert parallelism cuts the stack, the ragged axis cuts between bands inside each part."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     weight, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     placements = [Shard(0), RaggedShard((0, 1), (3, 5))]
     for block in (Tile(4, 16), Elements(128)):
@@ -76,7 +73,3 @@ def experts_on_two_axes():
         assert torch.equal(full(param.detach()), plain)
         for key, value in theirs.state[plain].items():
             assert torch.equal(full(ours.state[param][key]), value), key
-
-
-def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
-    run_ranks(4, experts_on_two_axes)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import full, same
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
@@ -15,7 +14,7 @@ from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (Muon, {}),
@@ -97,7 +96,7 @@ class Pair:
 
 
 def every_layout(mesh_shape, names):
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "dp", "tp")[-len(mesh_shape) :])
+    mesh = rank_mesh(*mesh_shape, names=("replicate", "dp", "tp")[-len(mesh_shape) :])
     for name in names:
         kind, options = KINDS[name]
         for shape, placements in layouts(*mesh_shape[-2:]).values():
@@ -116,7 +115,7 @@ def test_every_optimizer_gives_the_bits_of_one_process_under_tensor_parallelism(
 
 
 def counted(placements, shape, units_of_mesh):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     pair = Pair(Muon, mesh, shape, placements, skip_nonfinite=False, **units_of_mesh)
     pair.step()
     with record_collectives() as record:
@@ -151,7 +150,7 @@ def test_heads_that_tensor_parallelism_leaves_whole_are_exchanged_along_the_data
 
 
 def strips(dim):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     options = {"max_preconditioner_dim": 6, "skip_nonfinite": False}
     pair = Pair(Shampoo, mesh, (24, 12), cut(2, (0,), [1, 1], dim), **options)
     pair.step()
@@ -176,8 +175,9 @@ def test_strips_that_lie_whole_on_a_rank_stay_and_cut_ones_are_shared_evenly():
         assert kinds == ["all_reduce", "all_to_all", "all_to_all"]
 
 
-def eight_bit():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves():
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     cases = [
         (Tile(4, 4), (24, 16), cut(2, (0,), [2, 1], 0)),
         (Tile(4, 4), (24, 16), cut(2, (0,), [2, 1], 1)),
@@ -193,12 +193,9 @@ def eight_bit():
         pair.check()
 
 
-def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves():
-    run_ranks(4, eight_bit)
-
-
-def refused_blocks():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_what_tensor_parallelism_cuts_through_is_refused_on_every_rank_by_name():
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     found = []
     for kind, options, placements in (
         (AdamW8bit, {"block": Tile(4, 16), "min_8bit_numel": 1}, cut(2, (0,), [2, 1], 1)),
@@ -208,17 +205,13 @@ def refused_blocks():
         with pytest.raises(ValueError, match=r"^w: ") as error:
             Pair(kind, mesh, (24, 16), placements, **options)
         found.append(str(error.value))
-    return found
+    assert all("cut through blocks" in text for text in found[:2])
+    assert all("cut inside rows" in text for text in found[2:])
 
 
-def test_what_tensor_parallelism_cuts_through_is_refused_on_every_rank_by_name():
-    for found in run_ranks(4, refused_blocks):
-        assert all("cut through blocks" in text for text in found[:2])
-        assert all("cut inside rows" in text for text in found[2:])
-
-
-def rows_of_whole_matrices():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     for dims, units in (((0,), [3, 1]), ((0, 1), [2, 1])):
         pair = Pair(Muon, mesh, (24, 8), cut(2, dims, units, 0), normuon=True)
         for _ in range(2):
@@ -226,13 +219,10 @@ def rows_of_whole_matrices():
         pair.check()
 
 
-def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
-    run_ranks(4, rows_of_whole_matrices)
-
-
-def gradients_on_some_ranks():
+@on_ranks(4)
+def test_ranks_that_hold_nothing_need_no_gradient():
     """Nobody has one; all but one rank have one; a parameter that is frozen until later."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     for kind, options in (KINDS["Muon"], KINDS["Shampoo"], KINDS["SOAP"]):
         pair = Pair(kind, mesh, (24, 16), cut(2, (0,), [1, 0], 1), **options)
         pair.step()
@@ -248,12 +238,9 @@ def gradients_on_some_ranks():
         pair.check()
 
 
-def test_ranks_that_hold_nothing_need_no_gradient():
-    run_ranks(4, gradients_on_some_ranks)
-
-
-def clipped():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_heads_are_clipped_wherever_tensor_parallelism_cuts_them():
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     logits = torch.tensor([50.0, 150.0, 300.0, 20.0])
     for placements in layouts(2, 2).values():
         shape, placed = placements
@@ -264,7 +251,3 @@ def clipped():
             qk_clip_(pair.plain, None, logits)
             qk_clip_(pair.param, None, logits)
         pair.check()
-
-
-def test_heads_are_clipped_wherever_tensor_parallelism_cuts_them():
-    run_ranks(4, clipped)

@@ -13,7 +13,7 @@ from dbuffer import DBuffer
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
-from ragged_shard.testing import simulated_ranks
+from ragged_shard.testing import rank_mesh, simulated_ranks
 
 SIZE = 1 << 16  # elements of a small exchange
 SPECS = (
@@ -46,7 +46,7 @@ LAYOUTS = {"planned": layout_for, "split": split_layout}
 def mesh_of(*shape, names=None):
     shape = shape or (dist.get_world_size(),)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, shape, mesh_dim_names=names or ("replicate", "shard")[-len(shape) :])
+    return rank_mesh(*shape, names=names or ("replicate", "shard")[-len(shape) :], device=device)
 
 
 def make(layout="planned", *, mesh=None, dtype=torch.float32, align=8, **options):

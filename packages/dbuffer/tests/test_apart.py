@@ -19,7 +19,7 @@ from dbuffer_helpers import (
 )
 
 from dbuffer import AllReduce, Gather, ReduceScatter
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 
@@ -53,7 +53,8 @@ def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, 
         run_ranks(world_size, through_another_device, layout, dtype, full_dtype)
 
 
-def offloaded_replicas():
+@on_ranks(4)
+def test_shards_on_another_device_reduce_over_replicas():
     buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
     each = [full_tensors(seed=r + 1) for r in range(4)]
     fill_views(buffer, each[dist.get_rank()])
@@ -63,10 +64,6 @@ def offloaded_replicas():
     for name, view in buffer.local_views.items():
         start, stop = buffer.layout.local_range(name, buffer.mesh_view.rank)
         assert torch.equal(view.reshape(-1), total[name].reshape(-1)[start:stop])
-
-
-def test_shards_on_another_device_reduce_over_replicas():
-    run_ranks(4, offloaded_replicas)
 
 
 def test_a_shard_device_that_is_neither_the_buffers_nor_the_cpu_is_refused():
@@ -107,7 +104,8 @@ def test_a_shrunk_buffer_is_gathered_again_among_few_ranks(layout):
         run_ranks(4, shrink_and_gather, layout, dtype, full_dtype, 2)
 
 
-def shrink_badly():
+@on_ranks(3)
+def test_a_group_whose_size_does_not_divide_is_refused():
     buffer = make("planned")
     buffer.materialize()
     pair = dist.new_group([0, 1])
@@ -116,18 +114,11 @@ def shrink_badly():
             buffer.shrink(pair)
 
 
-def test_a_group_whose_size_does_not_divide_is_refused():
-    run_ranks(3, shrink_badly)
-
-
-def gather_half_shrunk():
+@on_ranks(2)
+def test_gathering_shrunk_and_whole_buffers_together_is_refused():
     one, other = make("planned"), make("planned")
     for buffer in (one, other):
         Gather([buffer]).start().wait()
     one.shrink(dist.group.WORLD)
     with pytest.raises(ValueError, match="only some were shrunk"):
         Gather([one, other]).start()
-
-
-def test_gathering_shrunk_and_whole_buffers_together_is_refused():
-    run_ranks(2, gather_half_shrunk)

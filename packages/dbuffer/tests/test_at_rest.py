@@ -22,7 +22,7 @@ from dbuffer import (
     ReduceScatter,
 )
 from layout_planner import Rows, TensorSpec, Tile, plan
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 130), "wide": (16, 300), "stack": (3, 20, 128), "bias": (37,), "one": ()}
 FORMATS = (BlockNF4(64), BlockInt8(128), BlockFP8((16, 16)))
@@ -60,7 +60,9 @@ def make(fmt, full_dtype=torch.bfloat16, **options):
     )
 
 
-def gather():
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
     size = dist.get_world_size()
     for fmt in FORMATS:
         buffer, full = make(fmt), tensors()
@@ -82,11 +84,6 @@ def gather():
             assert view.equal(whole(fmt, full[name])[2].bfloat16()), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
-    run_ranks(ranks, gather)
-
-
 @pytest.mark.parametrize(
     ("fmt", "most"), [(BlockNF4(64), 0.56), (BlockInt8(256), 1.016), (BlockFP8((128, 128)), 1.0003)]
 )
@@ -105,7 +102,8 @@ def test_bytes_at_rest_are_those_of_the_formula(fmt, most, ranks):
     assert ranks > 2 or at_rest / layout.numel <= most
 
 
-def written():
+@on_ranks(1)
+def test_copying_quantizes_and_any_other_write_is_refused():
     buffer = make(BlockNF4(64))
     load(buffer, tensors())
     short = buffer.local_views["short"]
@@ -126,10 +124,6 @@ def written():
     short.copy_(torch.zeros(short.shape))
     assert not short.dequantize().any()
     assert buffer.shard[0]._version > version
-
-
-def test_copying_quantizes_and_any_other_write_is_refused():
-    run_ranks(1, written)
 
 
 def a_tensor(fmt=FORMATS[0], shape=(6, 130)):
@@ -186,7 +180,8 @@ def test_codes_of_another_format_are_read_back_and_quantized():
     assert tensor.codes.equal(expected.codes)
 
 
-def refused():
+@on_ranks(3)
+def test_what_cannot_be_kept_as_codes_is_refused():
     with pytest.raises(ValueError, match="rounds stochastically"):
         BlocksAtRest(BlockInt8(64, rounding="stochastic"))
     layout = plan([TensorSpec("w", (64, 64), Rows(1))], 3, align=16)
@@ -194,7 +189,3 @@ def refused():
         DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksAtRest(BlockFP8((32, 32))))
     with pytest.raises(ValueError, match=r"torch\.float64 cannot be quantized"):
         make(BlockNF4(64), torch.float64)
-
-
-def test_what_cannot_be_kept_as_codes_is_refused():
-    run_ranks(3, refused)

@@ -10,7 +10,7 @@ from dbuffer_helpers import mesh_of
 import dbuffer
 from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter, RowRun
 from layout_planner import Elements, Rows, TensorSpec, plan
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SPECS = (
     TensorSpec("matrix", (37, 300)),
@@ -71,19 +71,16 @@ def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(ra
         run_ranks(ranks, reduce, fmt)
 
 
-def bytes_a_gradient_takes():
+@on_ranks(2)
+def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
     buffer = make(BlockReduction(STOCHASTIC), (TensorSpec("w", (512, 1024)),))
     row = buffer.spec.reduction.row_bytes(buffer.geometry, torch.float32)
-    return row / (4 * len(buffer.shard[0])), row == len(buffer.shard[0]) * (1 + 4 / 256)
+    assert row / (4 * len(buffer.shard[0])) < 0.26
+    assert row == len(buffer.shard[0]) * (1 + 4 / 256)
 
 
-def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
-    for share, exact in run_ranks(2, bytes_a_gradient_takes):
-        assert share < 0.26
-        assert exact
-
-
-def together():
+@on_ranks(3)
+def test_codes_and_casts_go_in_one_all_to_all():
     """A buffer of codes and one of casts in one call, with odd sizes in front of the second."""
     buffers = [make(BlockReduction(NEAREST)), make(CastReduction(None)), make(BlockReduction(NEAREST))]
     for buffer in buffers:
@@ -102,11 +99,8 @@ def together():
         torch.testing.assert_close(exact.reshape(-1), total / size)
 
 
-def test_codes_and_casts_go_in_one_all_to_all():
-    run_ranks(3, together)
-
-
-def mean():
+@on_ranks(2)
+def test_the_mean_of_stochastic_rounding_is_the_gradient_within_four_sigma():
     """The mean of many reductions of the same gradient, in standard errors from the gradient itself."""
     buffer, trials = (
         make(BlockReduction(BlockInt8(64, rounding="stochastic")), (TensorSpec("w", (8, 64)),)),
@@ -125,13 +119,8 @@ def mean():
         grad.abs().amax(dim=1)[start // 64 : stop // 64, None] / 127
     )  # uniform noise within one step, at most
     error = (total / trials - want) / (step / 2 / (trials * dist.get_world_size()) ** 0.5)
-    return float(error.abs().max()), float((total / trials - want).abs().max())
-
-
-def test_the_mean_of_stochastic_rounding_is_the_gradient_within_four_sigma():
-    for sigmas, error in run_ranks(2, mean):
-        assert error > 0
-        assert sigmas < 4
+    assert (total / trials - want).abs().max() > 0
+    assert error.abs().max() < 4  # in sigmas
 
 
 def bad():
@@ -152,14 +141,11 @@ def test_an_infinite_gradient_of_one_rank_makes_its_block_nan():
     run_ranks(3, bad)
 
 
-def refused():
+@on_ranks(4)
+def test_layouts_that_cut_rows_are_refused_by_name():
     specs = (TensorSpec("w", (10, 96), Elements(240)),)
     buffer = make(BlockReduction(NEAREST), specs)
     with pytest.raises(ValueError, match=r"w: rank \d holds the elements .* which cuts rows of 96"):
         dbuffer.ReduceScatter([buffer])
     with pytest.raises(ValueError, match=r"gradients in torch\.float64 cannot be quantized"):
         make(BlockReduction(NEAREST), full_dtype=torch.float64)
-
-
-def test_layouts_that_cut_rows_are_refused_by_name():
-    run_ranks(4, refused)

@@ -11,7 +11,7 @@ import dbuffer
 from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
 FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
@@ -98,7 +98,8 @@ def test_codes_are_the_same_where_ranks_share_tiles(ranks):
     run_ranks(ranks, gather, "shared")
 
 
-def shared():
+@on_ranks(3)
+def test_the_amax_of_all_cut_tiles_takes_one_all_reduce_after_a_change():
     ranks, fmt = dist.get_world_size(), FORMATS[1]
     buffers = [make(fmt, "shared", name=name) for name in ("a", "b")]
     for seed, buffer in enumerate(buffers):
@@ -122,11 +123,8 @@ def shared():
     assert not dbuffer.needs_amax(make(FORMATS[2], "shared", name="blocks of one row cannot be cut"))
 
 
-def test_the_amax_of_all_cut_tiles_takes_one_all_reduce_after_a_change():
-    run_ranks(3, shared)
-
-
-def kept():
+@on_ranks(2)
+def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
     recycler = Recycler("cpu")
     buffer = make(FORMATS[0], recycler=recycler)
     load(buffer, tensors())
@@ -150,10 +148,6 @@ def kept():
     assert recycler.stats.allocations == allocations or not CAN_SWAP
 
 
-def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
-    run_ranks(2, kept)
-
-
 class Broken:
     """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
 
@@ -172,7 +166,9 @@ class Broken:
         raise RuntimeError("a peer died")
 
 
-def failed():
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+@on_ranks(2)
+def test_codes_of_a_failed_gather_are_never_written_again():
     broken, recycler = Broken(), Recycler("cpu")
     buffer = make(FORMATS[0], recycler=recycler, transport=lambda _: broken)
     load(buffer, tensors())
@@ -188,12 +184,9 @@ def failed():
     assert not {one.data_ptr() for one in sent} & {one.data_ptr() for one in broken.sent}
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
-def test_codes_of_a_failed_gather_are_never_written_again():
-    run_ranks(2, failed)
-
-
-def bad(cut):
+@pytest.mark.parametrize("cut", ["whole", "shared"])
+@on_ranks(3)
+def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
     buffer, full = make(FORMATS[0], cut), tensors()
     full["short"][20, 20] = torch.nan
     full["wide"][3, 99] = -torch.inf
@@ -205,11 +198,6 @@ def bad(cut):
     assert int(short.isnan().sum()) == 256
     assert wide[:, 96:].isnan().all()
     assert int(wide.isnan().sum()) == 64
-
-
-@pytest.mark.parametrize("cut", ["whole", "shared"])
-def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
-    run_ranks(3, bad, cut)
 
 
 def refused():

@@ -7,6 +7,8 @@ from dbuffer._order import CollectiveOrder
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
+# A loaded machine is no failure.
+unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
 class Layer:
@@ -208,6 +210,7 @@ def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
     assert "the store failed: gone" in caplog.text
 
 
+@unhurried
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=4), max_size=6), st.integers(2, 4))
 def test_ranks_that_run_the_same_never_disagree(segments, count):
     ranks, layer = ranks_of(count), Layer()
@@ -219,6 +222,7 @@ def test_ranks_that_run_the_same_never_disagree(segments, count):
             order.compare(layer)
 
 
+@unhurried
 @given(
     st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=1, max_size=6),
     st.integers(0, 5),
@@ -243,6 +247,7 @@ def test_a_rank_that_runs_what_no_other_has_run_raises_by_the_next_segment(segme
     assert 1 in errors
 
 
+@unhurried
 @given(
     st.lists(st.lists(st.sampled_from("abc"), min_size=2, max_size=4), min_size=1, max_size=6),
     st.lists(st.sampled_from("abcd"), min_size=2, max_size=4),

@@ -18,7 +18,7 @@ from dbuffer_helpers import (
 
 import dbuffer
 from dbuffer import AllReduce, DBuffer, Gather, ReduceScatter
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
@@ -76,7 +76,9 @@ def test_a_reduce_scatter_gives_every_rank_its_part_of_the_sum(world_size, layou
             run_ranks(world_size, reduce, layout, dtype, full_dtype, op, divide)
 
 
-def divide_in_shard_dtype():
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_division_is_done_in_the_shards_dtype_not_in_the_narrow_one(world_size):
     buffer = make(dtype=torch.float32, full_dtype=torch.bfloat16)
     buffer.materialize()
     for view in buffer.views.values():
@@ -85,11 +87,6 @@ def divide_in_shard_dtype():
     third = torch.tensor(1.0) / 3
     for view in buffer.local_views.values():
         torch.testing.assert_close(view, third.expand_as(view), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_division_is_done_in_the_shards_dtype_not_in_the_narrow_one(world_size):
-    run_ranks(world_size, divide_in_shard_dtype)
 
 
 def accumulate(layout, full_dtype):
@@ -109,7 +106,9 @@ def test_accumulating_adds_to_the_shard(world_size, layout):
         run_ranks(world_size, accumulate, layout, full_dtype)
 
 
-def poison_padding():
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_padding_of_the_shard_stays_zero_whatever_the_full_padding_holds(world_size):
     for layout, full_dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
         buffer = make(layout, full_dtype=full_dtype)
         buffer.materialize()
@@ -121,12 +120,10 @@ def poison_padding():
         assert sum(shard.abs().sum() for shard in buffer.shard) == held
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_padding_of_the_shard_stays_zero_whatever_the_full_padding_holds(world_size):
-    run_ranks(world_size, poison_padding)
-
-
-def hybrid(layout, full_dtype):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("full_dtype", DTYPES)
+@on_ranks(4)
+def test_hybrid_sharding_reduces_inside_and_then_across(layout, full_dtype):
     mesh = mesh_of(2, 2)
     buffer = make(layout, mesh=mesh, full_dtype=full_dtype)
     assert buffer.mesh_view.size == 2
@@ -141,12 +138,6 @@ def hybrid(layout, full_dtype):
     load(buffer, tensors)
     Gather([buffer]).start().wait()
     assert_views_equal(buffer, tensors)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("full_dtype", DTYPES)
-def test_hybrid_sharding_reduces_inside_and_then_across(layout, full_dtype):
-    run_ranks(4, hybrid, layout, full_dtype)
 
 
 def every_order_of_waiting(full_dtype):
@@ -173,7 +164,8 @@ def test_several_collectives_may_be_waited_for_in_every_order(full_dtype):
     run_ranks(4, every_order_of_waiting, full_dtype)
 
 
-def mixed_in_one_call():
+@on_ranks(3)
+def test_buffers_of_several_dtypes_and_segments_travel_in_one_call():
     mesh = mesh_of()
     one = make(mesh=mesh, dtype=torch.float32, full_dtype=torch.bfloat16)
     two = make("split", mesh=mesh, dtype=torch.float32)
@@ -191,10 +183,6 @@ def mixed_in_one_call():
     assert record.kinds == ["reduce_scatter"]
     for buffer in buffers:
         assert_locals_equal(buffer, tensors)
-
-
-def test_buffers_of_several_dtypes_and_segments_travel_in_one_call():
-    run_ranks(3, mixed_in_one_call)
 
 
 def holders_of_nothing():
@@ -218,7 +206,8 @@ def test_ranks_that_hold_nothing_of_a_tensor_take_part():
     assert (0,) in [shape["a"] for shape in shapes]
 
 
-def one_byte_floats():
+@on_ranks(2)
+def test_one_byte_floats_are_gathered_and_their_sums_refused():
     buffer = make(dtype=torch.float32, full_dtype=torch.float8_e4m3fn, align=16)
     tensors = full_tensors()  # whole numbers up to 9, which one byte holds
     load(buffer, tensors)
@@ -232,11 +221,8 @@ def one_byte_floats():
             ReduceScatter([buffer], op=op).start()
 
 
-def test_one_byte_floats_are_gathered_and_their_sums_refused():
-    run_ranks(2, one_byte_floats)
-
-
-def integers():
+@on_ranks(2)
+def test_integers_are_added_up_and_their_average_refused():
     buffer = make(dtype=torch.int32)
     mine, total = gradients(dist.get_rank(), 2)
     fill_views(buffer, mine)
@@ -245,7 +231,3 @@ def integers():
             ReduceScatter([buffer], **options)
     ReduceScatter([buffer], op="sum").start().wait()
     assert_locals_equal(buffer, total)
-
-
-def test_integers_are_added_up_and_their_average_refused():
-    run_ranks(2, integers)

@@ -4,10 +4,11 @@ import pytest
 from dbuffer_helpers import assert_views_equal, full_tensors, load, make
 
 from dbuffer import Gather, Recycler, device_layer, shared_recycler
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
-def on_a_stream():
+@on_ranks(2)
+def test_collectives_take_streams_and_events_on_cpu():
     buffer, tensors = make(), full_tensors()
     layer = buffer.layer
     stream = layer.new_stream()
@@ -19,10 +20,6 @@ def on_a_stream():
     layer.wait(layer.record(stream), stream)
     layer.synchronize()
     assert_views_equal(buffer, tensors)
-
-
-def test_collectives_take_streams_and_events_on_cpu():
-    run_ranks(2, on_a_stream)
 
 
 def test_a_device_that_is_neither_cpu_nor_the_accelerator_raises():

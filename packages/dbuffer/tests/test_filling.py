@@ -9,10 +9,12 @@ from torch.distributed.tensor import DTensor, Shard
 import dbuffer
 from dbuffer import Gather
 from ragged_shard import RaggedDTensor, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
-def optimize(shape):
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
+@on_ranks("shape")
+def test_ragged_tensors_are_the_shard_itself(shape):
     """An optimizer step on the ragged tensors is in the next gather, with nothing copied back."""
     buffer = make(mesh=mesh_of(*shape))
     load(buffer, full_tensors())
@@ -30,11 +32,6 @@ def optimize(shape):
     for name, want in full_tensors().items():
         assert buffer.views[name].equal(want - 1), name
         assert tensors[name].full_tensor().equal(want - 1), name
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
-def test_ragged_tensors_are_the_shard_itself(shape):
-    run_ranks(torch.Size(shape).numel(), optimize, shape)
 
 
 def save(path, layout):
@@ -63,7 +60,8 @@ def test_a_checkpoint_of_the_ragged_tensors_loads_straight_into_the_shards_of_an
     run_ranks(1, load_plain, tmp_path)
 
 
-def redistribute():
+@on_ranks(3)
+def test_ragged_tensors_redistribute_like_any():
     tensors = load(make(), full_tensors()).ragged_tensors()
     even = tensors["weight"].redistribute(placements=[Shard(0)])
     assert even.full_tensor().equal(full_tensors()["weight"])
@@ -72,10 +70,6 @@ def redistribute():
     )
     assert again.to_local().equal(tensors["weight"].to_local())
     assert not isinstance(again.to_local(), DTensor)
-
-
-def test_ragged_tensors_redistribute_like_any():
-    run_ranks(3, redistribute)
 
 
 def test_the_public_names_are_those_of_the_package():

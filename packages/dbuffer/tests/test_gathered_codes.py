@@ -19,7 +19,7 @@ from dbuffer import (
 )
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 def make(fmt, cut="whole", at_rest=False, **options):
@@ -38,7 +38,9 @@ def assert_views_are_codes_of_whole_tensors(buffer, fmt, full):
         assert view.dequantize().equal(values.bfloat16()), name
 
 
-def gather():
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_views_are_the_codes_of_whole_tensors_at_any_number_of_ranks(ranks):
     for fmt in FORMATS:
         for cut, at_rest in (("whole", False), ("shared", False), ("whole", True)):
             if cut == "shared" and not fmt.shares_amax:
@@ -55,12 +57,8 @@ def gather():
                 buffer.release()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_views_are_the_codes_of_whole_tensors_at_any_number_of_ranks(ranks):
-    run_ranks(ranks, gather)
-
-
-def memory():
+@on_ranks(3)
+def test_codes_and_a_scale_a_tile_are_all_that_is_held():
     recycler, ranks = Recycler("cpu", lean=True), dist.get_world_size()
     buffer = make(FORMATS[0], recycler=recycler)
     assert recycler.stats.lent_bytes == 0
@@ -78,11 +76,8 @@ def memory():
         _ = buffer.views
 
 
-def test_codes_and_a_scale_a_tile_are_all_that_is_held():
-    run_ranks(3, memory)
-
-
-def neighbors():
+@on_ranks(4)
+def test_neighbors_gather_the_codes_that_they_kept():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     buffer, full = make(FORMATS[0]), tensors()
@@ -98,11 +93,9 @@ def neighbors():
     assert_views_are_codes_of_whole_tensors(buffer, FORMATS[0], full)
 
 
-def test_neighbors_gather_the_codes_that_they_kept():
-    run_ranks(4, neighbors)
-
-
-def failed():
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+@on_ranks(2)
+def test_a_failed_gather_leaves_no_memory_to_the_views():
     broken = Broken()
     buffer = make(FORMATS[0], transport=lambda _: broken, recycler=Recycler("cpu"))
     load(buffer, tensors())
@@ -112,12 +105,8 @@ def failed():
     assert not any(first)  # a write that comes late goes where nobody looks
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
-def test_a_failed_gather_leaves_no_memory_to_the_views():
-    run_ranks(2, failed)
-
-
-def refused():
+@on_ranks(3)
+def test_what_needs_values_is_refused():
     buffer = make(FORMATS[0])
     load(buffer, tensors())
     Gather([buffer]).start().wait()
@@ -127,7 +116,3 @@ def refused():
     layout = plan([TensorSpec("t", (27, 8), Rows(1))], dist.get_world_size(), align=16)
     with pytest.raises(ValueError, match="can only be read back: with read_back=False each must be a byte"):
         DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksAtRest(BlockNF4(64), read_back=False))
-
-
-def test_what_needs_values_is_refused():
-    run_ranks(3, refused)

@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import full_tensors, load, make, mesh_of, simulated_mesh
 from test_collectives import accumulate, gather, reduce
-from test_memory import alias, backward_after_release, views_survive
+from test_memory import test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise as alias
+from test_memory import test_views_are_the_same_objects_and_valid_after_every_gather as views_survive
+from test_memory import (
+    test_what_autograd_saved_is_valid_again_after_release_and_gather as backward_after_release,
+)
 
 from dbuffer import (
     BlockFP8,

@@ -10,12 +10,14 @@ from dbuffer_helpers import assert_views_equal, fill_views, full_tensors, load, 
 
 from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
-def one_storage_each(layout):
+@pytest.mark.parametrize("layout", ["planned", "split"])
+@on_ranks(3)
+def test_there_is_one_storage_per_segment_and_role_and_release_leaves_zero_bytes(layout):
     buffer = make(layout)
     Gather([buffer]).start().wait()
     sizes = [segment.shard_size for segment in buffer.layout.segments]
@@ -29,12 +31,8 @@ def one_storage_each(layout):
     assert storage_bytes(buffer.empty_views.values()) == 0
 
 
-@pytest.mark.parametrize("layout", ["planned", "split"])
-def test_there_is_one_storage_per_segment_and_role_and_release_leaves_zero_bytes(layout):
-    run_ranks(3, one_storage_each, layout)
-
-
-def views_survive():
+@on_ranks(2)
+def test_views_are_the_same_objects_and_valid_after_every_gather():
     buffer, tensors = make(full_dtype=torch.bfloat16), full_tensors()
     views = dict(buffer.empty_views)
     for seed in range(3):
@@ -46,11 +44,9 @@ def views_survive():
         buffer.release()
 
 
-def test_views_are_the_same_objects_and_valid_after_every_gather():
-    run_ranks(2, views_survive)
-
-
-def backward_after_release(full_dtype):
+@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_what_autograd_saved_is_valid_again_after_release_and_gather(full_dtype):
     buffer = make(full_dtype=full_dtype)
     tensors = full_tensors()
     load(buffer, tensors)
@@ -66,11 +62,6 @@ def backward_after_release(full_dtype):
     y.backward()
     want = tensors["weight"].sum(0).expand(2, 6).to(x)
     torch.testing.assert_close(x.grad, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("full_dtype", [torch.float32, torch.bfloat16])
-def test_what_autograd_saved_is_valid_again_after_release_and_gather(full_dtype):
-    run_ranks(2, backward_after_release, full_dtype)
 
 
 def walk(layout, depth, full_dtype, num_groups=5, steps=3):
@@ -113,7 +104,8 @@ def test_after_the_first_step_nothing_is_allocated():
     assert last.reuses > first.reuses
 
 
-def alias():
+@on_ranks(1)
+def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
     buffer = make()
     assert buffer.aliased
     tensors = full_tensors()
@@ -130,10 +122,6 @@ def alias():
     Gather([separate]).start().wait()
     assert_views_equal(separate, tensors)
     assert separate.full[0].data_ptr() != separate.shard[0].data_ptr()
-
-
-def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
-    run_ranks(1, alias)
 
 
 @can_swap
@@ -198,7 +186,8 @@ def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
     assert recycler.stats.lent_bytes == 0
 
 
-def give_and_renew():
+@on_ranks(3)
+def test_a_shard_given_away_belongs_to_those_who_hold_it():
     buffer = make("split", dtype=torch.float32, full_dtype=torch.bfloat16)
     fill_views(buffer, full_tensors())
     ReduceScatter([buffer], op="sum").start().wait()
@@ -219,7 +208,3 @@ def give_and_renew():
     )
     assert padding == 0
     buffer.release()
-
-
-def test_a_shard_given_away_belongs_to_those_who_hold_it():
-    run_ranks(3, give_and_renew)

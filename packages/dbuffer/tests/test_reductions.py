@@ -9,7 +9,7 @@ from dbuffer_helpers import SPECS, fill_views, make, mesh_of
 
 import dbuffer
 from dbuffer import CastReduction, Recycler, ReduceScatter
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
 
 BF16 = CastReduction()
 
@@ -55,7 +55,9 @@ def reduce(layout, form, kept, gathered):
         buffer.release()
 
 
-def reduce_all():
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks("world_size")
+def test_contributions_are_cast_once_and_summed_in_fp32_in_the_order_of_ranks(world_size):
     for layout in ("planned", "split"):
         for form, kept, gathered in (
             (BF16, torch.float32, torch.float32),
@@ -66,12 +68,8 @@ def reduce_all():
             reduce(layout, form, kept, gathered)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_contributions_are_cast_once_and_summed_in_fp32_in_the_order_of_ranks(world_size):
-    run_ranks(world_size, reduce_all)
-
-
-def accumulate():
+@on_ranks(3)
+def test_a_reduction_can_add_to_the_shard():
     size = dist.get_world_size()
     buffer = make(full_dtype=torch.bfloat16, reduction=BF16)
     for _ in range(2):
@@ -81,11 +79,8 @@ def accumulate():
     assert_shard(buffer, {name: one + one for name, one in once.items()})
 
 
-def test_a_reduction_can_add_to_the_shard():
-    run_ranks(3, accumulate)
-
-
-def two_buffers():
+@on_ranks(3)
+def test_several_buffers_travel_in_one_all_to_all_and_borrow_their_memory_from_the_recycler():
     mesh, recycler = mesh_of(), Recycler("cpu")
     buffers = [
         make(mesh=mesh, full_dtype=dtype, reduction=form, recycler=recycler, alias=False)
@@ -108,11 +103,8 @@ def two_buffers():
     assert recycler.stats.lent_bytes == before
 
 
-def test_several_buffers_travel_in_one_all_to_all_and_borrow_their_memory_from_the_recycler():
-    run_ranks(3, two_buffers)
-
-
-def large():
+@on_ranks(3)
+def test_large_rows_go_from_rank_to_rank():
     from dbuffer import DBuffer
     from layout_planner import TensorSpec, plan
 
@@ -133,10 +125,6 @@ def large():
         total = total + one.bfloat16().float()
     start, stop = layout.local_range("w", dist.get_rank())
     assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
-
-
-def test_large_rows_go_from_rank_to_rank():
-    run_ranks(3, large)
 
 
 def refused():

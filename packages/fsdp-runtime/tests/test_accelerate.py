@@ -5,8 +5,6 @@ Accelerate takes DistributedDataParallel on CPU. The tests tell its state that t
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from torch import nn
 from fsdp_runtime import FSDPModule
 from fsdp_runtime.integrations import accelerate as ours
 from ragged_shard import full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -91,7 +89,8 @@ def train(accelerator, model, optimizer, steps=range(4)):
     return found, reductions
 
 
-def same_training():
+@on_ranks(3)
+def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
     for options in ({}, {"accumulate": 2}, {"reshard_after_forward": False, "accumulate": 2}):
         theirs, _ = train(*prepared("fsdp2", **options))
         accelerator, model, optimizer = prepared("ours", **options)
@@ -105,15 +104,12 @@ def same_training():
         assert [bool(count) for count in reductions] == [(i + 1) % every == 0 for i in range(4)]
 
 
-def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
-    run_ranks(3, same_training)
-
-
-def checkpoints(folder):
+@on_ranks(2)
+def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
     from torch.distributed.fsdp import StateDictType
 
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
-        path = str(folder / kind.name)
+        path = str(tmp_path / kind.name)
         accelerator, model, optimizer = prepared("ours", state_dict_type=kind)
         train(accelerator, model, optimizer, range(2))
         accelerator.save_state(path)
@@ -124,10 +120,6 @@ def checkpoints(folder):
     theirs, model, _ = prepared("fsdp2", state_dict_type=kind)  # a full one of ours goes on in FSDP2
     theirs.load_state(path)
     assert train(theirs, model, _, range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
-
-
-def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
 
 
 def truncate(path):
@@ -161,10 +153,11 @@ def with_schedulers(kind):
     return accelerator, model, optimizer
 
 
-def damaged_on_one_rank(folder):
+@on_ranks(3)
+def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
     from torch.distributed.fsdp import StateDictType
 
-    mine = own_copy(folder, StateDictType.FULL_STATE_DICT)
+    mine = own_copy(tmp_path, StateDictType.FULL_STATE_DICT)
     last = dist.get_world_size() - 1
     accelerator = with_schedulers(StateDictType.FULL_STATE_DICT)[0]
     missing = "No such file or directory: "
@@ -187,7 +180,7 @@ def damaged_on_one_rank(folder):
             ours.load_state(accelerator, mine)
         if dist.get_rank() == rank:
             shutil.rmtree(mine, ignore_errors=True)
-            shutil.copytree(folder / "shared", mine, dirs_exist_ok=True)
+            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
     if dist.get_rank() == last:
         (mine / f"random_states_{last}.pkl").unlink()  # as if it were new
     ours.load_state(accelerator, mine)
@@ -195,15 +188,12 @@ def damaged_on_one_rank(folder):
     assert not accelerator._load_model_state_pre_hook
 
 
-def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(3, damaged_on_one_rank, tmp_path)
-
-
-def shards_missing_on_one_rank(folder):
+@on_ranks(2)
+def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.fsdp import StateDictType
 
-    mine = own_copy(folder, StateDictType.SHARDED_STATE_DICT)
+    mine = own_copy(tmp_path, StateDictType.SHARDED_STATE_DICT)
     accelerator = with_schedulers(StateDictType.SHARDED_STATE_DICT)[0]
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         if dist.get_rank() == 1:
@@ -211,11 +201,11 @@ def shards_missing_on_one_rank(folder):
         with pytest.raises(CheckpointException, match=r"ranks:dict_keys\(\[1\]\)"):
             ours.load_state(accelerator, mine)
         if dist.get_rank() == 1:
-            shutil.copytree(folder / "shared", mine, dirs_exist_ok=True)
+            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
     accelerator.project_configuration.automatic_checkpoint_naming = True
-    accelerator.project_configuration.project_dir = str(folder / f"project{dist.get_rank()}")
+    accelerator.project_configuration.project_dir = str(tmp_path / f"project{dist.get_rank()}")
     shutil.copytree(
-        mine, folder / f"project{dist.get_rank()}" / "checkpoints" / f"checkpoint_{9 + dist.get_rank()}"
+        mine, tmp_path / f"project{dist.get_rank()}" / "checkpoints" / f"checkpoint_{9 + dist.get_rank()}"
     )
     with pytest.raises(
         ValueError, match="newest checkpoint is checkpoint_9 on rank 0 and checkpoint_10 on rank 1"
@@ -227,30 +217,24 @@ def shards_missing_on_one_rank(folder):
         ours.load_state(accelerator, mine)
 
 
-def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
-    run_ranks(2, shards_missing_on_one_rank, tmp_path)
-
-
-def exported(folder):
+@on_ranks(2)
+def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
     accelerator, model, _ = prepared("ours")
     found = accelerator.get_state_dict(model)
     expected = llama().state_dict()
     if dist.get_rank() == 0:
         assert found.keys() == expected.keys()
         assert all(found[name].equal(expected[name]) for name in expected)
-    accelerator.save_model(model, str(folder))
+    accelerator.save_model(model, str(tmp_path))
     dist.barrier()
     from safetensors.torch import load_file
 
-    saved = load_file(folder / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
     assert all(saved[name].equal(expected[name]) for name in expected)
 
 
-def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
-    run_ranks(2, exported, tmp_path)
-
-
-def loaded_from_rank_0():
+@on_ranks(3)
+def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
     for tied in (False, True):
         expected = llama(tied=tied)
         mine = llama(seed=dist.get_rank(), tied=tied)  # only rank 0 has the values
@@ -268,11 +252,8 @@ def loaded_from_rank_0():
         assert losses == pytest.approx(theirs, rel=1e-5)
 
 
-def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
-    run_ranks(3, loaded_from_rank_0)
-
-
-def policies():
+@on_ranks(2)
+def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
     _, plugin = accelerator_for(mixed_precision_policy="bf16", ignored_modules="model.norm")
     model = llama().bfloat16()
     ours.shard(model, plugin)
@@ -291,25 +272,11 @@ def policies():
         ours.shard(nn.Linear(2, 2), plugin)
 
 
-def test_precision_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
-    run_ranks(2, policies)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
     script = example_script("train_accelerate")
     accelerator, _ = accelerator_for(accumulate=2)
-    losses = script.train(accelerator, str(folder))
+    losses = script.train(accelerator, str(tmp_path))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
-
-
-def test_importing_the_adapter_imports_no_trainer():
-    code = (
-        "import sys, fsdp_runtime.integrations.accelerate; assert 'accelerate' not in sys.modules, 'imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import fully_shard
 from layout_planner import Rows
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class Net(nn.Module):
@@ -22,8 +21,9 @@ class Net(nn.Module):
         return self.down(self.up(x).relu()).pow(2).mean()
 
 
-def train():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+@on_ranks(2)
+def test_tensor_parallelism_of_degree_1_trains_as_without():
+    mesh = rank_mesh(2, 1, names=("dp", "tp"))
     model: Any = Net()
     reference = Net()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -38,7 +38,3 @@ def train():
             optimizer.zero_grad()
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), expected, msg=name)
-
-
-def test_tensor_parallelism_of_degree_1_trains_as_without():
-    run_ranks(2, train)

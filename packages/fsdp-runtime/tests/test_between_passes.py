@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_runtime import fully_shard
 from ragged_shard import RaggedDTensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 
 def all_sharded(model):
@@ -68,7 +68,9 @@ WAYS = {
 }
 
 
-def touched_after(way):
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
     """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=9)).backward()
@@ -94,18 +96,14 @@ def touched_after(way):
     torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
-    run_ranks(2, touched_after, way)
-
-
 def gathers_of(call):
     with record_collectives() as record:
         call()
     return record.kinds.count("all_gather")
 
 
-def kept_memory_is_used_again():
+@on_ranks(2)
+def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
     """Gathers of a second step and of one after a value was written."""
     model = shard(seeded())
     model.set_reshard_after_forward(False)
@@ -114,14 +112,12 @@ def kept_memory_is_used_again():
     again = gathers_of(lambda: loss_of(model, tokens()).backward())
     with torch.no_grad():
         model.blocks[0].weight.add_(1)
-    return again, gathers_of(lambda: loss_of(model, tokens()).backward())
+    assert again == 0
+    assert gathers_of(lambda: loss_of(model, tokens()).backward()) == 1
 
 
-def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
-    assert run_ranks(2, kept_memory_is_used_again) == [(0, 1)] * 2
-
-
-def written_before_unshard():
+@on_ranks(2)
+def test_unshard_by_hand_gathers_again_what_was_written_since_it_was_kept():
     model, alone = shard(seeded()), seeded()
     evaluated(model)
     with torch.no_grad():
@@ -133,11 +129,8 @@ def written_before_unshard():
     assert all_sharded(model)
 
 
-def test_unshard_by_hand_gathers_again_what_was_written_since_it_was_kept():
-    run_ranks(2, written_before_unshard)
-
-
-def cleared_between_forward_and_backward():
+@on_ranks(2)
+def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_gathered():
     """The usual step that clears gradients late: those of the step before are gone, whatever is gathered."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=1)).backward()
@@ -149,11 +142,8 @@ def cleared_between_forward_and_backward():
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_gathered():
-    run_ranks(2, cleared_between_forward_and_backward)
-
-
-def built_between_forward_and_backward():
+@on_ranks(2)
+def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
     model = shard(seeded())
     loss = loss_of(model, tokens())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,11 +154,9 @@ def built_between_forward_and_backward():
         optimizer.step()
 
 
-def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
-    run_ranks(2, built_between_forward_and_backward)
-
-
-def written_while_gathered(way):
+@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
+@on_ranks(2)
+def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
     """Edits the root's gathered parameters; the error at the moment when they are freed."""
     model = shard(seeded())
     if way == "dropped loss":
@@ -188,11 +176,6 @@ def written_while_gathered(way):
     loss_of(model, tokens()).backward()
 
 
-@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
-def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
-    run_ranks(2, written_while_gathered, way)
-
-
 class Hidden(nn.Module):
     """Keeps its loss to itself: what it returns has no gradient."""
 
@@ -206,7 +189,8 @@ class Hidden(nn.Module):
         return self.loss.detach()
 
 
-def hidden_loss():
+@on_ranks(2)
+def test_a_loss_that_is_not_among_the_outputs_still_has_its_backward():
     model, alone = seeded(Hidden), seeded(Hidden)
     fully_shard(model.inner)
     fully_shard(model)
@@ -217,7 +201,3 @@ def hidden_loss():
     for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
     assert all_sharded(model)
-
-
-def test_a_loss_that_is_not_among_the_outputs_still_has_its_backward():
-    run_ranks(2, hidden_loss)

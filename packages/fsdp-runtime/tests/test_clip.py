@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
 from ragged_shard import distribute_like
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def stage(number):
@@ -24,8 +23,10 @@ def with_gradients(model, scale=1.0):
     return model
 
 
-def clip_stages(order):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@on_ranks(4)
+def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     mine: Any = stage(mesh.get_local_rank("pp"))
     fully_shard(mine, mesh=mesh["dp"])
     whole = nn.ModuleList(with_gradients(stage(number)) for number in range(2))
@@ -45,13 +46,9 @@ def clip_stages(order):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
-    run_ranks(4, clip_stages, order)
-
-
-def not_finite():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+@on_ranks(4)
+def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     model = with_gradients(stage(0), float("nan") if mesh.get_local_rank("pp") else 1.0)
     before = [param.grad.clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match="over all pipeline stages is nan: not clipped"):
@@ -60,10 +57,6 @@ def not_finite():
         torch.testing.assert_close(param.grad, kept, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match="pp_mesh has 2 axes"):
         clip_grad_norm_(model.parameters(), 0.5, pp_mesh=mesh)
-
-
-def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
-    run_ranks(4, not_finite)
 
 
 def test_plain_parameters_are_clipped_as_by_torch():
@@ -82,7 +75,7 @@ def block():
 
 def clip_next_to_tensor_parallel(order):
     """Norms lie on dp alone, matrices on dp and tp; the row-wise bias too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     alone = block()

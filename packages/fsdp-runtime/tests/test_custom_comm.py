@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.transport import collectives
 from fsdp_runtime import MixedPrecisionPolicy
-from ragged_shard.testing import RankError, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, run_ranks
 
 
 class Comm:
@@ -56,7 +55,9 @@ def assert_equal(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def with_own_collectives(bf16):
+@pytest.mark.parametrize("bf16", [False, True])
+@on_ranks(3)
+def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
     """One unit of the model gathers and reduces by the user's objects."""
     gather, reduction = OwnGather(), OwnReduction()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
@@ -79,12 +80,8 @@ def with_own_collectives(bf16):
         assert (dtype, given, ranks) == ("torch.float32", received * size, size)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
-    run_ranks(3, with_own_collectives, bf16)
-
-
-def several_dtypes():
+@on_ranks(2)
+def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
     """A unit of two dtypes: its gather is one call, on bytes; its reduction one for each dtype."""
     gather, reduction = OwnGather(), OwnReduction()
 
@@ -105,10 +102,6 @@ def several_dtypes():
     assert_equal(*found)
     assert [dtype for dtype, *_ in gather.calls] == ["torch.uint8"] * 2
     assert sorted(dtype for dtype, *_ in reduction.calls) == ["torch.float32", "torch.float64"]
-
-
-def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
-    run_ranks(2, several_dtypes)
 
 
 def wrong_memory():
@@ -140,7 +133,7 @@ def test_what_does_not_keep_to_the_protocol_is_refused():
 
 def groups_used(shape):
     """Which groups reductions go through; rank order of an HSDP mesh's shard axis included."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     seen, usual = [], collectives.compat.reduce_scatter
 
     def noted(pairs, op, group):
@@ -175,7 +168,8 @@ def test_reductions_go_through_a_group_of_their_own_while_it_is_asked_for(shape)
     run_ranks(ranks, groups_used, shape)
 
 
-def own_collective_in_an_own_group():
+@on_ranks(2)
+def test_an_own_reduction_and_an_own_group_go_together():
     reduction = OwnReduction()
 
     def prepare(model):
@@ -187,7 +181,3 @@ def own_collective_in_an_own_group():
     assert_equal(found, expected)
     assert len(reduction.calls) == 2
     return [model is not None]
-
-
-def test_an_own_reduction_and_an_own_group_go_together():
-    run_ranks(2, own_collective_in_an_own_group)

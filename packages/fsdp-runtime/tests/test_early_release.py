@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
 class Watched(Body):
@@ -102,13 +102,6 @@ def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     run_ranks(2, step, make=InRuns)
 
 
-def twice():
-    """A second backward through the same graph needs what the first one freed."""
-    with children_from(1):
-        model = shard(seeded(Body), reshard_after_forward=True)
-        second_backward(model)
-
-
 def second_backward(model):
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
@@ -118,8 +111,12 @@ def second_backward(model):
         assert torch.allclose(p.grad.full_tensor(), 2 * one)
 
 
+@on_ranks(2)
 def test_a_second_backward_gathers_what_the_first_freed():
-    run_ranks(2, twice)
+    """A second backward through the same graph needs what the first one freed."""
+    with children_from(1):
+        model = shard(seeded(Body), reshard_after_forward=True)
+        second_backward(model)
 
 
 def in_own_buffers():
@@ -147,12 +144,6 @@ class Sometimes(Watched):
         return self.head(self.norm(x)) if torch.distributed.get_rank() == 0 else self.norm(x)
 
 
-def on_one_rank_only():
-    with children_from(1):
-        model = shard(seeded(Sometimes))
-        use_on_one_rank(model)
-
-
 def use_on_one_rank(model):
     model.set_reduce_scatter_unused_params(True)
     model(tokens()).square().sum().backward()
@@ -162,5 +153,8 @@ def use_on_one_rank(model):
     assert torch.allclose(model.head.weight.grad.full_tensor(), alone.head.weight.grad / 3, atol=1e-6)
 
 
+@on_ranks(3)
 def test_with_unused_parameters_all_ranks_reduce_at_the_end():
-    run_ranks(3, on_one_rank_only)
+    with children_from(1):
+        model = shard(seeded(Sometimes))
+        use_on_one_rank(model)

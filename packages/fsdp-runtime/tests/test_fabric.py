@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import fabric as ours
 from ragged_shard import full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed (the extra `fabric`)")
 
@@ -73,7 +71,9 @@ def train(made, steps=range(4), accumulate=1):
     return found, reductions
 
 
-def same_training():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_losses_and_norms_are_fsdp2s_and_no_backward_sync_reduces_once(ranks):
     for accumulate in (1, 2):
         theirs, _ = train(prepared("fsdp2"), range(4), accumulate)
         made = prepared("ours")
@@ -83,12 +83,8 @@ def same_training():
         assert [bool(count) for count in reductions] == [(i + 1) % accumulate == 0 for i in range(4)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_norms_are_fsdp2s_and_no_backward_sync_reduces_once(ranks):
-    run_ranks(ranks, same_training)
-
-
-def clipped_by_value():
+@on_ranks(2)
+def test_clipping_by_value_is_fsdp2s():
     found = []
     for system in ("fsdp2", "ours"):
         fabric, model, optimizer = prepared(system)
@@ -100,14 +96,12 @@ def clipped_by_value():
         torch.testing.assert_close(mine, theirs)
 
 
-def test_clipping_by_value_is_fsdp2s():
-    run_ranks(2, clipped_by_value)
-
-
-def checkpoints(folder):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_sharded_and_full_checkpoints_load_and_training_goes_on_here_and_in_fsdp2(ranks, tmp_path):
     for sharded in (True, False):
         options = {"save_distributed_checkpoint": sharded}
-        path = folder / f"{sharded}"
+        path = tmp_path / f"{sharded}"
         fabric, model, optimizer = prepared("ours", **options)
         train((fabric, model, optimizer), range(2))
         fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2, "other": "kept"})
@@ -122,24 +116,20 @@ def checkpoints(folder):
         assert train((theirs, model, optimizer), range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_and_full_checkpoints_load_and_training_goes_on_here_and_in_fsdp2(ranks, tmp_path):
-    run_ranks(ranks, checkpoints, tmp_path)
-
-
-def written_by_one_process(folder):
+@on_ranks(3)
+def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
     plain = seeded(seed=3, width=64)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     loss_of(plain, tokens(rank=0)).backward()
     optimizer.step()
-    path = folder / "plain.pt"
+    path = tmp_path / "plain.pt"
     if dist.get_rank() == 0:
-        torch.save(plain.state_dict(), folder / "raw.pt")
+        torch.save(plain.state_dict(), tmp_path / "raw.pt")
         torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, path)
     dist.barrier()
     fabric, model, _ = prepared("ours", width=64)
     with record_collectives() as record:
-        fabric.load_raw(folder / "raw.pt", model)
+        fabric.load_raw(tmp_path / "raw.pt", model)
     assert record.bytes_sent < sum(param.nbytes for param in plain.parameters()) / 20
     full = full_state_dict(model._forward_module)
     assert all(full[name].equal(value) for name, value in plain.state_dict().items())
@@ -154,50 +144,40 @@ def written_by_one_process(folder):
         torch.testing.assert_close(value, plain.state_dict()[name])
 
 
-def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
-    run_ranks(3, written_by_one_process, tmp_path)
-
-
-def on_meta(folder):
+@on_ranks(2)
+def test_a_model_made_on_meta_gets_memory_and_then_its_file(tmp_path):
     expected = seeded(seed=3).state_dict()
     if dist.get_rank() == 0:
-        torch.save(expected, folder / "raw.pt")
+        torch.save(expected, tmp_path / "raw.pt")
     dist.barrier()
     fabric = fabric_for("ours", ours.parallelize(nn.Linear, block_policy=block_policies.rows(4)))
     with fabric.init_module(empty_init=True):
         model = Body()
     assert model.embed.weight.is_meta
     model = fabric.setup_module(model)
-    fabric.load_raw(folder / "raw.pt", model)
+    fabric.load_raw(tmp_path / "raw.pt", model)
     full = full_state_dict(model._forward_module)
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_a_model_made_on_meta_gets_memory_and_then_its_file(tmp_path):
-    run_ranks(2, on_meta, tmp_path)
-
-
-def refused(folder):
+@on_ranks(2)
+def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
     fabric, model, optimizer = prepared("ours")
     state = {**seeded(seed=3).state_dict(), "extra": torch.zeros(1)}
-    path = folder / "other.pt"
+    path = tmp_path / "other.pt"
     if dist.get_rank() == 0:
         torch.save(state, path)
-        torch.save({"model": seeded(seed=3).state_dict()}, folder / "model.pt")
+        torch.save({"model": seeded(seed=3).state_dict()}, tmp_path / "model.pt")
     dist.barrier()
     with pytest.raises(ValueError, match="extra of the state dict is not in the model"):
         fabric.load_raw(path, model)
     fabric.load_raw(path, model, strict=False)
     with pytest.raises(KeyError, match=r"model.pt has no 'optimizer', which the state asks for"):
-        fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer})
-    fabric.load(folder / "model.pt", {"model": model, "optimizer": optimizer}, strict=False)
+        fabric.load(tmp_path / "model.pt", {"model": model, "optimizer": optimizer})
+    fabric.load(tmp_path / "model.pt", {"model": model, "optimizer": optimizer}, strict=False)
     fabric = fabric_for("ours", data_parallel_size=1, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="2 ranks on its axis tensor_parallel"):
         fabric.setup_module(seeded())
-
-
-def test_files_with_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
-    run_ranks(2, refused, tmp_path)
 
 
 def edited(change):
@@ -248,12 +228,14 @@ DAMAGE = {
 }
 
 
-def without_a_rank(folder):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=60)
+def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(ranks, tmp_path):
     from lightning_fabric.strategies import ModelParallelStrategy
 
     fabric, model, optimizer = prepared("ours", save_distributed_checkpoint=False)
     state = {"model": model, "optimizer": optimizer, "step": 1}
-    whole, own = folder / "whole.pt", folder / f"{dist.get_rank()}"
+    whole, own = tmp_path / "whole.pt", tmp_path / f"{dist.get_rank()}"
     fabric.save(whole, state)
     dist.barrier()
     own.mkdir()
@@ -272,12 +254,8 @@ def without_a_rank(folder):
     fabric.load(whole, state)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(ranks, tmp_path):
-    run_ranks(ranks, without_a_rank, tmp_path, timeout=60)
-
-
-def two_axes():
+@on_ranks(2)
+def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     def by_columns_and_rows(model, mesh):
@@ -300,11 +278,9 @@ def two_axes():
     torch.testing.assert_close(norm, expected)
 
 
-def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
-    run_ranks(2, two_axes)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
     script = example_script("train_fabric")
     from lightning_fabric import Fabric
 
@@ -312,16 +288,6 @@ def example(folder):
     size = dist.get_world_size()
     fabric = Fabric(accelerator="cpu", devices=size, strategy=script.make_strategy(size))
     fabric.launch()
-    losses = script.train(fabric, str(folder))
+    losses = script.train(fabric, str(tmp_path))
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
-
-
-def test_importing_the_adapter_imports_no_trainer():
-    code = "import sys, fsdp_runtime.integrations.fabric; assert 'lightning_fabric' not in sys.modules, 'imported'"
-    subprocess.run([sys.executable, "-c", code], check=True)

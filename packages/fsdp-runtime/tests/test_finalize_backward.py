@@ -4,10 +4,12 @@ import pytest
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
 
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 
-def ended_by_hand(async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(3)
+def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(async_op):
     model = shard(seeded())
     units = sum(isinstance(module, type(model).__mro__[1]) for module in model.modules())
     model.set_manual_backward_finalization(True)
@@ -31,12 +33,8 @@ def ended_by_hand(async_op):
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(async_op):
-    run_ranks(3, ended_by_hand, async_op)
-
-
-def refused():
+@on_ranks(2)
+def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before():
     model = shard(seeded())
     with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\) before forward"):
         model.finalize_backward()
@@ -45,18 +43,11 @@ def refused():
         inner.set_manual_backward_finalization(True)
 
 
-def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before():
-    run_ranks(2, refused)
-
-
-def before_the_first_forward():
+@on_ranks(2)
+def test_ending_a_step_that_has_not_begun_does_nothing():
     model = shard(seeded())
     model.set_manual_backward_finalization(True)
     with record_collectives() as record:
         model.finalize_backward()
     assert record.kinds == []
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_ending_a_step_that_has_not_begun_does_nothing():
-    run_ranks(2, before_the_first_forward)

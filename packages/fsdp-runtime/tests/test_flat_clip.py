@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
 from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard
-from ragged_shard.testing import record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 WIDTH = 7  # odd, so that there is padding
 
@@ -58,7 +57,7 @@ def poison_padding(model):
 
 
 def clipped(hybrid=False):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if hybrid else None
+    mesh = rank_mesh(2, 2, names=("replica", "shard")) if hybrid else None
     for order in (2.0, 1.0, float("inf")):
         clipped_by(order, mesh)
 
@@ -83,7 +82,8 @@ def test_copies_of_shards_count_once():
     run_ranks(4, clipped, True)
 
 
-def some_missing():
+@on_ranks(3)
+def test_gradients_that_a_rank_does_not_have_do_not_count_and_no_rank_waits():
     """Rank 0 drops some gradients, rank 1 all."""
     model, whole = after_backward(), plain()
     rank = dist.get_rank()
@@ -106,11 +106,9 @@ def some_missing():
             torch.testing.assert_close(param.grad.to_local(), kept * (0.01 / (norm + 1e-6)))
 
 
-def test_gradients_that_a_rank_does_not_have_do_not_count_and_no_rank_waits():
-    run_ranks(3, some_missing)
-
-
-def replaced():
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks("ranks")
+def test_gradients_that_the_user_replaced_are_clipped_where_they_are(ranks):
     """By others of the same layout, in memory of their own; by one of another layout; by nothing and back."""
     model = after_backward()
     params = list(model.parameters())
@@ -125,12 +123,8 @@ def replaced():
     same(model, plain(), norm, 0.05, 2.0)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_that_the_user_replaced_are_clipped_where_they_are(ranks):
-    run_ranks(ranks, replaced)
-
-
-def ignored():
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_count_once():
     model, whole = seeded(width=WIDTH), plain()
     fully_shard(model, ignored_params={model.norm.weight, model.norm.bias})
     loss_of(model, tokens()).backward()
@@ -143,17 +137,15 @@ def ignored():
     torch.testing.assert_close(model.head.weight.grad.full_tensor(), whole.head.weight.grad)
 
 
-def test_parameters_that_are_not_sharded_count_once():
-    run_ranks(2, ignored)
-
-
 def block():
     torch.manual_seed(0)
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
 
 
-def next_to_tensor_parallel(order):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@on_ranks(4)
+def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     alone = block()
@@ -166,12 +158,8 @@ def next_to_tensor_parallel(order):
     same(model, alone, norm, 0.5, order)
 
 
-@pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
-    run_ranks(4, next_to_tensor_parallel, order)
-
-
-def not_finite():
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks_and_clips_nothing():
     model = after_backward()
     if dist.get_rank() == 1:
         next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local()[0] = torch.nan
@@ -182,10 +170,6 @@ def not_finite():
         torch.testing.assert_close(param.grad.to_local(), kept, rtol=0, atol=0, equal_nan=True)
     for order in (float("inf"), 2.0):
         assert model.clip_grad_norm_(0.05, order).isnan()
-
-
-def test_a_norm_that_is_not_finite_raises_on_all_ranks_and_clips_nothing():
-    run_ranks(2, not_finite)
 
 
 class Foreach(TorchDispatchMode):

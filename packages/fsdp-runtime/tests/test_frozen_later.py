@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def freeze(model, trained):
@@ -87,9 +86,10 @@ def test_of_the_trained_elements_nothing_but_alignment_is_added():
         )  # to the one other rank, half of it each, in shards of equal size
 
 
-def hybrid():
+@on_ranks(4)
+def test_frozen_parameters_and_replicas():
     """Copies over replicas, and an accumulation over microbatches whose sums stay on each replica."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     model, alone = shard(seeded(), mesh=mesh), seeded()
     freeze(model, is_bias)
     freeze(alone, is_bias)
@@ -103,11 +103,8 @@ def hybrid():
     assert_gradients(model, {n: None if g is None else g + second[n] for n, g in first.items()})
 
 
-def test_frozen_parameters_and_replicas():
-    run_ranks(4, hybrid)
-
-
-def accumulated():
+@on_ranks(2)
+def test_frozen_parameters_and_accumulation():
     """Gradients of several backwards without a reduction."""
     model, alone = shard(seeded()), seeded()
     freeze(model, is_bias)
@@ -121,10 +118,6 @@ def accumulated():
             found if wanted is None else {n: None if g is None else g + wanted[n] for n, g in found.items()}
         )
     assert_gradients(model, wanted)
-
-
-def test_frozen_parameters_and_accumulation():
-    run_ranks(2, accumulated)
 
 
 def unfrozen_too_early():
@@ -163,7 +156,8 @@ def test_a_trained_parameter_without_a_gradient_here_gets_what_others_have():
     assert run_ranks(1, on_one_rank_only) == [True]
 
 
-def memory_is_released():
+@on_ranks(2)
+def test_gathered_gradient_memory_is_free_after_backward():
     model = shard(seeded())
     groups = [group for block in model.blocks for group in member_of(block).unit.groups]
     for trained in (is_bias, lambda n: True):
@@ -172,11 +166,8 @@ def memory_is_released():
         assert not any(group.gradients.buffer.materialized for group in groups)
 
 
-def test_gathered_gradient_memory_is_free_after_backward():
-    run_ranks(2, memory_is_released)
-
-
-def alternating():
+@on_ranks(2)
+def test_memory_of_gradients_is_dropped_when_other_parameters_are_trained():
     """Two layers of a group are trained in turns; how many buffers of gradients there are after each step."""
     model = fully_shard(seeded())
     counts = []
@@ -185,9 +176,4 @@ def alternating():
         loss_of(model, tokens(step=step)).backward()
         gc.collect()
         counts.append(sum(isinstance(item, (DBuffer, ReduceScatter)) for item in gc.get_objects()))
-    return counts
-
-
-def test_memory_of_gradients_is_dropped_when_other_parameters_are_trained():
-    for counts in run_ranks(2, alternating):
-        assert counts[3] == counts[-1], counts
+    assert counts[3] == counts[-1], counts

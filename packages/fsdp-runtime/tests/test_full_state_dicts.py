@@ -9,7 +9,7 @@ import block_optim
 from fsdp_runtime import QuantizationPolicy, get_full_state_dict, set_full_state_dict
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 def on_meta():
@@ -17,7 +17,9 @@ def on_meta():
         return Body()
 
 
-def there_and_back(rank0_only):
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(3)
+def test_a_full_state_dict_loads_into_a_model_on_meta(rank0_only):
     model, wanted = shard(seeded()), seeded().state_dict()
     found = get_full_state_dict(model, rank0_only=rank0_only, cpu_offload=True)
     if rank0_only and dist.get_rank():
@@ -37,11 +39,6 @@ def there_and_back(rank0_only):
     assert loss_of(other, tokens()).equal(loss_of(model, tokens()))
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_a_full_state_dict_loads_into_a_model_on_meta(rank0_only):
-    run_ranks(3, there_and_back, rank0_only)
-
-
 OPTIMIZERS = {
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adamw": lambda params: block_optim.AdamW(params, lr=0.01),
@@ -51,7 +48,11 @@ OPTIMIZERS = {
 }
 
 
-def continue_training(kind, rank0_only):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2)
+def test_training_goes_on_from_full_state_dicts(kind):
+    rank0_only = kind != "torch"
+
     def step(model, optimizer, number):
         loss = loss_of(model, tokens(number))
         loss.backward()
@@ -73,12 +74,8 @@ def continue_training(kind, rank0_only):
         assert step(model, optimizer, number).equal(step(again, other, number))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_from_full_state_dicts(kind):
-    run_ranks(2, continue_training, kind, kind != "torch")
-
-
-def codes():
+@on_ranks(2)
+def test_weights_that_are_kept_as_codes_go_as_values():
     quantize = QuantizationPolicy(at_rest=BlockInt8(8))
     model = shard(seeded().requires_grad_(False), quantization_policy=quantize)
     values = get_full_state_dict(model, rank0_only=True)
@@ -86,7 +83,3 @@ def codes():
     set_full_state_dict(other, values, rank0_only=True)
     for name, value in get_full_state_dict(other).items():
         torch.testing.assert_close(value, seeded().state_dict()[name], atol=0.02, rtol=0.02)
-
-
-def test_weights_that_are_kept_as_codes_go_as_values():
-    run_ranks(2, codes)

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import Collectives
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class FailsOnce(Collectives):
@@ -25,8 +25,18 @@ class FailsOnce(Collectives):
         return super().all_gather(pairs, label)
 
 
-def the_second_of_two_meshes_fails(use):
-    first = init_device_mesh("cpu", (dist.get_world_size(),))
+def by_hand(model):
+    model.unshard()
+
+
+def in_forward(model):
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("use", [by_hand, in_forward])
+@on_ranks(2)
+def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(use):
+    first = rank_mesh()
     second = DeviceMesh.from_group(dist.new_group(), "cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -47,16 +57,3 @@ def the_second_of_two_meshes_fails(use):
     model.reshard()  # type: ignore[operator]
     groups = member_of(model).unit.groups
     assert not any(group.buffer.materialized or group.buffer.busy for group in groups)
-
-
-def by_hand(model):
-    model.unshard()
-
-
-def in_forward(model):
-    model(torch.ones(2, 8))
-
-
-@pytest.mark.parametrize("use", [by_hand, in_forward])
-def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(use):
-    run_ranks(2, the_second_of_two_meshes_fails, use)

@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime.memory import unit_memory
-from ragged_shard.testing import run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 
 class Layer(nn.Module):
@@ -41,7 +41,8 @@ def sharded(**options):
     return fully_shard(model)
 
 
-def step_like_plain():
+@on_ranks(3)
+def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
     model, plain = sharded(), seeded(Layers)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
@@ -53,10 +54,6 @@ def step_like_plain():
         theirs.zero_grad()
     for one, two in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), two)
-
-
-def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
-    run_ranks(3, step_like_plain)
 
 
 def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad():

@@ -6,13 +6,12 @@ import pytest
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from block_optim import AdamW
 from block_optim.core import device as devices
 from layout_planner import Rows
-from ragged_shard.testing import OnItsWay, host_waits, simulated_ranks
+from ragged_shard.testing import OnItsWay, host_waits, rank_mesh, simulated_ranks
 
 pytestmark = [
     pytest.mark.gpu_guard,
@@ -45,7 +44,7 @@ def step(model, optimizer, number, clip):
 def test_no_part_of_a_step_waits(case, clip):
     with simulated_ranks(4), devices.stand_in(OnItsWay):
         shape, names = ((2, 2), ("replicate", "shard")) if case == "two axes" else ((4,), ("shard",))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = rank_mesh(*shape, names=names)
         model = shard(seeded(), mesh=mesh, **OPTIONS[case])
         optimizer = AdamW(model.parameters(), lr=0.01)
         for number in range(2):

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import (
@@ -21,7 +20,7 @@ from fsdp_runtime import (
 from fsdp_runtime.checkpoint import ExportedParams
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard import distribute_like
-from ragged_shard.testing import record_collectives, record_memory, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory, run_ranks
 
 
 def collected(model, **options):
@@ -56,18 +55,16 @@ def test_a_quantized_gather_does_not_round_what_is_exported():
     run_ranks(2, everything, 1 << 20, None, {"quantization_policy": quantize})
 
 
-def as_bf16():
+@on_ranks(2)
+def test_values_come_in_the_dtype_asked_for():
     bf16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = shard(seeded(), mp_policy=bf16)
     for name, value in collected(model, dtype=torch.bfloat16).items():
         assert value.equal(dict(seeded().named_parameters())[name].bfloat16())
 
 
-def test_values_come_in_the_dtype_asked_for():
-    run_ranks(2, as_bf16)
-
-
-def other_forms():
+@on_ranks(2)
+def test_codes_and_plain_parameters_come_too():
     quantize = QuantizationPolicy(at_rest=BlockInt8(8))
     model = seeded()
     model.blocks[0].requires_grad_(False)
@@ -84,19 +81,18 @@ def other_forms():
         iter_full_params(empty)
 
 
-def test_codes_and_plain_parameters_come_too():
-    run_ranks(2, other_forms)
-
-
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
 
 
-def over_two_axes(hybrid, ranks):
+@pytest.mark.parametrize("ranks", [None, (2,)])
+@pytest.mark.parametrize("hybrid", [True, False])
+@on_ranks(4)
+def test_replicas_and_tensor_parallel_parameters_are_exported(hybrid, ranks):
     names = ("replicate", "shard") if hybrid else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = rank_mesh(2, 2, names=names)
     model, exported = seeded(TwoLayers), ExportedParams()
     if hybrid:
         fully_shard(model, mesh=mesh)
@@ -113,12 +109,6 @@ def over_two_axes(hybrid, ranks):
         model.up.weight.mul_(2)
     changed = {one.name for one in iter_full_params(model, ranks=ranks, changed_since=exported)}
     assert changed == ({"up.weight"} if receives else set())
-
-
-@pytest.mark.parametrize("ranks", [None, (2,)])
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_replicas_and_tensor_parallel_parameters_are_exported(hybrid, ranks):
-    run_ranks(4, over_two_axes, hybrid, ranks)
 
 
 # -- memory and traffic ------------------------------------------------------------------------------------------------
@@ -189,7 +179,19 @@ class Engine:
         return names
 
 
-def sync(ranks, bucket_bytes, policy):
+def write(param, row, value):
+    """One element of one row, on the rank that has it."""
+    full = param.full_tensor().detach()
+    full.view(full.shape[0], -1)[row, 0] = value
+    param.detach().copy_(distribute_like(full, param.detach(), src_data_rank=None))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bucket_bytes", "policy"),
+    [(None, 1, None), (None, 1 << 20, block_policies.rows(4)), ((2,), 1 << 20, None), ((0, 1), 1, None)],
+)
+@on_ranks(3)
+def test_only_changed_blocks_are_sent_and_none_is_missed(ranks, bucket_bytes, policy):
     model = shard(seeded(width=16), block_policy=policy)
     engine, exported = Engine(seeded(width=16)), ExportedParams()
     receives = ranks is None or dist.get_rank() in ranks
@@ -218,21 +220,6 @@ def sync(ranks, bucket_bytes, policy):
     return True
 
 
-def write(param, row, value):
-    """One element of one row, on the rank that has it."""
-    full = param.full_tensor().detach()
-    full.view(full.shape[0], -1)[row, 0] = value
-    param.detach().copy_(distribute_like(full, param.detach(), src_data_rank=None))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "bucket_bytes", "policy"),
-    [(None, 1, None), (None, 1 << 20, block_policies.rows(4)), ((2,), 1 << 20, None), ((0, 1), 1, None)],
-)
-def test_only_changed_blocks_are_sent_and_none_is_missed(ranks, bucket_bytes, policy):
-    run_ranks(3, sync, ranks, bucket_bytes, policy)
-
-
 def random_training():
     model = shard(seeded(width=16), block_policy=block_policies.tiles(4, 4))
     engine, exported = Engine(seeded(width=16)), ExportedParams(device="cpu")
@@ -256,7 +243,8 @@ def test_an_engine_that_takes_only_changes_stays_equal_to_the_model():
     assert sent[0] > max(sent[1:])
 
 
-def broken_off():
+@on_ranks(1)
+def test_after_an_export_that_was_broken_off_everything_is_exported_again():
     model, exported = shard(seeded()), ExportedParams()
     list(iter_full_params(model, changed_since=exported))
     with torch.no_grad():
@@ -265,10 +253,6 @@ def broken_off():
     assert not exported.complete
     again = {change.name for change in iter_full_params(model, changed_since=exported)}
     assert again == dict(model.named_parameters()).keys()
-
-
-def test_after_an_export_that_was_broken_off_everything_is_exported_again():
-    run_ranks(1, broken_off)
 
 
 class Rows(nn.Module):
@@ -301,7 +285,8 @@ def test_where_the_layout_is_another_one_since_no_change_is_missed():
     assert first == second == [3.0, 4.0]
 
 
-def disagree():
+@on_ranks(2)
+def test_wrong_arguments_are_refused_on_every_rank():
     model = shard(seeded())
     with pytest.raises(ValueError, match="ranks do not agree on ranks"):
         iter_full_params(model, ranks=(dist.get_rank(),))
@@ -310,7 +295,3 @@ def disagree():
             iter_full_params(model, **wrong)
     with pytest.raises(ValueError, match=r"embed.weight: blocks of a tensor of shape \(12, 8\) for one of"):
         next(iter(list(iter_full_params(model, changed_since=ExportedParams())))).apply_to(torch.zeros(2))
-
-
-def test_wrong_arguments_are_refused_on_every_rank():
-    run_ranks(2, disagree)

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors, save_safetensors
 from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -147,7 +146,7 @@ class TwoLayers(nn.Module):
 
 def load_with_tp(path, replicate):
     names = ("replicate", "shard") if replicate else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = rank_mesh(2, 2, names=names)
     model = seeded(TwoLayers, seed=1)
     if replicate:
         fully_shard(model, mesh=mesh)
@@ -190,21 +189,18 @@ def test_several_files_are_loaded_with_and_without_an_index(index, tmp_path):
     run_ranks(2, load_index, tmp_path)
 
 
-def load_fp8(path):
+@on_ranks(3)
+def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
     quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
-    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), path, quantized=True)
+    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), tmp_path, quantized=True)
     # Columns and rows of tiles are cut by these blocks.
     model = shard(on_meta(width=20), block_policy=lambda name, p: block_policies.rows(3)(name, p))
-    load_safetensors(model, path)
-    wanted = read_safetensors(path)
+    load_safetensors(model, tmp_path)
+    wanted = read_safetensors(tmp_path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
     model = shard(on_meta(width=20), quantization_policy=quantize)
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert all(t.equal(wanted[name]) for name, t in full(model).items())
-
-
-def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
-    run_ranks(3, load_fp8, tmp_path)
 
 
 def load_at_rest(path):

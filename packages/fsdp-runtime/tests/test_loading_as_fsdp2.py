@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_runtime import fully_shard, get_full_state_dict
 from layout_planner import Elements
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
@@ -32,7 +31,7 @@ def options_of(kind):
     if kind == "hybrid":
         ranks = dist.get_world_size()
         shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
-        return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+        return {"mesh": rank_mesh(*shape, names=("replicate", "shard"))}
     if kind == "elements":
         return {"block_policy": lambda name, param: Elements(3)}
     return {}
@@ -82,7 +81,9 @@ def from_rank0(kind, device):
 KINDS = ["plain", "mixed precision", "hybrid", "tied"]
 
 
-def every_way():
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
     for kind in KINDS:
         for device in ("cpu", "meta"):
             assigned(kind, device)
@@ -91,11 +92,6 @@ def every_way():
     for device in ("cpu", "meta"):
         assigned("elements", device)
         on_all_ranks("elements", device)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
-    run_ranks(ranks, every_way)
 
 
 class Odd(nn.Module):
@@ -119,7 +115,9 @@ def odd(device="cpu", seed=0):
         return Odd()
 
 
-def odd_models():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers(ranks):
     expected = odd().state_dict()
     for options in (FROM_RANK0, ON_ALL):
         model = fully_shard(odd("meta"))
@@ -136,11 +134,6 @@ def odd_models():
     set_model_state_dict(model, values, options=lenient)
     assert torch.equal(model.linear.weight.full_tensor(), expected["linear.weight"])
     assert model.linear.bias.is_meta
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers(ranks):
-    run_ranks(ranks, odd_models)
 
 
 def trained(model, optimizer, steps):
@@ -179,18 +172,16 @@ def states_from_rank0(kind, foreach):
             torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-def every_state():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
     for kind in ("plain", "hybrid", "tied"):
         for foreach in (False, True):
             states_from_rank0(kind, foreach)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
-    run_ranks(ranks, every_state)
-
-
-def raises_with_advice():
+@on_ranks(2)
+def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
     values = full_values("plain") if dist.get_rank() == 0 else {}
     for device in ("cpu", "meta"):
         with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
@@ -203,7 +194,3 @@ def raises_with_advice():
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
     with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
         trained(model, optimizer, range(1))
-
-
-def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
-    run_ranks(2, raises_with_advice)

@@ -8,7 +8,7 @@ from test_weights_at_rest import NF4, whole
 
 from dbuffer import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, full_params, fully_shard
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -108,7 +108,9 @@ def sharded_mixed(model):
     return model
 
 
-def train_mixed(folder):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_adapters_train_are_saved_and_merged_on_a_frozen_bf16_base(ranks, tmp_path):
     import peft
     from peft.utils import get_peft_model_state_dict
 
@@ -129,10 +131,10 @@ def train_mixed(folder):
     assert all(p.full_tensor().equal(base[n]) for n, p in model.named_parameters() if "lora_" not in n)
 
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=adapters)
+        model.save_pretrained(tmp_path, state_dict=adapters)
     dist.barrier()
     plain = mixed()
-    peft.set_peft_model_state_dict(plain, peft.load_peft_weights(folder))
+    peft.set_peft_model_state_dict(plain, peft.load_peft_weights(tmp_path))
     for name, value in get_peft_model_state_dict(plain).items():
         assert value.equal(get_peft_model_state_dict(model)[name].full_tensor())
     logits = model(input_ids=tokens(5)).logits
@@ -149,12 +151,14 @@ def train_mixed(folder):
     torch.testing.assert_close(after.float(), logits.float(), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_adapters_train_are_saved_and_merged_on_a_frozen_bf16_base(ranks, tmp_path):
-    run_ranks(ranks, train_mixed, tmp_path)
+def peft_layer():
+    from peft.tuners.lora import LoraLayer
+
+    return LoraLayer
 
 
-def merge_by_layers():
+@on_ranks(2)
+def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes():
     model, plain = sharded(llama()), llama()
     with pytest.raises(NotImplementedError, match=r"aten\.mm"):
         model.merge_and_unload()
@@ -173,13 +177,3 @@ def merge_by_layers():
                 assert param.local.codes.equal(before[name]) == (
                     "base_layer" not in name or not param.local.numel()
                 )
-
-
-def peft_layer():
-    from peft.tuners.lora import LoraLayer
-
-    return LoraLayer
-
-
-def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes():
-    run_ranks(2, merge_by_layers)

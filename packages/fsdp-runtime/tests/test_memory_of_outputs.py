@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 from fsdp_runtime._params.kinds.subclass import extension_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -78,7 +78,8 @@ def test_a_unit_that_returns_its_own_parameter_is_named_with_the_option_that_wor
         run_ranks(2, returned, way)
 
 
-def a_copy_is_returned():
+@on_ranks(2)
+def test_a_unit_that_returns_a_copy_of_its_parameter_just_works():
     torch.manual_seed(0)
     model = Around(cloned)
     fully_shard(model.inner, mp_policy=BF16)
@@ -86,11 +87,8 @@ def a_copy_is_returned():
     model(torch.ones(2, 4)).backward()
 
 
-def test_a_unit_that_returns_a_copy_of_its_parameter_just_works():
-    run_ranks(2, a_copy_is_returned)
-
-
-def the_root_returns_its_parameter():
+@on_ranks(2)
+def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluation():
     torch.manual_seed(0)
     model = Returns(itself)
     wanted = model.linear.weight.detach().clone()
@@ -100,16 +98,13 @@ def the_root_returns_its_parameter():
     assert weight.equal(wanted.bfloat16())
 
 
-def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluation():
-    run_ranks(2, the_root_returns_its_parameter)
-
-
 def second_order(model, x):
     (grad,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
     grad.square().sum().backward()
 
 
-def differentiated_twice():
+@on_ranks(2)
+def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     alone = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -128,10 +123,6 @@ def differentiated_twice():
     for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
         if wanted.grad is not None:
             torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
-    run_ranks(2, differentiated_twice)
 
 
 class ThreeArguments(Halved):

@@ -75,7 +75,17 @@ def same_states(one, two):
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Those that update alone, that exchange matrices, and that work next to the step; the others are long.
+some_kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        k if k in ("adamw8bit", "muon", "overlapped") else pytest.param(k, marks=pytest.mark.long)
+        for k in KINDS
+    ],
+)
+
+
+@some_kinds
 def test_values_are_those_of_the_optimizer_itself_and_no_access_is_a_race(kind):
     with alone_or_one(kind):
         plain, optimizer = prepared(kind, False)
@@ -90,7 +100,7 @@ def index_of(model, param):
     return next(i for i, one in enumerate(model.parameters()) if one is param)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_between_steps_no_states_are_on_the_device_and_in_a_step_three_blocks_at_most(kind, monkeypatch):
     with alone_or_one(kind) as simulated:
         model, optimizer = prepared(kind, True)
@@ -109,7 +119,7 @@ def test_between_steps_no_states_are_on_the_device_and_in_a_step_three_blocks_at
         assert simulated.accesses
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_an_update_that_does_not_wait_for_its_states_is_a_race(kind, monkeypatch):
     with alone_or_one(kind) as simulated:
         model, optimizer = prepared(kind, True)

@@ -50,7 +50,9 @@ def locals_of(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 28])
+@pytest.mark.parametrize(
+    "bucket_bytes", [3000, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 1 << 28))]
+)
 def test_values_are_those_of_the_optimizer_itself_and_no_access_is_a_race(kind, bucket_bytes):
     with device():
         plain, _ = train(kind, False, schedule=True)

@@ -9,12 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward, step_rest
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
-from ragged_shard.testing import RankError, record_memory, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_memory, run_ranks
 
 MAKES = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -34,7 +33,7 @@ def sharded(replicas=1, **options):
     mesh = None
     if replicas > 1:
         shape = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(*shape, names=("replicate", "shard"))
     return shard(seeded(**options), mesh=mesh)
 
 
@@ -56,7 +55,10 @@ class After:
             optimizer.zero_grad()
 
 
-def compare(kind, replicas, microbatches):
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize(("ranks", "replicas", "microbatches"), [(1, 1, 1), (3, 1, 2), (4, 2, 1)])
+@on_ranks("ranks")
+def test_updates_are_those_of_the_same_optimizers_after_backward(kind, ranks, replicas, microbatches):
     ours, plain = sharded(replicas), sharded(replicas)
     inside, after = optimizer_in_backward(ours, MAKES[kind]), After(plain, MAKES[kind])
     for step in range(3):
@@ -72,12 +74,6 @@ def compare(kind, replicas, microbatches):
                 after.zero_grad()
     for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
         assert one.to_local().equal(two.to_local())
-
-
-@pytest.mark.parametrize("kind", MAKES)
-@pytest.mark.parametrize(("ranks", "replicas", "microbatches"), [(1, 1, 1), (3, 1, 2), (4, 2, 1)])
-def test_updates_are_those_of_the_same_optimizers_after_backward(kind, ranks, replicas, microbatches):
-    run_ranks(ranks, compare, kind, replicas, microbatches)
 
 
 def peak(in_backward):
@@ -103,7 +99,8 @@ def test_at_most_two_units_gradients_are_alive():
     assert after - inside >= 7 * block
 
 
-def saved_and_loaded():
+@on_ranks(2)
+def test_schedulers_and_state_dicts_of_a_list_of_optimizers():
     """Through the optimizers' own state dicts, torch's functions, and this package's full states."""
     model, make = sharded(), MAKES["adamw"]
     optimizers = optimizer_in_backward(model, make)
@@ -136,15 +133,8 @@ def saved_and_loaded():
         assert all(first.equal(local) for local in rest)
 
 
-def test_schedulers_and_state_dicts_of_a_list_of_optimizers():
-    run_ranks(2, saved_and_loaded)
-
-
+@on_ranks(2)
 def test_parameters_outside_of_units_are_updated_in_step():
-    run_ranks(2, outside)
-
-
-def outside():
     model = seeded()
     fully_shard(model.blocks[0])
     optimizers = optimizer_in_backward(model, MAKES["foreach"])
@@ -200,7 +190,8 @@ def test_backward_through_a_unit_that_was_updated_is_refused():
         run_ranks(2, twice, True)
 
 
-def clipping():
+@on_ranks(2)
+def test_clipping_raises_and_torchs_function_finds_no_gradient():
     model = sharded()
     optimizers = optimizer_in_backward(model, MAKES["adamw"])
     loss_of(model, tokens()).backward()
@@ -211,11 +202,8 @@ def clipping():
     step_rest(optimizers)
 
 
-def test_clipping_raises_and_torchs_function_finds_no_gradient():
-    run_ranks(2, clipping)
-
-
-def refusals():
+@on_ranks(1)
+def test_what_it_cannot_do_is_refused():
     make = MAKES["adamw"]
     with pytest.raises(ValueError, match="no module of the model is sharded"):
         optimizer_in_backward(nn.Linear(2, 2), make)
@@ -228,7 +216,3 @@ def refusals():
         optimizer_in_backward(model, make)
     with pytest.raises(RuntimeError, match="before the norm of all gradients is known"):
         clip_grad_norm_(model.parameters(), 1.0)
-
-
-def test_what_it_cannot_do_is_refused():
-    run_ranks(1, refusals)

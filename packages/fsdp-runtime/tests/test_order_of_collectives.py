@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Handle
 from fsdp_runtime import fully_shard
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import SimulatedDevice, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 
 def hybrid_steps(max_buffers, late_all_reduce, small):
@@ -22,7 +21,7 @@ def hybrid_steps(max_buffers, late_all_reduce, small):
     Handle.completed = property(lambda handle: chance.random() < 0.5)  # type: ignore[assignment]
     _plan.MIN_CHILD = 1 if small else before
     try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(2, 2, names=("replicate", "shard"))
         model, alone = shard(seeded(blocks=6), mesh=mesh), seeded(blocks=6)
         model.set_reduce_scatter_max_input_buffers(max_buffers)
         with record_collectives() as record:
@@ -39,13 +38,24 @@ def hybrid_steps(max_buffers, late_all_reduce, small):
     return record.kinds
 
 
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("late_all_reduce", [False, True])
-@pytest.mark.parametrize("max_buffers", [1, 2, 4])
-def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(max_buffers, late_all_reduce, small):
-    first, *others = run_ranks(4, hybrid_steps, max_buffers, late_all_reduce, small, timeout=120)
-    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(first)
-    assert all(kinds == first for kinds in others)
+def all_hybrid_steps():
+    """Each pair of choices."""
+    cases = [
+        (1, False, False),
+        (1, True, True),
+        (2, False, True),
+        (2, True, False),
+        (4, False, True),
+        (4, True, False),
+    ]
+    return {case: hybrid_steps(*case) for case in cases}
+
+
+def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks():
+    first, *others = run_ranks(4, all_hybrid_steps)
+    for case, kinds in first.items():
+        assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(kinds), case
+        assert all(found[case] == kinds for found in others), case
 
 
 def order_on(rank, depth):
@@ -56,7 +66,7 @@ def order_on(rank, depth):
         simulated_ranks(4, rank=rank) as simulation,
     ):
         meshes = {
-            name: init_device_mesh("cpu", shape, mesh_dim_names=names)
+            name: rank_mesh(*shape, names=names)
             for name, shape, names in (
                 ("hybrid", (2, 2), ("replicate", "shard")),
                 ("flat", (4,), ("shard",)),

@@ -21,11 +21,17 @@ def test_every_exported_name_is_there():
     }
 
 
-def test_importing_it_needs_no_extra():
-    code = (
-        "import sys\n"
-        "for name in ('block_optim', 'rich', 'matplotlib', 'safetensors', 'transformers'):\n"
-        "    sys.modules[name] = None\n"
-        "import fsdp_runtime\n"
-    )
+def test_importing_it_needs_no_extra_and_adapters_import_no_trainer():
+    code = """
+import importlib, sys
+trainers = {"accelerate", "lightning_fabric", "torchtitan", "transformers", "verl"}
+for name in ("accelerate", "fabric", "torchtitan", "transformers", "verl"):
+    importlib.import_module(f"fsdp_runtime.integrations.{name}")
+    assert not trainers & sys.modules.keys(), name
+for name in [name for name in sys.modules if name.startswith("fsdp_runtime")]:
+    del sys.modules[name]
+for name in ("block_optim", "rich", "matplotlib", "safetensors", "transformers"):
+    sys.modules[name] = None
+import fsdp_runtime
+"""
     subprocess.run([sys.executable, "-c", code], check=True)

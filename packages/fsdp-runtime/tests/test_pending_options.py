@@ -2,13 +2,13 @@
 
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
-def toggled_while_under_way():
-    model = shard(seeded(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+@on_ranks(4)
+def test_options_set_later_do_not_touch_a_reduction_under_way():
+    model = shard(seeded(), mesh=rank_mesh(2, 2, names=("replicate", "shard")))
     model.set_is_last_backward(False)
     loss_of(model, tokens()).backward()  # reductions are left under way
     model.set_requires_all_reduce(False)
@@ -18,7 +18,3 @@ def toggled_while_under_way():
     (sum(loss_of(alone, tokens(rank=rank)) for rank in range(4)) / 4).backward()
     for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_options_set_later_do_not_touch_a_reduction_under_way():
-    run_ranks(4, toggled_while_under_way)

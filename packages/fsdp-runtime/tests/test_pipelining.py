@@ -8,13 +8,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fsdp_runtime
 from ragged_shard._torch_compat import TORCH_VERSION
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelining.md"
 WIDTH, ROWS, MICROBATCHES = 8, 2, 4
@@ -112,7 +111,7 @@ def reference(name, replicas):
 
 def check(name):
     """Collectives of ours and of FSDP2, where parameters stay after forward and where they are freed."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
     wanted = reference(name, dist.get_world_size() // 2)
     counts = []
     for reshard in (False, True):
@@ -126,7 +125,14 @@ def check(name):
     return counts
 
 
-@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
+# One of each form, and one that splits; the others are long.
+USUAL = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in USUAL else pytest.param(n, marks=pytest.mark.long) for n in (*SINGLE, *LOOPED, *V_SHAPED)],
+)
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
     if name in V_SHAPED and TORCH_VERSION < (2, 12):
         pytest.skip("torch 2.11 fails in its V-shaped schedules over gloo, with FSDP2 too")
@@ -144,9 +150,11 @@ def check_page(row):
     assert not PAGE.exists() or row in PAGE.read_text()
 
 
-def evaluate(name):
+@pytest.mark.parametrize("name", SINGLE)
+@on_ranks(4)
+def test_a_schedule_evaluates(name):
     """Outputs and the losses of the last stage without a backward; and that nothing stays gathered."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     module = wrap(fsdp_runtime, stages(2)[pp.get_local_rank()], dp, True)
     stage = PipelineStage(module, pp.get_local_rank(), 2, torch.device("cpu"), group=pp.get_group())
@@ -158,14 +166,9 @@ def evaluate(name):
         torch.testing.assert_close(found, nn.Sequential(*stages(2))(x), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_schedule_evaluates(name):
-    run_ranks(4, evaluate, name)
-
-
 def from_a_file(path):
     """The runtime that reads its actions from a file, written by another schedule."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     everything, mine = stages(4), indices_of("ScheduleInterleaved1F1B", pp.get_local_rank(), 2)
     built: list = [

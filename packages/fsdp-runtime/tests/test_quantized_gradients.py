@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 BF16 = QuantizationPolicy(gradients="bf16")
 STEPS = 2
@@ -79,8 +78,9 @@ def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all():
     run_ranks(3, count, {"param_dtype": torch.bfloat16})
 
 
-def hybrid():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+@on_ranks(4)
+def test_the_all_reduce_over_replicas_stays_fp32():
+    mesh = rank_mesh(2, 2, names=("replicas", "shards"))
     plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantization_policy=BF16, mesh=mesh)
     rank = dist.get_rank()
     loss = loss_of(model, tokens(rank=rank))
@@ -102,10 +102,6 @@ def hybrid():
     replicated = sum(event.bytes_sent for event in record.events if event.kind == "all_reduce")
     shards = sum(unit_memory(model).shards) + sum(unit_memory(model.blocks[0]).shards)
     assert replicated == 4 * shards
-
-
-def test_the_all_reduce_over_replicas_stays_fp32():
-    run_ranks(4, hybrid)
 
 
 def refused():

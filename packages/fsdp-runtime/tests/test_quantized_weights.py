@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
@@ -13,7 +12,7 @@ from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
@@ -111,20 +110,18 @@ def alone():
     assert loss.equal(loss_of(plain.model, tokens()))
 
 
-def between_neighbors():
+@on_ranks(4)
+def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
     train(FP8, "auto", reshard_after_forward=2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = rank_mesh(2, 2, names=("replicas", "shards"))
     model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh)
     plain = Plain(FP8)
     plain.step(0)
     assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
 
 
-def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
-    run_ranks(4, between_neighbors)
-
-
-def kept():
+@on_ranks(4)
+def test_resharding_to_neighbors_keeps_codes():
     model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
     loss = loss_of(model, tokens())
     unit = member_of(model.blocks[0]).unit
@@ -142,10 +139,6 @@ def kept():
     assert last.ranks == 2
     assert last.bytes_sent == 2 * (coded.planes.row_bytes + biases)
     assert coded.buffer.encoder.kept() is None
-
-
-def test_resharding_to_neighbors_keeps_codes():
-    run_ranks(4, kept)
 
 
 def count(fmt, cut):
@@ -179,7 +172,8 @@ def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
     run_ranks(3, count, CUT, "shared")
 
 
-def frozen():
+@on_ranks(2)
+def test_frozen_weights_are_quantized_once():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16, bias=False))
     fully_shard(model, quantization_policy=QuantizationPolicy(weights=FP8))
@@ -192,11 +186,8 @@ def frozen():
     assert versions[0] == versions[1]
 
 
-def test_frozen_weights_are_quantized_once():
-    run_ranks(2, frozen)
-
-
-def bad_numbers():
+@on_ranks(2)
+def test_an_infinite_weight_makes_loss_and_gradients_nan_and_the_optimizer_skips_the_step():
     from block_optim import AdamW
 
     model = shard(
@@ -216,11 +207,8 @@ def bad_numbers():
     assert model.head.weight.full_tensor().equal(before)
 
 
-def test_an_infinite_weight_makes_loss_and_gradients_nan_and_the_optimizer_skips_the_step():
-    run_ranks(2, bad_numbers)
-
-
-def checkpoint():
+@on_ranks(3)
+def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     policy = QuantizationPolicy(weights=FP8, gradients="bf16")
     model = shard(body(), quantization_policy=policy)
     loss_of(model, tokens()).backward()
@@ -246,10 +234,6 @@ def checkpoint():
     assert loss_of(others[1], tokens()).equal(loss_of(plain, tokens()))
 
 
-def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
-    run_ranks(3, checkpoint)
-
-
 def auto():
     chosen = []
     for tile in (8, 24):
@@ -263,7 +247,8 @@ def test_auto_cuts_tiles_where_whole_ones_outgrow_the_shards():
     assert run_ranks(3, auto)[0] == [[False], [True]]
 
 
-def refused():
+@on_ranks(1)
+def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_changes():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     with pytest.raises(
         ValueError, match=r"parameter 0\.weight was selected: torch\.float64 cannot be quantized"
@@ -279,10 +264,6 @@ def refused():
         quantization_policy=QuantizationPolicy(weights=INT8),
         mp_policy=precision,
     )
-
-
-def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_changes():
-    run_ranks(1, refused)
 
 
 @pytest.mark.parametrize(

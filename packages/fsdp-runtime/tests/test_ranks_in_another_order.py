@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import watch_order
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)
 
@@ -42,7 +42,7 @@ def sharded(replicas=1):
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     else:
         shape = (replicas, world // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(*shape, names=("replicate", "shard"))
     torch.manual_seed(0)
     net = Net()
     for block in net.blocks:
@@ -114,7 +114,8 @@ def test_every_rank_raises_in_a_pass_in_which_ranks_run_different_known_orders(r
     assert all("do not agree on the order" in message for message in messages)
 
 
-def changes_everywhere():
+@on_ranks(3)
+def test_an_order_that_changes_on_all_ranks_is_no_error():
     """All ranks change the order, back and forth, train and evaluate; gradients are accumulated."""
     net = sharded()
     for order in (USUAL, OTHER, (2, 1, 0), OTHER, USUAL):
@@ -125,14 +126,10 @@ def changes_everywhere():
         net(torch.ones(2, 8)).backward()
         net.set_requires_gradient_sync(True)
         net(torch.ones(2, 8)).backward()
-    return True
 
 
-def test_an_order_that_changes_on_all_ranks_is_no_error():
-    assert all(run_ranks(3, changes_everywhere))
-
-
-def fails_on_one_rank():
+@on_ranks(2)
+def test_a_forward_that_failed_on_one_rank_after_it_had_gathered_is_no_disagreement():
     net = sharded()
     net.fails = dist.get_rank() == 1
     try:
@@ -141,11 +138,6 @@ def fails_on_one_rank():
         net.fails = False
     for _ in range(3):
         net(torch.ones(2, 8)).backward()
-    return True
-
-
-def test_a_forward_that_failed_on_one_rank_after_it_had_gathered_is_no_disagreement():
-    assert all(run_ranks(2, fails_on_one_rank))
 
 
 class Counted:
@@ -159,7 +151,9 @@ class Counted:
         return getattr(self.store, name)
 
 
-def requests_of_steps(micro_batches):
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@on_ranks(2)
+def test_a_pass_in_a_known_order_asks_the_store_once(micro_batches):
     """How often the store is asked in each of the first steps."""
     net = sharded()
     net(torch.ones(2, 8)).backward()
@@ -172,13 +166,7 @@ def requests_of_steps(micro_batches):
             net(torch.ones(2, 8)).backward()
         asked.append(counted.requests)
         counted.requests = 0
-    return asked
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_pass_in_a_known_order_asks_the_store_once(micro_batches):
-    for asked in run_ranks(2, requests_of_steps, micro_batches):
-        assert asked[-1] == asked[-2] == 2 * micro_batches  # at the end of each forward and backward
+    assert asked[-1] == asked[-2] == 2 * micro_batches  # at the end of each forward and backward
 
 
 class Differs:

@@ -9,7 +9,7 @@ from torch import nn
 
 import layout_planner
 from fsdp_runtime import fully_shard
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 def snapshot(model):
@@ -49,7 +49,8 @@ def planner_that_refuses(refuses, specs, ranks, *, align):
     return layout_planner.plan(specs, ranks, align=align)
 
 
-def a_later_group_is_refused():
+@on_ranks(2)
+def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
     for error, options in (
         ((TypeError, ValueError), {"block_policy": wrong_for_the_second}),
         (
@@ -67,11 +68,8 @@ def a_later_group_is_refused():
         torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
 
 
-def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
-    run_ranks(2, a_later_group_is_refused)
-
-
-def the_outer_unit_cannot_lay_out_the_rest():
+@on_ranks(2)
+def test_an_outer_unit_that_cannot_lay_out_what_it_keeps_refuses_the_inner_one_and_nothing_changes():
     refusing = False
 
     def planner(specs, ranks, *, align):
@@ -90,11 +88,8 @@ def the_outer_unit_cannot_lay_out_the_rest():
     torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
 
 
-def test_an_outer_unit_that_cannot_lay_out_what_it_keeps_refuses_the_inner_one_and_nothing_changes():
-    run_ranks(2, the_outer_unit_cannot_lay_out_the_rest)
-
-
-def refused_inside_a_gathered_unit():
+@on_ranks(2)
+def test_a_refusal_inside_a_gathered_unit_leaves_it_gathered():
     model, reference = fully_shard(seeded(Body)), seeded(Body)
     model.unshard()
     before = snapshot(model)
@@ -103,7 +98,3 @@ def refused_inside_a_gathered_unit():
     assert snapshot(model) == before
     fully_shard(model.blocks[1])
     torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
-
-
-def test_a_refusal_inside_a_gathered_unit_leaves_it_gathered():
-    run_ranks(2, refused_inside_a_gathered_unit)

@@ -8,7 +8,7 @@ from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import not_at_rest
 from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
-from ragged_shard.testing import RankError, run_ranks, simulated_ranks
+from ragged_shard.testing import RankError, on_ranks, run_ranks, simulated_ranks
 
 
 class Counting:
@@ -88,7 +88,9 @@ def test_a_planner_that_is_not_a_function_is_refused():
         run_ranks(1, no_planner)
 
 
-def late(accumulate):
+@pytest.mark.parametrize("accumulate", [False, True])
+@on_ranks(2)
+def test_gradients_that_are_copied_late_are_the_same(accumulate):
     """Gradients copied late and early, over microbatches with and without a reduction."""
     gradients = []
     for enable in (True, False):
@@ -100,11 +102,6 @@ def late(accumulate):
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert all(not g.gradients._kept for b in model.blocks for g in member_of(b).unit.groups)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_that_are_copied_late_are_the_same(accumulate):
-    run_ranks(2, late, accumulate)
 
 
 def memory_while_late():

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from runtime_helpers import Body, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer import BlockFP8, BlockInt8
@@ -18,15 +18,22 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
-from ragged_shard.testing import SimulatedDevice, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import (
+    SimulatedDevice,
+    on_ranks,
+    rank_mesh,
+    record_collectives,
+    run_ranks,
+    simulated_ranks,
+)
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def two_meshes():
     """A mesh of all ranks for matrices, one with replicas for vectors; and the function that chooses."""
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
+    flat = rank_mesh(4, names=("fsdp",))
+    hybrid = rank_mesh(2, 2, names=("copies", "cut"))
     return flat, hybrid, lambda param: hybrid if param.ndim == 1 else None
 
 
@@ -70,7 +77,8 @@ def test_a_unit_gathers_and_reduces_once_for_each_mesh():
     assert run_ranks(4, gradients_and_counts) == [[14, 8, 4]] * 4
 
 
-def with_options():
+@on_ranks(4, timeout=120)
+def test_options_of_a_unit_hold_on_each_of_its_meshes():
     for options in (
         {"reshard_after_forward": 2},
         {"reshard_after_forward": False},
@@ -104,19 +112,6 @@ def with_options():
     check_gradients(model, rtol=0.1, atol=2e-2)
 
 
-def test_options_of_a_unit_hold_on_each_of_its_meshes():
-    run_ranks(4, with_options, timeout=120)
-
-
-def with_quantization():
-    for policy in (
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
-        QuantizationPolicy(gradients=BlockInt8(64)),
-    ):
-        check_quantized(policy)
-
-
 def check_quantized(policy):
     flat, hybrid, _ = two_meshes()
     model = seeded(width=16)
@@ -131,8 +126,14 @@ def check_quantized(policy):
     check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
 
 
+@on_ranks(4, timeout=120)
 def test_weights_and_gradients_travel_quantized_on_each_mesh():
-    run_ranks(4, with_quantization, timeout=120)
+    for policy in (
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
+        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
+        QuantizationPolicy(gradients=BlockInt8(64)),
+    ):
+        check_quantized(policy)
 
 
 class Mixed(Body):
@@ -153,14 +154,11 @@ class Mixed(Body):
         return self.head(self.norm(x))
 
 
-def mixed_dtypes():
+@on_ranks(4)
+def test_dtypes_and_frozen_parameters_differ_by_mesh():
     model = sharded(seeded(Mixed, width=16))
     accumulated(model)
     check_gradients(model, make=lambda **options: seeded(Mixed, **options))
-
-
-def test_dtypes_and_frozen_parameters_differ_by_mesh():
-    run_ranks(4, mixed_dtypes)
 
 
 class Branches(nn.Module):
@@ -176,7 +174,11 @@ class Branches(nn.Module):
         return x + self.experts[which](x) if which is not None else x
 
 
-def unused_on_some_ranks(expert_of):
+@pytest.mark.parametrize(
+    "expert_of", [(0, 1, 0, 1), (0, None, None, None), (None, None, None, None)], ids=str
+)
+@on_ranks(4)
+def test_experts_that_only_some_ranks_use_are_reduced_on_all(expert_of):
     flat, hybrid, _ = two_meshes()
     model: Any = seeded(Branches)
     experts = set(model.experts.parameters())
@@ -195,17 +197,12 @@ def unused_on_some_ranks(expert_of):
             torch.testing.assert_close(found.grad.to_local(), mine, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "expert_of", [(0, 1, 0, 1), (0, None, None, None), (None, None, None, None)], ids=str
-)
-def test_experts_that_only_some_ranks_use_are_reduced_on_all(expert_of):
-    run_ranks(4, unused_on_some_ranks, expert_of)
-
-
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def chosen_by_torchs_objects():
+@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
+@on_ranks(4)
+def test_torchs_shard_placement_result_is_taken():
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     flat, hybrid, _ = two_meshes()
@@ -230,17 +227,13 @@ def chosen_by_torchs_objects():
     assert not hasattr(model.weight, "placements")
 
 
-@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
-def test_torchs_shard_placement_result_is_taken():
-    run_ranks(4, chosen_by_torchs_objects)
-
-
-def refused():
+@on_ranks(4)
+def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
     flat, _, _ = two_meshes()
     rank = dist.get_rank()
     some = DeviceMesh("cpu", [0, 1, 2])
-    names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "other"))
-    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    names = rank_mesh(2, 2, names=("copies", "other"))
+    three = rank_mesh(2, 2, 1, names=("a", "b", "c"))
     _, hybrid, _ = two_meshes()
     model = nn.Linear(16, 16)
 
@@ -252,7 +245,7 @@ def refused():
     attempt(lambda p: Replicate(), ValueError, "gave Replicate.* for weight; expected None")
     attempt(lambda p: Shard(2), ValueError, r"gave S.*2.* for weight, which has 2 dimensions")
     attempt(lambda p: three, ValueError, "for weight: fully_shard expects a 1D or 2D")
-    attempt(lambda p: init_device_mesh("cpu", (2, 2)), ValueError, "without names")
+    attempt(lambda p: rank_mesh(2, 2), ValueError, "without names")
     # A mesh without rank 3: it says so itself, and the others hear of it.
     attempt(
         lambda p: some,
@@ -276,33 +269,25 @@ def refused():
     fully_shard(outer[0], mesh=flat, shard_placement_fn=lambda p: None)
 
 
-def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
-    run_ranks(4, refused)
-
-
-def unnamed_and_of_one_rank():
-    flat = init_device_mesh("cpu", (4,))  # no names
-    pairs = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
+@on_ranks(4)
+def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
+    flat = rank_mesh(4)  # no names
+    pairs = rank_mesh(4, 1, names=("x", "y"))
     model = shard(
         seeded(width=16), mesh=flat, shard_placement_fn=lambda p: pairs if p.ndim == 1 else None
     )  # 4 replicas, cut over an axis of one rank
     accumulated(model, 2)
     check_gradients(model, steps=2)
-    again = init_device_mesh(
-        "cpu", (4,), mesh_dim_names=("other",)
-    )  # the same process group under another name
+    again = rank_mesh(4, names=("other",))  # the same process group under another name
     model = shard(seeded(width=16), mesh=flat, shard_placement_fn=lambda p: again)
     assert counted(model) == [7, 4, 0]
     check_gradients(model)
 
 
-def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
-    run_ranks(4, unnamed_and_of_one_rank)
-
-
-def already_distributed():
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+@on_ranks(4)
+def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
+    world = rank_mesh(2, 2, names=("efsdp", "ep"))
+    flat = rank_mesh(4, names=("fsdp",))
     model = nn.Linear(6, 8)
     whole = model.weight.detach().clone()
     model.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
@@ -314,10 +299,6 @@ def already_distributed():
     other.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
     with pytest.raises(ValueError, match="weight is already a DTensor on the mesh"):
         fully_shard(other, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
-
-
-def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
-    run_ranks(4, already_distributed)
 
 
 # -- the rest of a unit's life -----------------------------------------------------------------------------------------
@@ -353,7 +334,8 @@ def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none():
         run_ranks(4, checkpointed, folder)
 
 
-def on_meta():
+@on_ranks(4)
+def test_a_unit_on_several_meshes_starts_on_the_meta_device():
     with torch.device("meta"):
         model = Body(width=16)
     sharded(model)
@@ -367,10 +349,6 @@ def on_meta():
             param.copy_(distribute_like(wanted.detach(), param, src_data_rank=None))
     accumulated(model)
     check_gradients(model)
-
-
-def test_a_unit_on_several_meshes_starts_on_the_meta_device():
-    run_ranks(4, on_meta)
 
 
 def order_on(rank):

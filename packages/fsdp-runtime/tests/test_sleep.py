@@ -17,7 +17,7 @@ from fsdp_runtime import (
     reload,
 )
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
 OPTIMIZERS = {
@@ -51,19 +51,17 @@ def train(kind, sleeps):
     return losses, [p.full_tensor().detach() for p in params]
 
 
-def compare(kind):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_training_with_naps_gives_the_same_bits(kind, ranks):
     losses, values = train(kind, sleeps=False)
     again, same = train(kind, sleeps=True)
     assert all(a.equal(b) for a, b in zip(losses + values, again + same, strict=True))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_with_naps_gives_the_same_bits(kind, ranks):
-    run_ranks(ranks, compare, kind)
-
-
-def by_choice():
+@on_ranks(2)
+def test_each_of_them_is_offloaded_by_choice():
     model = shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, tokens()).backward()
@@ -99,10 +97,6 @@ def by_choice():
     optimizer.step()
 
 
-def test_each_of_them_is_offloaded_by_choice():
-    run_ranks(2, by_choice)
-
-
 def while_asleep(path):
     model = shard(seeded())
     state = model.state_dict()
@@ -134,7 +128,8 @@ def test_what_uses_parameters_while_they_are_offloaded_raises_by_name(tmp_path):
     run_ranks(2, while_asleep, tmp_path)
 
 
-def held_by_numpy():
+@on_ranks(1)
+def test_memory_that_numpy_holds_is_refused_and_nothing_is_lost():
     model = shard(seeded())
     param = next(p for p in model.parameters() if p.to_local().numel() > 1)
     kept = param.to_local().detach().numpy()
@@ -144,11 +139,8 @@ def held_by_numpy():
     assert kept.size
 
 
-def test_memory_that_numpy_holds_is_refused_and_nothing_is_lost():
-    run_ranks(1, held_by_numpy)
-
-
-def codes_asleep():
+@on_ranks(2)
+def test_weights_that_are_kept_as_codes_sleep_too():
     model = seeded().requires_grad_(False)
     shard(model, quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8)))
     before = loss_of(model, tokens())
@@ -157,11 +149,8 @@ def codes_asleep():
     assert loss_of(model, tokens()).equal(before)
 
 
-def test_weights_that_are_kept_as_codes_sleep_too():
-    run_ranks(2, codes_asleep)
-
-
-def unreduced():
+@on_ranks(2)
+def test_gradients_that_wait_for_their_reduction_are_not_lost():
     model = shard(seeded())
     model.set_requires_gradient_sync(False)
     loss_of(model, tokens()).backward()
@@ -169,10 +158,6 @@ def unreduced():
         offload(model)
     offload(model, gradients=False)
     reload(model)
-
-
-def test_gradients_that_wait_for_their_reduction_are_not_lost():
-    run_ranks(2, unreduced)
 
 
 class Copies(TorchDispatchMode):
@@ -232,7 +217,8 @@ class Broken:
         raise RuntimeError("a peer died")
 
 
-def after_a_failure():
+@on_ranks(2)
+def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
     broken: Any = Broken()
     model: Any = fully_shard(torch.nn.Linear(8, 6), transport=lambda _: broken)
     with pytest.raises(RuntimeError, match="a peer died"):
@@ -240,7 +226,3 @@ def after_a_failure():
     with pytest.raises(RuntimeError, match="a collective of Linear"):
         offload(model)
     assert model.weight.local.untyped_storage().nbytes()
-
-
-def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
-    run_ranks(2, after_a_failure)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 
 class Terms(nn.Module):
@@ -102,7 +102,9 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
     assert seen == [0]
 
 
-def same_as_one_rank(accumulate):
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(3)
+def test_gradients_are_those_of_one_rank_also_where_they_accumulate(accumulate):
     torch.manual_seed(0)
     models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
     plain, model = models
@@ -115,8 +117,3 @@ def same_as_one_rank(accumulate):
             one(x).sum().backward()
     for theirs, mine in zip(*(one.parameters() for one in models), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_are_those_of_one_rank_also_where_they_accumulate(accumulate):
-    run_ranks(3, same_as_one_rank, accumulate)

@@ -11,7 +11,7 @@ from fsdp_runtime import QuantizationPolicy, offload
 from fsdp_runtime.checkpoint import snapshot
 from fsdp_runtime.memory import gathered_memory
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 
 def values(model):
@@ -33,33 +33,8 @@ def quietly(model, optimizer=None):
     return taken
 
 
-def between_passes():
-    model = shard(seeded())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loss_of(model, tokens()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    wanted = values(model)
-    moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
-    model.set_reshard_after_forward(False)
-    inside = []
-    handle = model.blocks[1].register_forward_hook(lambda *_: inside.append(quietly(model, optimizer)))
-    loss = loss_of(model, tokens(1))
-    handle.remove()
-    after = quietly(model, optimizer)
-    loss.backward()
-    optimizer.step()  # what was taken does not follow
-    for taken in (*inside, after):
-        check(taken, wanted)
-        for state, moment in zip(taken.optimizer["state"].values(), moments, strict=True):
-            assert state["exp_avg"].to_local().equal(moment)
-            assert state["step"] == 1
-    model.load_state_dict(after.model)
-    optimizer.load_state_dict(after.optimizer)
-    assert all(value.equal(wanted[name]) for name, value in values(model).items())
-
-
-def saved_in_passes():
+@on_ranks(2)
+def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
     """A state dict has the sharded parameters at any time, and frees nothing; a written gathered one raises."""
     model = shard(seeded())
     wanted = values(model)
@@ -91,12 +66,31 @@ def saved_in_passes():
         model.state_dict()
 
 
-def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
-    run_ranks(2, saved_in_passes)
-
-
+@on_ranks(2)
 def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
-    run_ranks(2, between_passes)
+    model = shard(seeded())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wanted = values(model)
+    moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
+    model.set_reshard_after_forward(False)
+    inside = []
+    handle = model.blocks[1].register_forward_hook(lambda *_: inside.append(quietly(model, optimizer)))
+    loss = loss_of(model, tokens(1))
+    handle.remove()
+    after = quietly(model, optimizer)
+    loss.backward()
+    optimizer.step()  # what was taken does not follow
+    for taken in (*inside, after):
+        check(taken, wanted)
+        for state, moment in zip(taken.optimizer["state"].values(), moments, strict=True):
+            assert state["exp_avg"].to_local().equal(moment)
+            assert state["step"] == 1
+    model.load_state_dict(after.model)
+    optimizer.load_state_dict(after.optimizer)
+    assert all(value.equal(wanted[name]) for name, value in values(model).items())
 
 
 class Waiting(nn.Module):
@@ -112,7 +106,8 @@ class Waiting(nn.Module):
         return x
 
 
-def from_a_thread():
+@on_ranks(2)
+def test_another_thread_takes_one_while_a_forward_runs():
     model = seeded()
     waiting = Waiting()
     model.norm = nn.Sequential(waiting, model.norm)
@@ -134,11 +129,8 @@ def from_a_thread():
     check(found[0], wanted)
 
 
-def test_another_thread_takes_one_while_a_forward_runs():
-    run_ranks(2, from_a_thread)
-
-
-def of_codes():
+@on_ranks(2)
+def test_codes_are_copied_as_codes():
     model = shard(
         seeded().requires_grad_(False), quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8))
     )
@@ -146,10 +138,6 @@ def of_codes():
     wanted = values(model)
     assert "blocks.0.weight.codes" in wanted
     check(snapshot(model), wanted)
-
-
-def test_codes_are_copied_as_codes():
-    run_ranks(2, of_codes)
 
 
 class Busy(torch.optim.SGD):
@@ -160,7 +148,8 @@ class Busy(torch.optim.SGD):
         return super().state_dict()
 
 
-def refused():
+@on_ranks(1)
+def test_a_snapshot_that_would_not_be_consistent_is_refused_by_name():
     model = shard(seeded())
     optimizer = Busy(model.parameters(), momentum=0.9)
     loss_of(model, tokens()).backward()
@@ -176,7 +165,3 @@ def refused():
         empty = seeded()
     with pytest.raises(ValueError, match=r"model embed\.weight is on meta"):
         snapshot(shard(empty))
-
-
-def test_a_snapshot_that_would_not_be_consistent_is_refused_by_name():
-    run_ranks(1, refused)

@@ -13,7 +13,7 @@ from torch.distributed._composable.replicate import replicate
 
 import fsdp_runtime
 from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 NAMES = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
@@ -31,7 +31,8 @@ def test_a_method_that_a_newer_torch_has_is_refused_by_name():
         _refuse_by_name("set_warp_drive")(None, True)
 
 
-def classes():
+@on_ranks(2)
+def test_a_sharded_module_is_an_instance_of_torchs_class():
     model = shard(seeded())
     assert issubclass(type(model), torch_fsdp.FSDPModule)
     assert isinstance(model.blocks[0], (FSDPModule, torch_fsdp.FSDPModule))
@@ -47,11 +48,8 @@ def classes():
     assert torchs.state(model.norm) is None
 
 
-def test_a_sharded_module_is_an_instance_of_torchs_class():
-    run_ranks(2, classes)
-
-
-def instead_of_torchs():
+@on_ranks(2)
+def test_our_function_works_in_place_of_torchs():
     module: Any = torch_fsdp
     torchs, module.fully_shard = module.fully_shard, fully_shard
     try:
@@ -62,11 +60,8 @@ def instead_of_torchs():
         module.fully_shard = torchs
 
 
-def test_our_function_works_in_place_of_torchs():
-    run_ranks(2, instead_of_torchs)
-
-
-def torchs_functions():
+@on_ranks(2)
+def test_torchs_own_functions_on_modules_work():
     class Two(Body):
         def again(self, batch):
             return self.forward(batch) * 2
@@ -78,10 +73,6 @@ def torchs_functions():
     torch.testing.assert_close(model.again(tokens()), alone.again(tokens()))
     model.again(tokens()).sum().backward()
     assert model.head.weight.grad is not None
-
-
-def test_torchs_own_functions_on_modules_work():
-    run_ranks(2, torchs_functions)
 
 
 def reductions_of(model, backward):
@@ -104,7 +95,8 @@ def disable_gradient_division(model):
             module.set_gradient_divide_factor(1.0)
 
 
-def trainers_loops():
+@on_ranks(2)
+def test_what_trainers_do_to_instances_of_torchs_class_has_its_effect():
     model, alone = shard(seeded()), seeded()
     fabric_no_backward_sync(model, True)
     assert reductions_of(model, lambda m: loss_of(m, tokens(step=0)).backward()) == 0
@@ -125,11 +117,8 @@ def trainers_loops():
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_what_trainers_do_to_instances_of_torchs_class_has_its_effect():
-    run_ranks(2, trainers_loops)
-
-
-def replicated():
+@on_ranks(2)
+def test_replicate_around_sharded_children():
     """Composable DDP around a model of which one child is sharded: the rest is all-reduced, the child is not."""
     model, alone = seeded(), seeded()
     fully_shard(model.blocks[0])
@@ -143,18 +132,11 @@ def replicated():
         replicate(model.blocks[0])
 
 
-def test_replicate_around_sharded_children():
-    run_ranks(2, replicated)
-
-
-def twice():
+@on_ranks(1)
+def test_torchs_fully_shard_refuses_a_module_that_ours_has_taken():
     model = fully_shard(seeded())
     with pytest.raises(AssertionError, match="only be applied to a module once"):
         torch_fsdp.fully_shard(model)
-
-
-def test_torchs_fully_shard_refuses_a_module_that_ours_has_taken():
-    run_ranks(1, twice)
 
 
 # -- torch.func --------------------------------------------------------------------------------------------------------
@@ -201,7 +183,9 @@ TRANSFORMS = {
 }
 
 
-def transformed(what):
+@pytest.mark.parametrize("what", TRANSFORMS)
+@on_ranks(2)
+def test_transforms_of_torch_func_pass_through_units(what):
     torch.manual_seed(0)
     alone = Smooth()
     model = copy.deepcopy(alone)
@@ -215,11 +199,6 @@ def transformed(what):
             assert one is None or not one.full_tensor().any()
         else:
             torch.testing.assert_close(getattr(one, "full_tensor", lambda one=one: one)(), other)
-
-
-@pytest.mark.parametrize("what", TRANSFORMS)
-def test_transforms_of_torch_func_pass_through_units(what):
-    run_ranks(2, transformed, what)
 
 
 def test_the_policies_are_torchs_own():

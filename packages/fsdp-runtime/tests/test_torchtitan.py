@@ -8,8 +8,6 @@ import dataclasses
 import gc
 import importlib
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import torchtitan as ours
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra `torchtitan`)")
 # torchtitan's package of kernels imports it, also where none is used
@@ -208,21 +206,18 @@ def dense_cases():
     ]
 
 
-def dense(folder):
+@on_ranks(2)
+def test_losses_and_norms_of_a_llama_are_fsdp2s_with_every_policy_of_torchtitan(tmp_path):
     on_cpu()
     for case in dense_cases():
-        mine, theirs = compared(folder, "llama3", case)
+        mine, theirs = compared(tmp_path, "llama3", case)
         assert mine == pytest.approx(theirs, rel=1e-5), case
         if not case:  # FSDP2 pins memory, which needs an accelerator
             offload = {"training": {"enable_cpu_offload": True}}
-            trainer = set_weights(trainer_of(folder, spec_of("llama3", "ours"), **offload))
+            trainer = set_weights(trainer_of(tmp_path, spec_of("llama3", "ours"), **offload))
             assert trainer.steps(3) == mine
-    mine, theirs = compared(folder, "llama3", {"training": {"mixed_precision_param": "bfloat16"}})
+    mine, theirs = compared(tmp_path, "llama3", {"training": {"mixed_precision_param": "bfloat16"}})
     assert mine == pytest.approx(theirs, rel=2e-2)
-
-
-def test_losses_and_norms_of_a_llama_are_fsdp2s_with_every_policy_of_torchtitan(tmp_path):
-    run_ranks(2, dense, tmp_path)
 
 
 def one_process(folder):
@@ -243,50 +238,53 @@ def test_initial_weights_losses_and_gradients_are_those_of_one_process(tmp_path)
             )  # torch adds whole tensors' squares in fp32
 
 
-def several_meshes(folder):
+@on_ranks(4)
+def test_tensor_parallelism_and_experts_with_replicas_train_as_with_fsdp2(tmp_path):
     for name, parallelism, close in (
         ("llama3", {"tensor_parallel_degree": 2}, 1e-5),
         ("qwen3", {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}, 2e-3),  # routing jumps
     ):
-        mine, theirs = compared(folder, name, {"parallelism": parallelism})
+        mine, theirs = compared(tmp_path, name, {"parallelism": parallelism})
         assert mine[:2] == pytest.approx(theirs[:2], rel=1e-5), name
         assert mine == pytest.approx(theirs, rel=close), name
 
 
-def test_tensor_parallelism_and_experts_with_replicas_train_as_with_fsdp2(tmp_path):
-    run_ranks(4, several_meshes, tmp_path)
-
-
-def checkpoints(folder):
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
     from torchtitan.components.checkpoint import CheckpointManager
 
     on_cpu()
     saving = {"checkpoint": CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)}
-    trainer = trainer_of(folder, spec_of("llama3", "ours"), **saving)
+    trainer = trainer_of(tmp_path, spec_of("llama3", "ours"), **saving)
     trainer.steps(2)
     trainer.checkpointer.save(2)
     expected = trainer.steps(2)
     trainer.close()
     for system, close in (("ours", 0), ("fsdp2", 1e-5)):  # which reads it too
-        again = trainer_of(folder, spec_of("llama3", system), seed=5, **saving)
+        again = trainer_of(tmp_path, spec_of("llama3", system), seed=5, **saving)
         assert again.checkpointer.load()
         assert again.step == 2
         assert again.steps(2) == pytest.approx(expected, rel=close, abs=0), system
         again.close()
 
 
-def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
+def nothing(model, *, parallel_dims):
+    return model
 
 
-def options_and_names(folder):
+def failing(model, *, parallel_dims):
+    return 1 / 0
+
+
+@on_ranks(2)
+def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(tmp_path):
     from torch.distributed.fsdp import fully_shard as of_torch
 
     on_cpu()
     import torchtitan.distributed.fsdp as shared
     from torchtitan.distributed import ParallelDims
 
-    trainer = trainer_of(folder, spec_of("llama3", "ours", block_policy=block_policies.whole()))
+    trainer = trainer_of(tmp_path, spec_of("llama3", "ours", block_policy=block_policies.whole()))
     weight = trainer.model_parts[0].layers["0"].feed_forward.w1.weight
     assert sorted(weight.placements[0].local_units) == [0, 1]
     assert shared.fully_shard is of_torch
@@ -311,39 +309,19 @@ def options_and_names(folder):
     assert shared.fully_shard is of_torch
 
 
-def nothing(model, *, parallel_dims):
-    return model
-
-
-def failing(model, *, parallel_dims):
-    return 1 / 0
-
-
-def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(tmp_path):
-    run_ranks(2, options_and_names, tmp_path)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
     make = on_cpu()
     script = example_script("train_torchtitan")
-    assets = folder / str(dist.get_rank())
+    assets = tmp_path / str(dist.get_rank())
     assets.mkdir()
     seen = []
     for steps in (4, 8):
         model = spec_of("llama3", "none")
-        trainer = script.trainer(model, str(folder), str(assets), steps, make)
+        trainer = script.trainer(model, str(tmp_path), str(assets), steps, make)
         trainer.train()
         seen.append(trainer.seen)
         trainer.close()
     assert [len(each) for each in seen] == [8, 8]  # the second one went on after 4 steps
     assert seen[1][-2] < seen[0][0]
-
-
-@with_examples
-def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    run_ranks(2, example, tmp_path)
-
-
-def test_importing_the_adapter_imports_no_trainer():
-    code = "import sys, fsdp_runtime.integrations.torchtitan; assert 'torchtitan' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

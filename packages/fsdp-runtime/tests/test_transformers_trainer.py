@@ -7,8 +7,6 @@ Models that from_pretrained has sharded need no such thing.
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from test_accelerate import llama
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
 from ragged_shard import RaggedDTensor, full_state_dict
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -98,12 +96,13 @@ def history(trainer):
     return [e[key] for e in entries for key in ("loss", "grad_norm", "eval_loss") if key in e]
 
 
-def same_training(folder):
+@on_ranks(3)
+def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
     for accumulate in (1, 2):
         found = {}
         for system in ("fsdp2", "ours"):
             options = {"gradient_accumulation_steps": accumulate, "eval_strategy": "steps", "eval_steps": 2}
-            trainer = trainer_for(system, folder / system, llama(), **options)
+            trainer = trainer_for(system, tmp_path / system, llama(), **options)
             trainer.train()
             found[system] = history(trainer)
             reduced = [bool(count) for count in trainer.reductions]
@@ -114,10 +113,6 @@ def same_training(folder):
     trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
     own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
-
-
-def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
-    run_ranks(3, same_training, tmp_path)
 
 
 def compiled(folder):
@@ -141,10 +136,11 @@ def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
     run_ranks(2, compiled, tmp_path)
 
 
-def resumed(folder):
+@on_ranks(2)
+def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        path = folder / kind
+        path = tmp_path / kind
         trainer = trainer_for("ours", path, llama(), kind, **saving)
         trainer.train()
         expected = history(trainer)
@@ -156,20 +152,17 @@ def resumed(folder):
         assert history(theirs) == pytest.approx(expected, rel=1e-5)
 
 
-def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
-    run_ranks(2, resumed, tmp_path)
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def damaged_on_one_rank(folder):
+@on_ranks(3)
+def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
     last = dist.get_world_size() - 1
-    trainer_for("ours", folder, llama(), save_strategy="steps", save_steps=2).train()
+    trainer_for("ours", tmp_path, llama(), save_strategy="steps", save_steps=2).train()
     dist.barrier()
-    mine = folder / f"rank{dist.get_rank()}" / "checkpoint-4"
-    shutil.copytree(folder / "checkpoint-4", mine)
+    mine = tmp_path / f"rank{dist.get_rank()}" / "checkpoint-4"
+    shutil.copytree(tmp_path / "checkpoint-4", mine)
     for rank, name, damage, message in (
         (0, "pytorch_model_fsdp.bin", truncate, "on rank 0: .*pytorch_model_fsdp.bin cannot be read"),
         (0, "optimizer.bin", truncate, "on rank 0: .*optimizer.bin cannot be read"),
@@ -187,23 +180,20 @@ def damaged_on_one_rank(folder):
             trainer.train(resume_from_checkpoint=str(mine))
         if dist.get_rank() == rank:
             shutil.rmtree(mine, ignore_errors=True)
-            shutil.copytree(folder / "checkpoint-4", mine)
+            shutil.copytree(tmp_path / "checkpoint-4", mine)
     trainer = trainer_for("ours", mine.parent, llama(seed=5), max_steps=6)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
     with pytest.raises(ValueError, match=r"None with .* on rank 0, and checkpoint-4 with"):
         trainer.train(resume_from_checkpoint=str(mine) if dist.get_rank() else None)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
-        trainer_for("ours", folder / "none", llama()).train(resume_from_checkpoint=True)
+        trainer_for("ours", tmp_path / "none", llama()).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(3, damaged_on_one_rank, tmp_path)
-
-
-def best_is_damaged(folder):
+@on_ranks(2)
+def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_for("ours", folder, llama(), load_best_model_at_end=True, **each)
+    trainer = trainer_for("ours", tmp_path, llama(), load_best_model_at_end=True, **each)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     dist.barrier()
@@ -213,64 +203,51 @@ def best_is_damaged(folder):
         trainer._load_best_model()
 
 
-def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    run_ranks(2, best_is_damaged, tmp_path)
-
-
-def best_and_saved(folder):
+@on_ranks(2)
+def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
     from safetensors.torch import load_file
 
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     options = {"load_best_model_at_end": True, "learning_rate": 0.5, "max_grad_norm": 0.0, **each}
-    trainer = trainer_for("ours", folder / "run", llama(), **options)
+    trainer = trainer_for("ours", tmp_path / "run", llama(), **options)
     trainer.train()
     best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     assert trainer.state.best_metric == best < history(trainer)[-1]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
-    trainer.save_model(str(folder / "saved"))
+    trainer.save_model(str(tmp_path / "saved"))
     full = full_state_dict(trainer.model)
     dist.barrier()
-    saved = load_file(folder / "saved" / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == full.keys()
     assert all(full[name].equal(saved[name]) for name in saved)
 
 
-def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
-    run_ranks(2, best_and_saved, tmp_path)
-
-
-def evaluated_first(folder):
-    plain = trainer_for("fsdp2", folder, llama(), kind=None).evaluate()["eval_loss"]
+@on_ranks(2)
+def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tmp_path):
+    plain = trainer_for("fsdp2", tmp_path, llama(), kind=None).evaluate()["eval_loss"]
     options = {"shard_options": {"block_policy": block_policies.rows(4)}}
-    trainer = trainer_for("ours", folder, llama(), **options)
+    trainer = trainer_for("ours", tmp_path, llama(), **options)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, rel=1e-5)
     trainer.train()
     own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert all(isinstance(param.data, RaggedDTensor) for param in own)
     assert all(param.to_local().shape[0] % 4 == 0 for param in own if len(param) == 12)
     found = history(trainer)
-    theirs = trainer_for("fsdp2", folder, llama())
+    theirs = trainer_for("fsdp2", tmp_path, llama())
     theirs.train()
     assert found[-8:] == pytest.approx(history(theirs), rel=1e-5)
     with pytest.raises(ValueError, match="a model and optimizer must be passed together"):
-        trainer_for("fsdp2", folder, llama()).evaluate()
+        trainer_for("fsdp2", tmp_path, llama()).evaluate()
 
 
-def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tmp_path):
-    run_ranks(2, evaluated_first, tmp_path)
-
-
-def without_fsdp(folder):
-    trainer = trainer_for("ours", folder, llama(), kind=None)
+@on_ranks(2)
+def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
+    trainer = trainer_for("ours", tmp_path, llama(), kind=None)
     trainer.train()
     assert not isinstance(trainer.model, FSDPModule)
-    theirs = trainer_for("fsdp2", folder, llama(), kind=None)
+    theirs = trainer_for("fsdp2", tmp_path, llama(), kind=None)
     theirs.train()
     assert history(trainer) == history(theirs)
-
-
-def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
-    run_ranks(2, without_fsdp, tmp_path)
 
 
 def pretrained(path, system="ours", model="Llama", config=None, **options):
@@ -292,14 +269,15 @@ def written(path, model):
     return model.state_dict()
 
 
-def loaded_and_trained(folder):
+@on_ranks(3)
+def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed import fsdp, mixin
 
     modules = (core_model_loading, modeling_utils, fsdp, mixin)
     before = [dict(vars(module)) for module in modules]
     for tied in (False, True):
-        path = folder / f"tied-{tied}"
+        path = tmp_path / f"tied-{tied}"
         expected = written(path, llama(tied=tied))
         model = pretrained(path, block_policy=block_policies.rows(4))
         assert all(isinstance(param.data, RaggedDTensor) for param in model.parameters())
@@ -321,25 +299,19 @@ def loaded_and_trained(folder):
     assert [dict(vars(module)) for module in modules] == before
 
 
-def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
-    run_ranks(3, loaded_and_trained, tmp_path)
-
-
-def experts(folder):
+@on_ranks(2)
+def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_path):
     from test_load_transformers import make
 
-    expected = written(folder / "mixtral", make("mixtral"))
-    full = full_state_dict(pretrained(folder / "mixtral", model="Mixtral"))
+    expected = written(tmp_path / "mixtral", make("mixtral"))
+    full = full_state_dict(pretrained(tmp_path / "mixtral", model="Mixtral"))
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_path):
-    run_ranks(2, experts, tmp_path)
-
-
-def two_axes(folder):
-    expected = written(folder, llama())
-    model = pretrained(folder, config={"fsdp_size": 2, "tp_size": 2})
+@on_ranks(4)
+def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_path):
+    expected = written(tmp_path, llama())
+    model = pretrained(tmp_path, config={"fsdp_size": 2, "tp_size": 2})
     weight = model.model.layers[0].mlp.up_proj.weight
     assert isinstance(weight.data, RaggedDTensor)
     assert weight.device_mesh.ndim == 2
@@ -347,56 +319,38 @@ def two_axes(folder):
     assert all(full[name].equal(value) for name, value in expected.items())
 
 
-def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_path):
-    run_ranks(4, two_axes, tmp_path)
-
-
-def refused(folder):
+@on_ranks(2)
+def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    state = written(folder, llama(tied=True))
+    state = written(tmp_path, llama(tied=True))
     if dist.get_rank() == 0:
-        file = folder / "model.safetensors"
+        file = tmp_path / "model.safetensors"
         save_file({**load_file(file), "lm_head.weight": state["lm_head.weight"] + 1}, file, {"format": "pt"})
     dist.barrier()
     with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are one parameter"):
-        pretrained(folder)
+        pretrained(tmp_path)
     from transformers import core_model_loading
 
     theirs = core_model_loading.set_param_for_module
     vars(core_model_loading).pop("set_param_for_module")
     try:
         with pytest.raises(ImportError, match=r"no core_model_loading.set_param_for_module"):
-            pretrained(folder)
+            pretrained(tmp_path)
     finally:
         core_model_loading.set_param_for_module = theirs
 
 
-def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
-    run_ranks(2, refused, tmp_path)
-
-
-def example(folder):
+@with_examples
+@on_ranks(2)
+def test_the_example_trains(tmp_path):
     script = example_script("train_transformers")
     found = []
     for system in ("fsdp2", "ours"):
         fresh_state()
         options = {"shard_options": {"block_policy": block_policies.rows(8)}} if system == "ours" else {}
-        args = script.arguments(str(folder / system), use_cpu=True, disable_tqdm=True)
+        args = script.arguments(str(tmp_path / system), use_cpu=True, disable_tqdm=True)
         found.append(script.train(trainer_class(system), args, **options))
     assert len(found[1]) == 8
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[1][-1] < found[1][0]
-
-
-@with_examples
-def test_the_example_trains(tmp_path):
-    run_ranks(2, example, tmp_path)
-
-
-def test_importing_the_adapter_imports_no_trainer():
-    code = (
-        "import sys, fsdp_runtime.integrations.transformers; "
-        "assert not {'transformers', 'accelerate'} & sys.modules.keys(), 'imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

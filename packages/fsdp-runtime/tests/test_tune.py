@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_runtime import fully_shard, optimizer_in_backward
 from fsdp_runtime.memory import BudgetError, StepMeter, gathered_memory, tune
-from ragged_shard.testing import run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, run_ranks, simulated_ranks
 
 BLOCK = 4 * 64 * 65  # bytes of a gathered block
 
@@ -169,16 +169,13 @@ def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss(ranks):
     assert len(first[1].kept) < len(first[0].kept) == 7
 
 
-def different_orders():
+@on_ranks(2)
+def test_ranks_that_run_units_in_different_orders_are_told():
+    """By the first pass, or else by what `tune` compares."""
     model = sharded()
     order = [0, 1, 2, 3, 4, 5] if torch.distributed.get_rank() else [1, 0, 2, 3, 4, 5]
     with pytest.raises((ValueError, RuntimeError), match=r"do not agree on the order of (units|collectives)"):
         tune(model, lambda: loss_of(model, tokens(), order=order).backward(), memory_budget=1 << 30)
-
-
-def test_ranks_that_run_units_in_different_orders_are_told():
-    """By the first pass, or else by what `tune` compares."""
-    run_ranks(2, different_orders)
 
 
 def model_lives_after_tune():
@@ -196,7 +193,9 @@ def test_nothing_keeps_a_model_that_was_tuned():
     assert not any(run_ranks(2, model_lives_after_tune))
 
 
-def what_one_rank_finds():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=60)
+def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank(ranks):
     last = torch.distributed.get_world_size() - 1
     alone = torch.distributed.get_rank() == last
     model = sharded()
@@ -221,11 +220,6 @@ def what_one_rank_finds():
         rf"tune: ranks do not agree on the number of units: 7 on ranks? 0.*; 1 on rank {last}",
         model=one if alone else model,
     )
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank(ranks):
-    run_ranks(ranks, what_one_rank_finds, timeout=60)
 
 
 def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned():

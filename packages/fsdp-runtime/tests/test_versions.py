@@ -5,17 +5,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._params.group import _IN_COMMON
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import rank_mesh, run_ranks
 
 
 def _shard(changes, shape):
     """What this rank is told; `changes`: of its versions, by rank. Also how many gathers of objects there were."""
     names = {1: ("shard",), 2: ("replicate", "shard")}[len(shape)]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = rank_mesh(*shape, names=names)
     mine = {**_IN_COMMON, **changes.get(dist.get_rank(), {})}
     objects = mock.Mock(wraps=dist.all_gather_object)
     with (

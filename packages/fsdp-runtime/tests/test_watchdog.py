@@ -46,7 +46,7 @@ def rush():
     """Not late at all."""
 
 
-@pytest.mark.parametrize("transport", ["collectives", "auto"])
+@pytest.mark.parametrize("transport", ["collectives", pytest.param("auto", marks=pytest.mark.long)])
 def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, transport):
     reports = run_ranks(3, train, str(tmp_path), sleep, transport)
     (line,) = [line for of_rank in reports for line in of_rank][:1]
@@ -58,6 +58,7 @@ def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, tra
     assert "in sleep" in line
 
 
+@pytest.mark.long
 def test_a_frozen_rank_is_named_as_one_that_does_not_answer(tmp_path):
     reports = run_ranks(2, train, str(tmp_path), freeze, "collectives")
     assert f"; no answer in 1.2 s from rank 1 ({socket.gethostname()}): stopped, ended" in reports[0][0]
@@ -109,11 +110,7 @@ def test_a_step_without_a_collective_is_late_too():
     assert "in step 7" in line
     assert "test_watchdog.py" in line
     assert "no answer in 1.1 s from rank 1: " in line
-
-
-def test_a_rank_that_does_not_answer_may_be_alive_and_is_not_called_missing():
-    line = watched(Store(), 1.5)[0]
-    assert "missing" not in line
+    assert "missing" not in line  # it may be alive
     assert line.endswith("or too busy to answer")
 
 

@@ -6,7 +6,7 @@ from runtime_helpers import seeded, shard, tokens
 
 from fsdp_runtime import QuantizationPolicy
 from fsdp_runtime.quantization import BlockFP8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 def load(model, _):
@@ -51,11 +51,9 @@ def written(how, cut=None):
     assert torch.equal(found, expected), (how, cut)
 
 
-def all_written(cut):
+@pytest.mark.parametrize("kind", CUTS)
+@on_ranks(3)
+def test_a_write_outside_training_is_seen_by_the_next_forward(kind):
+    cut = CUTS[kind]
     for how in WRITES:
         written(how, cut)
-
-
-@pytest.mark.parametrize("kind", CUTS)
-def test_a_write_outside_training_is_seen_by_the_next_forward(kind):
-    run_ranks(3, all_written, CUTS[kind])

@@ -10,6 +10,8 @@ from layout_planner.models import load_model
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
+# A loaded machine is no failure.
+unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 BLOCKS = st.one_of(
     st.integers(1, 9).map(Rows),
@@ -36,6 +38,7 @@ def fewest_slices(spec):
     )
 
 
+@unhurried
 @given(tensors(), st.integers(1, 20))
 def test_even_rows_is_the_least_equal_chunk_of_whole_blocks(spec, world_size):
     step = fewest_slices(spec)
@@ -43,6 +46,7 @@ def test_even_rows_is_the_least_equal_chunk_of_whole_blocks(spec, world_size):
     assert even_rows([spec], world_size) == world_size * chunk
 
 
+@unhurried
 @given(st.lists(tensors(), min_size=1, max_size=3), st.integers(1, 20))
 def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_chunks(specs, world_size):
     chunk, total = math.lcm(*map(fewest_slices, specs)), sum(spec.numel for spec in specs)
@@ -95,6 +99,7 @@ def test_a_bad_world_size_is_refused(rule, world_size):
 LAYER = [TensorSpec("a", (12, 5), Rows(3)), TensorSpec("b", (40, 7)), TensorSpec("c", (9, 4), Whole())]
 
 
+@unhurried
 @given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
 def test_the_given_order_is_kept_in_one_segment_of_a_valid_layout(specs, world_size, lcm):
     named = [TensorSpec(f"t{i}", s.shape, s.block, s.period) for i, s in enumerate(specs)]

@@ -19,6 +19,7 @@ def tool():
     return module
 
 
+@pytest.mark.long
 def test_tables_and_pictures_are_up_to_date(tool):
     stale = [
         path.name for path, content in tool.outputs() if not path.is_file() or path.read_text() != content
@@ -26,6 +27,7 @@ def test_tables_and_pictures_are_up_to_date(tool):
     assert not stale, "run `python tools/write_readme.py`"
 
 
+@pytest.mark.long
 def test_a_stale_figure_would_be_found(tool):
     page = "<!-- generated: padding -->\nours: 0 %\n<!-- /generated -->\n"
     assert "ours: 0 %" not in tool.written(page)

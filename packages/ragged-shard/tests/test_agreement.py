@@ -2,10 +2,9 @@
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ragged_shard import gather_from_ranks, list_ranks, raise_on_all_ranks, same_on_all_ranks
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import rank_mesh, run_ranks
 
 
 def _message(call):
@@ -18,7 +17,7 @@ def _message(call):
 def _raises():
     rank = dist.get_rank()
     errors = [None, KeyError("name"), FileNotFoundError("no file"), UnicodeError("bytes")]
-    groups = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = rank_mesh(2, 2, names=("replicate", "shard"))
     both = [groups.get_group(axis) for axis in (0, 1)]
     return [
         _message(lambda: raise_on_all_ranks(None, "load", rank * 10)),
@@ -47,7 +46,7 @@ def test_the_lowest_ranks_error_is_raised_on_every_rank():
 
 def _same():
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     both = [mesh.get_group(axis) for axis in (0, 1)]
     pair = dist.new_group([0, 3]) if dist.get_world_size() == 4 else None
     return [

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 RAGGED = RaggedShard((0,), (1, 2, 3))
 FULL = torch.arange(24.0).view(6, 4)
@@ -18,11 +17,12 @@ WEIGHTS = (torch.arange(24.0).view(6, 4) % 5) - 2
 
 
 def leaf(placements=(RAGGED,), mesh_shape=(3,)):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     return distribute_tensor(FULL.clone().requires_grad_(), mesh, placements)
 
 
-def through_full():
+@on_ranks(3)
+def test_full_tensor_gives_the_gradient_of_the_unsharded_tensor():
     tensor = leaf()
     (tensor.full_tensor() * WEIGHTS).sum().backward()
     assert isinstance(tensor.grad, RaggedDTensor)
@@ -33,11 +33,8 @@ def through_full():
     assert len(record.kinds) == 1
 
 
-def test_full_tensor_gives_the_gradient_of_the_unsharded_tensor():
-    run_ranks(3, through_full)
-
-
-def gather_backward_bytes():
+@on_ranks(3)
+def test_backward_of_a_gather_is_local_and_of_summands_a_reduce_scatter():
     tensor = leaf()
     full = tensor.full_tensor()
     with record_collectives() as record:
@@ -53,11 +50,8 @@ def gather_backward_bytes():
     assert torch.equal(tensor.grad.full_tensor(), WEIGHTS * 6)
 
 
-def test_backward_of_a_gather_is_local_and_of_summands_a_reduce_scatter():
-    run_ranks(3, gather_backward_bytes)
-
-
-def through_local():
+@on_ranks(3)
+def test_to_local_and_from_local_pass_gradients_on():
     tensor = leaf()
     local = tensor.to_local()
     assert local.requires_grad
@@ -71,22 +65,16 @@ def through_local():
     assert torch.equal(plain.grad, WEIGHTS[first:last] * 3)
 
 
-def test_to_local_and_from_local_pass_gradients_on():
-    run_ranks(3, through_local)
-
-
-def wrong_grad_placements():
+@on_ranks(3)
+def test_gradients_that_cannot_lie_as_said_raise():
     tensor = leaf()
     local = tensor.to_local(grad_placements=[Replicate()])
     with pytest.raises(ValueError, match="grad_placements"):
         local.sum().backward()
 
 
-def test_gradients_that_cannot_lie_as_said_raise():
-    run_ranks(3, wrong_grad_placements)
-
-
-def through_redistribute():
+@on_ranks(3)
+def test_any_chain_of_redistributions_passes_the_same_gradient():
     targets = [
         RaggedShard((0,), (3, 2, 1)),
         RaggedShard((0, 1), (1, 0, 11)),
@@ -103,12 +91,10 @@ def through_redistribute():
         assert torch.equal(tensor.grad.full_tensor(), 2 * WEIGHTS), (first, second)
 
 
-def test_any_chain_of_redistributions_passes_the_same_gradient():
-    run_ranks(3, through_redistribute)
-
-
-def from_partial(op):
-    mesh = init_device_mesh("cpu", (3,))
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@on_ranks(3)
+def test_each_summand_gets_the_derivative_by_itself(op):
+    mesh = rank_mesh(3)
     mine = (FULL * (dist.get_rank() + 1)).requires_grad_()
     pending = RaggedDTensor.from_local(mine, mesh, [Partial(op)], shape=(6, 4))
     settled = pending.redistribute(placements=[RAGGED])
@@ -118,12 +104,8 @@ def from_partial(op):
     torch.testing.assert_close(mine.grad, wanted)
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_each_summand_gets_the_derivative_by_itself(op):
-    run_ranks(3, from_partial, op)
-
-
-def two_axes():
+@on_ranks(4)
+def test_gradients_on_2d_meshes_are_those_of_the_unsharded_tensor():
     for placements in (
         (Replicate(), RaggedShard((0,), (1, 2))),
         (RaggedShard((0,), (1, 2)), Shard(1)),
@@ -138,11 +120,8 @@ def two_axes():
         assert torch.equal(tensor.grad.full_tensor(), WEIGHTS), placements
 
 
-def test_gradients_on_2d_meshes_are_those_of_the_unsharded_tensor():
-    run_ranks(4, two_axes)
-
-
-def pointwise_graph():
+@on_ranks(3)
+def test_pointwise_graphs_with_a_sum_at_the_end_differentiate():
     tensor = leaf()
     reference = FULL.clone().requires_grad_()
     for x in (tensor, reference):
@@ -151,10 +130,6 @@ def pointwise_graph():
     gradient = tensor.grad
     got = gradient.full_tensor()
     torch.testing.assert_close(got, reference.grad)
-
-
-def test_pointwise_graphs_with_a_sum_at_the_end_differentiate():
-    run_ranks(3, pointwise_graph)
 
 
 SECOND = {
@@ -176,7 +151,7 @@ SECOND = {
 
 def second_derivatives(name):
     plain = ((FULL + 1) / 10).requires_grad_()
-    tensor = distribute_tensor(plain.detach(), init_device_mesh("cpu", (3,)), [RAGGED]).requires_grad_()
+    tensor = distribute_tensor(plain.detach(), rank_mesh(3), [RAGGED]).requires_grad_()
 
     def derivatives(x, way, share=1.0):
         (first,) = torch.autograd.grad((way(x) ** 3).sum() * share, x, create_graph=True)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
@@ -26,7 +25,7 @@ from ragged_shard import (
     distribute_tensor,
 )
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 SHAPES = {
     "matrix": (24, 5), "vector": (12,), "cube": (4, 6, 3), "scalar": (), "tiny": (1, 3), "empty": (0, 4),
@@ -62,14 +61,14 @@ def state(kind, blank):
     for name, value in values().items():
         value = torch.zeros_like(value) if blank else value
         if kind == "ragged":
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = rank_mesh(ranks)
             value = distribute_tensor(value, mesh, [ragged_placements(ranks)[name]], src_data_rank=None)
         elif kind == "hsdp":
-            mesh = init_device_mesh("cpu", (2, ranks // 2))
+            mesh = rank_mesh(2, ranks // 2)
             placements = [Replicate(), ragged_placements(ranks // 2)[name]]
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         elif kind == "2d":
-            mesh = init_device_mesh("cpu", (ranks // 2, 2))
+            mesh = rank_mesh(ranks // 2, 2)
             ragged = ragged_placements(ranks // 2)[name]
             placements = [ragged, Replicate()]
             if name == "matrix":
@@ -78,7 +77,7 @@ def state(kind, blank):
                 placements = [RaggedShard((0, 1), ragged.local_units), Shard(2)]
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         elif kind == "shard":
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = rank_mesh(ranks)
             placements = [Shard(0) if value.ndim and value.numel() else Replicate()]
             value = torch_distribute_tensor(value, mesh, placements)
         else:
@@ -99,29 +98,37 @@ def load(kind, folder):
         got = loaded[name]
         full = got.full_tensor() if hasattr(got, "full_tensor") else got
         assert full.dtype == value.dtype
-        assert torch.equal(full, value), (kind, name)
-    assert pointers == {k: v.to_local().data_ptr() for k, v in loaded.items() if hasattr(v, "to_local")}
+        assert torch.equal(full, value), (kind, name, folder)
+    after = {k: v.to_local().data_ptr() for k, v in loaded.items() if hasattr(v, "to_local")}
+    assert pointers == after, (kind, folder)
 
 
-@pytest.mark.parametrize("kind", ["ragged", "hsdp", "2d"])
-def test_what_4_ranks_save_loads_at_any_world_size_with_any_placements(kind, tmp_path):
-    run_ranks(4, save, kind, tmp_path)
-    for ranks in (1, 2, 3, 4):
-        for target in ("ragged", "shard", "plain"):
-            run_ranks(ranks, load, target, tmp_path)
-    for target in ("hsdp", "2d"):
-        run_ranks(4, load, target, tmp_path)
+KINDS = ["ragged", "hsdp", "2d", "shard", "plain"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "shard"])
-def test_what_torchs_placements_saved_loads_as_ragged(kind, tmp_path):
-    run_ranks(4 if kind == "shard" else 1, save, kind, tmp_path)
-    for ranks in (1, 2, 3, 4):
-        run_ranks(ranks, load, "ragged", tmp_path)
-    run_ranks(4, load, "2d", tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of each kind, made on 4 ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(4, save_each, save, folder)
+    return folder
 
 
-def offsets():
+def save_each(save, folder):
+    for kind in KINDS:
+        save(kind, folder / kind)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_what_4_ranks_save_loads_at_any_world_size_with_any_placements(ranks, saved):
+    for kind in KINDS:
+        for target in KINDS if ranks == 4 else ("ragged", "shard", "plain"):
+            load(target, saved / kind)
+
+
+@on_ranks(4)
+def test_offsets_are_computed_without_communication():
     tensors = state("ragged", False)
     with record_collectives() as record:
         items = {name: tensor.__create_write_items__(name, tensor) for name, tensor in tensors.items()}
@@ -141,21 +148,14 @@ def offsets():
         tensors["matrix"].__get_tensor_shard__(MetadataIndex("matrix", torch.Size([0, 1])))
 
 
-def test_offsets_are_computed_without_communication():
-    run_ranks(4, offsets)
-
-
-def refuse_partial():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_ranks(4)
+def test_a_pending_reduction_cannot_be_saved():
+    mesh = rank_mesh(2, 2)
     tensor = distribute_tensor(torch.zeros(4), mesh, [Partial(), RaggedShard((0,), (1, 1))])
     with pytest.raises(ValueError, match="pending reduction cannot be saved"):
         tensor.__create_chunk_list__()
     with pytest.raises(ValueError, match="pending reduction cannot be saved"):
         tensor.__create_write_items__("w", tensor)
-
-
-def test_a_pending_reduction_cannot_be_saved():
-    run_ranks(4, refuse_partial)
 
 
 def build(kind, fill):
@@ -208,27 +208,24 @@ def load_training(kind, folder):
     for (name, a), b in zip(module.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(gathered(a.detach()), b.detach()), name
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(gathered(optimizer.state[a][key]), reference_optimizer.state[b][key]), (
-                name,
-                key,
-            )
+            wanted = reference_optimizer.state[b][key]
+            assert torch.equal(gathered(optimizer.state[a][key]), wanted), (name, key, folder)
 
 
-@pytest.mark.parametrize("kind", ["ragged", "hsdp", "2d"])
-def test_training_goes_on_bit_by_bit_from_a_checkpoint_at_another_world_size(kind, tmp_path):
-    run_ranks(4, save_training, kind, tmp_path)
-    for ranks in (1, 2, 3, 4):
-        run_ranks(ranks, load_training, "ragged", tmp_path)
-    run_ranks(2, load_training, "shard", tmp_path)
-    run_ranks(1, load_training, "plain", tmp_path)
+@pytest.fixture(scope="module")
+def saved_training(tmp_path_factory):
+    """Checkpoints of a run with each kind, made on 4 ranks."""
+    folder = tmp_path_factory.mktemp("training")
+    run_ranks(4, save_each, save_training, folder)
+    return folder
 
 
-def test_ragged_training_goes_on_from_checkpoints_of_torchs_placements(tmp_path):
-    run_ranks(3, save_training, "shard", tmp_path / "shard")
-    run_ranks(1, save_training, "plain", tmp_path / "plain")
-    for ranks in (2, 4):
-        run_ranks(ranks, load_training, "ragged", tmp_path / "shard")
-        run_ranks(ranks, load_training, "ragged", tmp_path / "plain")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_training_goes_on_bit_by_bit_from_a_checkpoint_at_another_world_size(ranks, saved_training):
+    for kind in KINDS:
+        for target in ("ragged", "shard", "plain"):
+            load_training(target, saved_training / kind)
 
 
 def save_async(folder):
@@ -246,7 +243,7 @@ SHAPES_IN_BUFFER = {"a": (6, 4), "b": (9,), "scalar": (), "c": (3, 2, 5)}
 
 def in_one_buffer(fill):
     """Tensors whose local tensors lie behind one another in one buffer, as a data-parallel runtime holds them."""
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     placements = {
         "a": RaggedShard((0,), (1, 2, 0)),
         "b": RaggedShard((0,), (1, 1, 1)),
@@ -312,15 +309,12 @@ def test_async_save_copies_tensors_that_lie_in_one_buffer(tmp_path):
     run_ranks(1, load_filled, tmp_path)
 
 
-def foreign_storage():
+@on_ranks(3)
+def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
     _, tensors = in_one_buffer(1.0)
     for tensor in (tensors["a"], tensors["a"].new_zeros(())):
         with pytest.raises(NotImplementedError, match=r"use RaggedDTensor\.from_local"):
             tensor.set_(torch.zeros(24).untyped_storage(), 0, (24,), (1,))
-
-
-def test_a_ragged_tensor_is_not_moved_to_other_memory_by_set_():
-    run_ranks(3, foreign_storage)
 
 
 HF_VALUES = {
@@ -331,7 +325,7 @@ HF_VALUES = {
 
 
 def hf_state(fill):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = rank_mesh(2)
     placements = {"elements": RaggedShard((0, 1, 2), (27, 33)), "rows": RaggedShard((0,), (5, 1))}
     return {
         name: distribute_tensor(value * fill, mesh, [placements[name]])
@@ -401,14 +395,11 @@ def test_our_hugging_face_writer_needs_distributed_saving_for_what_several_ranks
     assert [file.parent.name for file in tmp_path.glob("*/*.safetensors")] == ["plain"]
 
 
-def boxes_are_plain_in_files(folder):
-    dcp.save(hf_state(1.0), checkpoint_id=folder)
+@on_ranks(2)
+def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
+    dcp.save(hf_state(1.0), checkpoint_id=tmp_path)
     if dist.get_rank() == 0:
-        dcp.format_utils.dcp_to_torch_save(folder, f"{folder}/full.pt")
-        for name, value in torch.load(f"{folder}/full.pt").items():
+        dcp.format_utils.dcp_to_torch_save(tmp_path, f"{tmp_path}/full.pt")
+        for name, value in torch.load(f"{tmp_path}/full.pt").items():
             assert type(value) is torch.Tensor
             assert torch.equal(value, HF_VALUES[name])
-
-
-def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
-    run_ranks(2, boxes_are_plain_in_files, tmp_path)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 pytestmark = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch.compile takes no such subclass"
@@ -24,8 +23,9 @@ def assert_compiled_bits(got, x, ragged):
     torch.testing.assert_close(got.full_tensor(), curve(x, x))
 
 
-def compiled():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3, timeout=120)
+def test_a_compiled_pointwise_function_is_bit_equal():
+    mesh = rank_mesh(3)
     x = torch.arange(24.0).view(6, 4) / 24
     ragged = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
     got = torch.compile(curve, backend="aot_eager", fullgraph=True)(ragged, ragged)
@@ -34,12 +34,9 @@ def compiled():
     assert_compiled_bits(got, x, ragged)
 
 
-def test_a_compiled_pointwise_function_is_bit_equal():
-    run_ranks(3, compiled, timeout=120)
-
-
-def compiled_in_one_buffer():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3, timeout=120)
+def test_tensors_in_one_buffer_are_compiled_too():
+    mesh = rank_mesh(3)
     x = torch.arange(24.0).view(6, 4) / 24
     even = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 2, 3))])
     buffer = torch.zeros(60)
@@ -53,7 +50,3 @@ def compiled_in_one_buffer():
     assert isinstance(fake, RaggedDTensor)
     assert fake.shape == (6, 4)
     assert fake.to_local().shape == pair[0].to_local().shape
-
-
-def test_tensors_in_one_buffer_are_compiled_too():
-    run_ranks(3, compiled_in_one_buffer, timeout=120)

@@ -12,6 +12,8 @@ from ragged_shard import _geometry as geo
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
+# A loaded machine is no failure.
+unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
 def validate(placements, mesh_shape, shape):
@@ -22,6 +24,7 @@ def region(placements, mesh_shape, shape, coordinate):
     return geo.region(placements, geo.ragged_axis(placements), mesh_shape, shape, coordinate)
 
 
+@unhurried
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
     numel = math.prod(sizes)
@@ -34,6 +37,7 @@ def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
     assert len(boxes) <= max(1, 2 * len(sizes) - 1)
 
 
+@unhurried
 @given(st.integers(0, 20), st.integers(1, 6))
 def test_chunks_are_those_of_torch(size, parts):
     import torch
@@ -60,6 +64,7 @@ def shardings(draw):
     return tuple(shape), (ranks, others), (RaggedShard(prefix, units), beside)
 
 
+@unhurried
 @given(shardings())
 def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(case):
     shape, mesh_shape, placements = case
@@ -76,6 +81,7 @@ def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(cas
     assert (counted == replicas).all()
 
 
+@unhurried
 @given(shardings())
 def test_extents_along_an_axis_agree_with_their_boxes(case):
     shape, mesh_shape, placements = case

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 NO_MIXED_LISTS = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone"
@@ -24,11 +23,12 @@ def plain(shape=SHAPE, seed=0):
 
 
 def spread(tensor, placements=(RAGGED,), mesh_shape=None):
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    mesh = rank_mesh(*(mesh_shape or (dist.get_world_size(),)))
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def norms():
+@on_ranks(3)
+def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
     x, rx = plain(shape=SHAPE) - 0.6, spread(plain(shape=SHAPE) - 0.6)
     for order in (1, 2, 3.5, float("inf"), 0, -1, float("-inf")):
         for got, wanted in [
@@ -46,11 +46,8 @@ def norms():
     assert torch.linalg.vector_norm(huge).item() == pytest.approx(3.9e18 * 24**0.5, rel=1e-6)
 
 
-def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
-    run_ranks(3, norms)
-
-
-def hsdp_norm():
+@on_ranks(4)
+def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
     x = plain()
     tensor = spread(x, (Replicate(), RaggedShard((0,), (1, 3))), (2, 2))
     both = spread(x, (RaggedShard((0,), (1, 3)), Shard(1)), (2, 2))
@@ -67,15 +64,11 @@ def hsdp_norm():
             torch.testing.assert_close(ragged.sum(dim).full_tensor(), x.sum(dim))
 
 
-def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
-    run_ranks(4, hsdp_norm)
-
-
 def several_meshes():
     """Parameters on meshes of the same ranks, each with a gradient; and the same in one process."""
-    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dense = rank_mesh(4, names=("fsdp",))
+    sparse = rank_mesh(2, 2, names=("efsdp", "ep"))
+    copies = rank_mesh(2, 2, names=("replicate", "shard"))
     ragged = RaggedShard((0,), (1, 3))
     grads = [plain(seed=seed) for seed in range(6)]
     held: list[Any] = [
@@ -122,13 +115,10 @@ def test_torchs_clipping_takes_any_mix_of_meshes_plain_tensors_and_dtensors(fore
         assert len(kinds) == 3
 
 
-def norms_over_other_ranks():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_norms_over_different_ranks_are_not_stacked():
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     both = distribute_tensor(plain(), mesh, [RaggedShard((0,), (1, 3)), Shard(1)], src_data_rank=None)
     one = distribute_tensor(plain(), mesh["dp"], [RaggedShard((0,), (1, 3))], src_data_rank=None)
     with pytest.raises(NotImplementedError, match="copies or other parameters"):
         torch.nn.utils.get_total_norm([both, one])
-
-
-def test_norms_over_different_ranks_are_not_stacked():
-    run_ranks(4, norms_over_other_ranks)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
@@ -15,7 +14,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._ops.table import RULES
 from ragged_shard._registry import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 NO_MIXED_LISTS = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone"
@@ -36,7 +35,7 @@ def plain(dtype=torch.float32, shape=SHAPE, seed=0):
 
 
 def spread(tensor, placements=(RAGGED,), mesh_shape=None):
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    mesh = rank_mesh(*(mesh_shape or (dist.get_world_size(),)))
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -128,7 +127,9 @@ def test_every_pointwise_op_is_the_plain_one_without_communication():
     }
 
 
-def operators():
+@pytest.mark.parametrize("ranks", [3])
+@on_ranks("ranks")
+def test_operators_take_ragged_replicate_and_number_operands(ranks):
     x, y = plain(), plain(seed=1)
     rx, ry = spread(x), spread(y)
     scalar = torch.tensor(3.0)
@@ -174,12 +175,8 @@ def operators():
         same(rx.clone().mul_(operand), x * small, "Replicate in place", (RAGGED,))
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_operators_take_ragged_replicate_and_number_operands(ranks):
-    run_ranks(ranks, operators)
-
-
-def foreach_lists():
+@on_ranks(3)
+def test_foreach_ops_follow_each_tensors_own_placements():
     xs = [plain(seed=i) for i in range(4)]
     ys = [plain(seed=i + 9) for i in range(4)]
     placements = [RAGGED, RaggedShard((0, 1), (1, 1, 2)), RaggedShard((0,), (0, 1, 0)), RAGGED]
@@ -209,12 +206,10 @@ def foreach_lists():
     same(rxs[0], torch.zeros(SHAPE), "zero")
 
 
-def test_foreach_ops_follow_each_tensors_own_placements():
-    run_ranks(3, foreach_lists)
-
-
-def mixed_lists():
-    mesh = init_device_mesh("cpu", (3,))
+@NO_MIXED_LISTS
+@on_ranks(3)
+def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
+    mesh = rank_mesh(3)
     x, y = plain(), plain(seed=5)
     theirs = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
     local = torch.ones(3)
@@ -232,11 +227,6 @@ def mixed_lists():
     assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
     with pytest.raises(ValueError, match="different shardings"):
         torch._foreach_add_([spread(x)], [theirs])
-
-
-@NO_MIXED_LISTS
-def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
-    run_ranks(3, mixed_lists)
 
 
 def reductions(dtype, placement, mesh_shape):
@@ -265,21 +255,22 @@ def reductions(dtype, placement, mesh_shape):
                 got = fn(rx, **kwargs)
             wanted = fn(x, **kwargs)
             over = {d % 3 for d in ([dim] if isinstance(dim, int) else dim or range(3))}
-            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim)
-        assert got.dtype == wanted.dtype, (name, dim)
-        assert got.shape == wanted.shape, (name, dim)
-        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim)), **exact)
+            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim, dtype)
+        assert got.dtype == wanted.dtype, (name, dim, dtype)
+        assert got.shape == wanted.shape, (name, dim, dtype)
+        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim, dtype)), **exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(3,), (1, 3)], ids=str)
-def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(dtype, mesh_shape):
-    for placement in (RAGGED, RaggedShard((0, 1), (1, 0, 2))):
-        run_ranks(3, reductions, dtype, placement, mesh_shape)
+@on_ranks(3)
+def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(mesh_shape):
+    for dtype, placement in itertools.product(DTYPES, (RAGGED, RaggedShard((0, 1), (1, 0, 2)))):
+        reductions(dtype, placement, mesh_shape)
 
 
-def sliced_meshes():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+@on_ranks(4)
+def test_equal_slices_of_a_mesh_are_one_mesh():
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     x = plain()
     tensors: list[Any] = [
         distribute_tensor(x, mesh["shard"], [RaggedShard((0,), (1, 3))], src_data_rank=None) for _ in range(3)
@@ -292,11 +283,8 @@ def sliced_meshes():
     assert torch.equal((tensors[0] + tensors[1]).full_tensor(), x + x)
 
 
-def test_equal_slices_of_a_mesh_are_one_mesh():
-    run_ranks(4, sliced_meshes)
-
-
-def not_a_number():
+@on_ranks(3)
+def test_nan_and_inf_reach_every_reduction_whichever_rank_has_them():
     for value, check in ((float("nan"), torch.isnan), (float("inf"), torch.isinf)):
         for position in (0, 23):
             x = plain()
@@ -311,11 +299,9 @@ def not_a_number():
             assert rx.min().isnan().item() == (value != value)
 
 
-def test_nan_and_inf_reach_every_reduction_whichever_rank_has_them():
-    run_ranks(3, not_a_number)
-
-
-def scaler(kind):
+@pytest.mark.parametrize("kind", ["1d", "hsdp"])
+@on_ranks(3)
+def test_unscale_tells_every_rank_of_an_inf_on_one(kind):
     mesh_shape, placements = ((3,), (RAGGED,)) if kind == "1d" else ((1, 3), (Replicate(), RAGGED))
     for poison in (None, 0, 23):
         x = plain()
@@ -329,12 +315,8 @@ def scaler(kind):
             same(grads[0], x * 0.5, "unscaled")
 
 
-@pytest.mark.parametrize("kind", ["1d", "hsdp"])
-def test_unscale_tells_every_rank_of_an_inf_on_one(kind):
-    run_ranks(3, scaler, kind)
-
-
-def equality():
+@on_ranks(3)
+def test_equal_gives_every_rank_the_same_answer():
     x = plain()
     rx = spread(x)
     assert torch.equal(rx, rx.clone())
@@ -346,11 +328,8 @@ def equality():
     assert not torch.allclose(rx, spread(other))
 
 
-def test_equal_gives_every_rank_the_same_answer():
-    run_ranks(3, equality)
-
-
-def views():
+@on_ranks(3)
+def test_views_that_keep_the_cuts_share_storage_and_others_are_refused():
     x = plain()
     rx = spread(x)
     storage = rx.to_local().data_ptr()
@@ -375,10 +354,6 @@ def views():
         mixed.view(4, 6)
 
 
-def test_views_that_keep_the_cuts_share_storage_and_others_are_refused():
-    run_ranks(3, views)
-
-
 DRAWS = {
     "uniform_": lambda t: t.uniform_(-2, 3), "normal_": lambda t: t.normal_(1, 2), "bernoulli_": lambda t:
     t.bernoulli_(0.3), "cauchy_": lambda t: t.cauchy_(), "exponential_": lambda t: t.exponential_(2.0),
@@ -389,7 +364,26 @@ DRAWS = {
 }  # fmt: skip
 
 
-def drawn(ranks):
+@on_ranks(6)
+def test_a_tensor_is_filled_from_parts_that_are_drawn_on_all_ranks():
+    """As initializers of fused weights do."""
+    rx = spread(plain(shape=(4, 3)), (Replicate(), RAGGED), (2, 3))
+    torch.manual_seed(dist.get_rank())
+    parts = [rx.new_empty(2, 3) for _ in range(2)]
+    for part in parts:
+        assert part.placements == (Replicate(), Replicate())
+        part.normal_()
+    rx.copy_(torch.cat(parts))
+    torch.manual_seed(0)  # rank 0's values, on all ranks
+    assert torch.equal(rx.full_tensor(), torch.randn(4, 3))
+    pending = spread(plain(shape=(4, 3)), (Partial(), RAGGED), (2, 3))
+    with pytest.raises(NotImplementedError, match="placements of another shape"):
+        pending.new_empty(2, 3)
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+@on_ranks("ranks")
+def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree(ranks):
     assert set(RULES["random"].ops.split()) <= set(DRAWS)
     for name, draw in DRAWS.items():
         for placements, mesh_shape, collectives in (
@@ -421,32 +415,8 @@ def drawn(ranks):
         assert torch.equal(*copies)
 
 
-def drawn_in_parts(ranks):
-    """As initializers of fused weights do."""
-    rx = spread(plain(shape=(4, 3)), (Replicate(), RAGGED), (2, 3))
-    torch.manual_seed(dist.get_rank())
-    parts = [rx.new_empty(2, 3) for _ in range(2)]
-    for part in parts:
-        assert part.placements == (Replicate(), Replicate())
-        part.normal_()
-    rx.copy_(torch.cat(parts))
-    torch.manual_seed(0)  # rank 0's values, on all ranks
-    assert torch.equal(rx.full_tensor(), torch.randn(4, 3))
-    pending = spread(plain(shape=(4, 3)), (Partial(), RAGGED), (2, 3))
-    with pytest.raises(NotImplementedError, match="placements of another shape"):
-        pending.new_empty(2, 3)
-
-
-def test_a_tensor_is_filled_from_parts_that_are_drawn_on_all_ranks():
-    run_ranks(6, drawn_in_parts, 6)
-
-
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree(ranks):
-    run_ranks(ranks, drawn, ranks)
-
-
-def refused():
+@on_ranks(3)
+def test_ops_without_a_rule_raise_with_op_and_remedy_and_gather_nothing():
     rx = spread(plain(shape=(4, 4)))
     full = plain(shape=(4, 4))
     cases = {
@@ -473,11 +443,8 @@ def refused():
         rx.t()
 
 
-def test_ops_without_a_rule_raise_with_op_and_remedy_and_gather_nothing():
-    run_ranks(3, refused)
-
-
-def foreign_operands():
+@on_ranks(3)
+def test_operands_with_other_placements_raise_with_both_shardings():
     x = plain()
     rx = spread(x)
     other = spread(x, [RaggedShard((0,), (1, 1, 2))])
@@ -508,13 +475,9 @@ def foreign_operands():
     same(rx, x, "nothing was written")
 
 
-def test_operands_with_other_placements_raise_with_both_shardings():
-    run_ranks(3, foreign_operands)
-
-
 def pending():
     x, y = plain(), plain(seed=1)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0,), (1, 3))
     mine = [v * (0.25 if dist.get_rank() < 2 else 0.75) for v in (x, y)]
     px, py = (
@@ -554,7 +517,8 @@ def test_a_pending_sum_takes_linear_ops_and_refuses_all_others():
     run_ranks(4, pending)
 
 
-def beyond_ragged():
+@on_ranks(3)
+def test_once_redistributed_to_torchs_placements_torchs_ops_work():
     x = plain()
     replicated = spread(x).redistribute(placements=[Replicate()])
     assert torch.equal((replicated + 1).full_tensor(), x + 1)
@@ -570,11 +534,8 @@ def beyond_ragged():
     assert torch.equal(sums.full_tensor(), x.sum().repeat(2))
 
 
-def test_once_redistributed_to_torchs_placements_torchs_ops_work():
-    run_ranks(3, beyond_ragged)
-
-
-def with_plain_tensors():
+@on_ranks(3)
+def test_implicit_replication_takes_plain_tensors_to_be_the_same_on_all_ranks():
     x, y = plain(), plain() * 2
     rx, row = spread(x), torch.tensor([3.0, 5.0])
     assert rx.shape[-1] == 2
@@ -597,11 +558,8 @@ def with_plain_tensors():
     same(rx, x, "implicit")
 
 
-def test_implicit_replication_takes_plain_tensors_to_be_the_same_on_all_ranks():
-    run_ranks(3, with_plain_tensors)
-
-
-def seen_by_comm_debug_mode():
+@on_ranks(3)
+def test_comm_debug_mode_counts_collectives_inside_ops():
     x = plain()
     rx, other = spread(x), spread(x)
     reduce_ops = torch.ops.c10d.allreduce_
@@ -629,11 +587,8 @@ def seen_by_comm_debug_mode():
     assert mode.get_total_counts() == 1  # one reduction for the list: foreach code was chosen
 
 
-def test_comm_debug_mode_counts_collectives_inside_ops():
-    run_ranks(3, seen_by_comm_debug_mode)
-
-
-def masked():
+@on_ranks(3)
+def test_a_mask_of_the_same_placements_selects_what_to_overwrite():
     x = plain()
     rx = spread(x)
     kept = rx.clone()
@@ -646,10 +601,6 @@ def masked():
     with pytest.raises((NotImplementedError, ValueError)):
         rx[rx > 3] = kept
     same(rx, x, "nothing was written")
-
-
-def test_a_mask_of_the_same_placements_selects_what_to_overwrite():
-    run_ranks(3, masked)
 
 
 WRITES = {
@@ -675,7 +626,9 @@ WRITES = {
 }
 
 
-def counted(kind):
+@pytest.mark.parametrize("kind", WRITES)
+@on_ranks(3)
+def test_a_write_counts_in_the_local_tensors_version(kind):
     x = spread(plain())
     local = x.to_local()
     assert local._version == x._local_tensor._version
@@ -686,8 +639,3 @@ def counted(kind):
     before = local._version
     x.sum(), x + 1, x.detach().mul(2), torch._foreach_mul([x], 2.0)
     assert local._version == before, kind
-
-
-@pytest.mark.parametrize("kind", WRITES)
-def test_a_write_counts_in_the_local_tensors_version(kind):
-    run_ranks(3, counted, kind)

@@ -1,19 +1,19 @@
 """Optimizers, clipping and loss scaling on ragged parameters, bit by bit against the unsharded run."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 SHAPES = [(24, 5), (12,), (4, 6, 3), (12, 1), (1, 7)]
 STEPS = 4
@@ -47,18 +47,19 @@ def set_grads(params, grads, scale=1.0):
         param.grad = distribute_like(grad * scale, param, src_data_rank=None)
 
 
-def compare(plain, ragged, ulp=0):
+def compare(plain, ragged, ulp=0, name=""):
     for a, b in zip(plain, ragged, strict=True):
         got, wanted = b.full_tensor(), a.detach()
         if not ulp:
-            assert torch.equal(got, wanted), (got - wanted).abs().max()
+            assert torch.equal(got, wanted), (name, (got - wanted).abs().max())
         else:
             next_up = torch.nextafter(wanted, torch.full_like(wanted, math.inf)) - wanted
-            assert ((got - wanted).abs() <= ulp * next_up.abs() * 1.0001).all()
+            assert ((got - wanted).abs() <= ulp * next_up.abs() * 1.0001).all(), name
 
 
-def train(mesh_shape, optimizer, ulp=0):
-    mesh = init_device_mesh("cpu", mesh_shape)
+def train(mesh_shape, optimizer, ulp=0, name=""):
+    """Some steps on a mesh, bit by bit those of plain tensors and without communication."""
+    mesh = rank_mesh(*mesh_shape)
     plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
     theirs, ours = optimizer(plain), optimizer(ragged)
     for step in range(STEPS):
@@ -66,17 +67,17 @@ def train(mesh_shape, optimizer, ulp=0):
         set_grads(ragged, grads[step])
         with record_collectives() as record:
             ours.step()
-        assert record.kinds == []
+        assert record.kinds == [], name
         theirs.step()
         ours.zero_grad(set_to_none=step % 2 == 0)
-    compare(plain, ragged, ulp)
+    compare(plain, ragged, ulp, name)
     for a, b in zip(plain, ragged, strict=True):
         for key, value in theirs.state[a].items():
             found = ours.state[b][key]
             if getattr(found, "ndim", 0):
                 assert found.placements == b.placements
                 if not ulp:
-                    assert torch.equal(found.full_tensor(), value), key
+                    assert torch.equal(found.full_tensor(), value), (name, key)
 
 
 def adamw(**kwargs):
@@ -116,8 +117,10 @@ def test_every_optimizer_of_torch_is_tested_or_refused():
     assert found == named
 
 
-def refused(name):
-    mesh = init_device_mesh("cpu", (2,))
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_an_optimizer_that_cannot_work_is_refused_before_it_changes_anything(name):
+    mesh = rank_mesh(2)
     param: Any = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [RaggedShard((0,), (1, 2))]))
     before = param.to_local().clone()
     param.grad = torch.ones_like(param)
@@ -126,26 +129,28 @@ def refused(name):
     assert torch.equal(param.to_local(), before)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_cannot_work_is_refused_before_it_changes_anything(name):
-    run_ranks(2, refused, name)
+every_mesh = pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", EXACT)
-def test_optimizers_give_bit_equal_parameters_and_states_without_communication(name, mesh_shape):
-    run_ranks(math.prod(mesh_shape), train, mesh_shape, EXACT[name])
+@every_mesh
+@on_ranks("mesh_shape")
+def test_optimizers_give_bit_equal_parameters_and_states_without_communication(mesh_shape):
+    for name, optimizer in EXACT.items():
+        train(mesh_shape, optimizer, name=name)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
-def test_fused_optimizers_agree_but_for_the_ulps_of_simd_tails(optimizer, mesh_shape):
-    fused = functools.partial(optimizer, lr=1e-2, weight_decay=0.1, fused=True)
-    run_ranks(math.prod(mesh_shape), train, mesh_shape, fused, ulp=STEPS)
+@every_mesh
+@on_ranks("mesh_shape")
+def test_fused_optimizers_agree_but_for_the_ulps_of_simd_tails(mesh_shape):
+    for optimizer in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        fused = functools.partial(optimizer, lr=1e-2, weight_decay=0.1, fused=True)
+        train(mesh_shape, fused, ulp=STEPS, name=optimizer.__name__)
 
 
-def one_fused_step(ranks):
-    mesh = init_device_mesh("cpu", (ranks,))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_one_fused_step_is_right_to_one_ulp(ranks):
+    mesh = rank_mesh(ranks)
     plain, ragged, grads = make(mesh, placements_of(ranks))
     for params in (plain, ragged):
         set_grads(params, grads[0])
@@ -153,13 +158,10 @@ def one_fused_step(ranks):
     compare(plain, ragged, ulp=1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_one_fused_step_is_right_to_one_ulp(ranks):
-    run_ranks(ranks, one_fused_step, ranks)
-
-
-def tensor_lr(fused):
-    mesh = init_device_mesh("cpu", (3,))
+@pytest.mark.parametrize("fused", [True, False])
+@on_ranks(3)
+def test_a_tensor_learning_rate_and_a_schedule_work(fused):
+    mesh = rank_mesh(3)
     plain, ragged, grads = make(mesh, placements_of(3))
     for params in (plain, ragged):
         optimizer = torch.optim.AdamW(
@@ -173,13 +175,8 @@ def tensor_lr(fused):
     compare(plain, ragged, ulp=2 if fused else 0)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_tensor_learning_rate_and_a_schedule_work(fused):
-    run_ranks(3, tensor_lr, fused)
-
-
 def clip(mesh_shape, norm_type, foreach):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
     for max_norm in (0.5, 1e9):
         set_grads(plain, grads[0])
@@ -187,11 +184,12 @@ def clip(mesh_shape, norm_type, foreach):
         with record_collectives() as record:
             got = nn.utils.clip_grad_norm_(ragged, max_norm, norm_type, foreach=foreach)
         ranks = mesh_shape[-1]
-        assert len(record.kinds) == (0 if ranks == 1 else len(SHAPES) if foreach is False else 1)
+        case = (norm_type, foreach, max_norm)
+        assert len(record.kinds) == (0 if ranks == 1 else len(SHAPES) if foreach is False else 1), case
         assert all(event.ranks == ranks for event in record.events)
         wanted = nn.utils.clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
         total = got.full_tensor() if hasattr(got, "full_tensor") else got
-        assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-6), case
         assert got.item() == total.item()
         assert bool(got < math.inf)
         for a, b in zip(plain, ragged, strict=True):
@@ -205,15 +203,17 @@ def clip(mesh_shape, norm_type, foreach):
         torch.testing.assert_close(b.grad.full_tensor(), a.grad)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("foreach", [True, False, None], ids=["foreach", "for-loop", "default"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_clip_grad_norm_is_right_to_1e_6_with_one_collective_for_the_list(mesh_shape, norm_type, foreach):
-    run_ranks(math.prod(mesh_shape), clip, mesh_shape, norm_type, foreach)
+@every_mesh
+@on_ranks("mesh_shape")
+def test_clip_grad_norm_is_right_to_1e_6_with_one_collective_for_the_list(mesh_shape):
+    for norm_type, foreach in itertools.product((1.0, 2.0, math.inf), (True, False, None)):
+        clip(mesh_shape, norm_type, foreach)
 
 
-def clip_mixed():
-    mesh = init_device_mesh("cpu", (3,))
+@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone")
+@on_ranks(3)
+def test_ragged_and_fsdp2_parameters_are_clipped_and_stepped_in_one_list():
+    mesh = rank_mesh(3)
     plain, ragged, grads = make(mesh, placements_of(3))
     theirs: Any = nn.Parameter(torch_distribute_tensor(plain[0].detach().clone(), mesh, [Shard(0)]))
     params = [theirs, *ragged[1:]]
@@ -232,13 +232,9 @@ def clip_mixed():
         torch.testing.assert_close(theirs.full_tensor(), plain[0].detach())
 
 
-@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone")
-def test_ragged_and_fsdp2_parameters_are_clipped_and_stepped_in_one_list():
-    run_ranks(3, clip_mixed)
-
-
-def clip_2d():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_ranks(4)
+def test_clipping_counts_each_element_once_on_2d_meshes():
+    mesh = rank_mesh(2, 2)
     full = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     for placements in (
         (StridedRaggedShard((0,), (1, 3), 2), Shard(0)),
@@ -252,12 +248,8 @@ def clip_2d():
         torch.testing.assert_close(param.grad.full_tensor(), full / (full.norm() + 1e-6))
 
 
-def test_clipping_counts_each_element_once_on_2d_meshes():
-    run_ranks(4, clip_2d)
-
-
 def scaled(mesh_shape, fused):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
     grads[1][0][23, 4] = math.inf  # one rank's alone
     finals = []
@@ -276,13 +268,15 @@ def scaled(mesh_shape, fused):
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "for-loop"])
-def test_grad_scaler_skips_the_same_steps_on_all_ranks(mesh_shape, fused):
-    run_ranks(math.prod(mesh_shape), scaled, mesh_shape, fused)
+@on_ranks("mesh_shape")
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(mesh_shape):
+    for fused in (True, False):
+        scaled(mesh_shape, fused)
 
 
-def zero_gradient_fused():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
+    mesh = rank_mesh(3)
     plain, ragged, grads = make(mesh, placements_of(3))
     for params in (plain, ragged):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -293,7 +287,3 @@ def zero_gradient_fused():
         scaler.step(optimizer)  # unscales inside the fused step
         scaler.update()
     compare(plain, ragged, ulp=2)
-
-
-def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
-    run_ranks(3, zero_gradient_fused)

@@ -5,11 +5,10 @@ import math
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import rank_mesh, run_ranks
 
 hypothesis = pytest.importorskip("hypothesis")
 HealthCheck, given, settings, st = (
@@ -91,7 +90,7 @@ def chains_2d(draw):
 
 
 def follow(shape, dtype, mesh_shape, steps):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     full = content(shape, dtype)
     start = distribute_tensor(full, mesh, steps[0])
     tensor = start
@@ -121,7 +120,7 @@ def test_any_chain_on_a_2d_mesh_ends_where_a_direct_one_does(case):
 
 
 def arithmetic(shape, dtype, mesh_shape, steps):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = rank_mesh(*mesh_shape)
     x = content(shape, dtype)
     tensor = distribute_tensor(x, mesh, steps[0], src_data_rank=None)
     assert torch.equal((tensor * tensor).full_tensor(), x * x)

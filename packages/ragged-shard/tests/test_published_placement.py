@@ -6,22 +6,22 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FULL = torch.arange(1.0, 49.0).view(8, 6)
 UNEVEN = RaggedShard((0,), (1, 5, 0, 2))
 
 
 def ragged(placements=(UNEVEN,), full=FULL):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = rank_mesh()
     return distribute_tensor(full, mesh, placements)
 
 
-def in_place_and_norms():
+@on_ranks(4)
+def test_in_place_add_and_norms_of_all_elements_and_along_each_dim():
     tensor = ragged()
     tensor.add_(tensor)
     assert torch.equal(tensor.full_tensor(), FULL * 2)
@@ -32,11 +32,8 @@ def in_place_and_norms():
         torch.testing.assert_close(got, torch.linalg.vector_norm(FULL, dim=dim))
 
 
-def test_in_place_add_and_norms_of_all_elements_and_along_each_dim():
-    run_ranks(4, in_place_and_norms)
-
-
-def forward_backward():
+@on_ranks(4)
+def test_the_backward_of_ragged_to_replicate_communicates_nothing():
     tensor = ragged().requires_grad_()
     full = tensor.redistribute(placements=[Replicate()])
     local = full.to_local()
@@ -47,12 +44,10 @@ def forward_backward():
     assert torch.equal(tensor.grad.full_tensor(), FULL * 3)
 
 
-def test_the_backward_of_ragged_to_replicate_communicates_nothing():
-    run_ranks(4, forward_backward)
-
-
-def random_one_hot(seed):
-    mesh = init_device_mesh("cpu", (8,))
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(8)
+def test_one_hot_tensors_move_on_8_ranks(seed):
+    mesh = rank_mesh(8)
     draw = random.Random(seed)
     for ndim in (1, 2, 3):
         shape = [draw.randint(1, 9) for _ in range(ndim)]
@@ -68,13 +63,10 @@ def random_one_hot(seed):
             assert torch.equal(sharded.to_local(), mine)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_one_hot_tensors_move_on_8_ranks(seed):
-    run_ranks(8, random_one_hot, seed)
-
-
-def two_axes(mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 2)], ids=str)
+@on_ranks("mesh_shape")
+def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
+    mesh = rank_mesh(*mesh_shape)
     full = torch.arange(24.0 * 8).view(24, 8)
     ranks, parts = mesh_shape
     units = [1, 2, 0, 1][:ranks] if ranks > 1 else [1]
@@ -93,12 +85,8 @@ def two_axes(mesh_shape):
         assert torch.equal(back.to_local(), tensor.to_local())
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4), (3, 2)], ids=str)
-def test_ragged_beside_shard_0_and_shard_1_on_four_mesh_shapes(mesh_shape):
-    run_ranks(mesh_shape[0] * mesh_shape[1], two_axes, mesh_shape)
-
-
-def not_silent():
+@on_ranks(4)
+def test_what_was_silently_wrong_is_right_or_raises():
     tensor = ragged()
     with pytest.raises(ValueError, match="not divisible"):  # kept 42 of 48 elements
         tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 3, 1))])
@@ -118,26 +106,20 @@ def not_silent():
     assert torch.equal((cube.new_zeros(cube.shape) + cube).full_tensor(), torch.ones(4, 2, 3))
 
 
-def test_what_was_silently_wrong_is_right_or_raises():
-    run_ranks(4, not_silent)
-
-
-def not_missing():
+@on_ranks(4)
+def test_what_was_missing_is_there():
     tensor = ragged().requires_grad_()
     (tensor.to_local() * 2).sum().backward()
     assert torch.equal(tensor.grad.full_tensor(), torch.full_like(FULL, 2))
     pending = tensor.detach().redistribute(placements=[Partial()])
     assert torch.equal(pending.full_tensor(), FULL)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = rank_mesh(2, 2)
     both = distribute_tensor(FULL, mesh, [Partial(), RaggedShard((0,), (1, 3))])
     assert torch.equal((both + both).full_tensor(), FULL * 2)
 
 
-def test_what_was_missing_is_there():
-    run_ranks(4, not_missing)
-
-
-def not_wasteful():
+@on_ranks(4)
+def test_nothing_is_sent_or_kept_without_need():
     pending = ragged().redistribute(placements=[Partial()])
     tensor = ragged()
     costs: dict = {}
@@ -159,10 +141,6 @@ def not_wasteful():
     assert part.untyped_storage().nbytes() == own
     handle = tensor.redistribute(placements=[Shard(0)], async_op=True)
     assert torch.equal(handle.wait().full_tensor(), FULL)
-
-
-def test_nothing_is_sent_or_kept_without_need():
-    run_ranks(4, not_wasteful)
 
 
 def test_shares_with_the_same_ratios_are_equal():

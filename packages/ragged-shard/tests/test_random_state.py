@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ragged_shard
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 
 def state():
@@ -26,9 +25,10 @@ def state():
     )
 
 
-def everything(folder):
+@on_ranks(3)
+def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
     before = state()
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     full = torch.arange(24.0).view(6, 4)
     param: Any = nn.Parameter(distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))]))
     RaggedDTensor.from_local(param.to_local().detach(), mesh, param.placements, shape=(6, 4), check=True)
@@ -49,22 +49,18 @@ def everything(folder):
     )
     saved = ragged_shard.full_optimizer_state_dict(module, optimizer)
     ragged_shard.load_full_optimizer_state_dict(module, optimizer, saved)
-    dcp.save({"weight": param}, checkpoint_id=folder)
-    dcp.load({"weight": param}, checkpoint_id=folder)
+    dcp.save({"weight": param}, checkpoint_id=tmp_path)
+    dcp.load({"weight": param}, checkpoint_id=tmp_path)
     assert state() == before
     torch.nn.init.uniform_(param)
     assert state() != before
-
-
-def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
-    run_ranks(3, everything, tmp_path)
 
 
 def test_starting_and_simulating_ranks_leaves_the_random_state_alone():
     before = state()
     assert run_ranks(2, dist.get_rank) == [0, 1]
     with simulated_ranks(4):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = rank_mesh(2, 2)
         distribute_tensor(
             torch.ones(8, 2), mesh, [StridedRaggedShard((0,), (1, 1), 2), Shard(0)]
         ).full_tensor()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ragged_shard.testing import RankError, preload, record_collectives, run_ranks, shut_down
+from ragged_shard.testing import RankError, on_ranks, preload, record_collectives, run_ranks, shut_down
 
 
 @dataclasses.dataclass
@@ -35,6 +35,25 @@ def summed(case, offset=0):
 def test_results_come_back_as_a_list_by_rank(ranks):
     assert run_ranks(ranks, dist.get_rank) == list(range(ranks))
     assert run_ranks(ranks, summed, Case(2), offset=1) == [float(ranks * (ranks - 1) + ranks)] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_decorated_test_runs_on_every_rank_with_its_arguments(ranks, tmp_path):
+    assert summed(Case(2)) == ranks * (ranks - 1)
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == ranks
+
+
+def test_a_decorated_test_that_fails_on_a_rank_is_named():
+    with pytest.raises(RankError, match=r"fails_on_one \(test_run_ranks.py\): rank 1 of 2 failed"):
+        fails_on_one(reason="none")
+
+
+@on_ranks(2, timeout=30)
+def fails_on_one(reason):
+    assert dist.get_rank() == 0, reason
 
 
 def test_partials_classes_of_the_test_module_and_tensors_travel_both_ways():

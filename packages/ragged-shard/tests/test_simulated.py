@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import Network, simulated_ranks
+from ragged_shard.testing import Network, rank_mesh, simulated_ranks
 
 
 def gather(shard, ranks):
@@ -26,7 +25,7 @@ def reduce_scatter(full, ranks, op=dist.ReduceOp.SUM):
 
 def test_this_process_is_one_rank_of_many_on_any_mesh():
     with simulated_ranks(6, rank=4):
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+        mesh = rank_mesh(2, 3, names=("replicate", "shard"))
         assert (dist.get_rank(), dist.get_world_size()) == (4, 6)
         assert tuple(mesh.get_coordinate() or ()) == (1, 1)
         assert mesh["shard"].get_group().size() == 3
@@ -73,7 +72,7 @@ def test_an_equal_mesh_of_a_later_world_uses_its_own_groups():
         with simulated_ranks(4):
             for _ in range(groups_before):
                 dist.new_group([0, 1])
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            mesh = rank_mesh(2, 2, names=("a", "b"))
             sharded = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0), Shard(1)])
             summed: Any = sharded.sum(0)
             assert summed.full_tensor().tolist() == [6.0] * 10
@@ -81,7 +80,7 @@ def test_an_equal_mesh_of_a_later_world_uses_its_own_groups():
 
 def test_distributed_tensors_work_on_simulated_ranks():
     with simulated_ranks(4):
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = rank_mesh(4)
         theirs = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
         assert theirs.full_tensor().equal(torch.ones(8, 3))
         total: Any = theirs.sum()
@@ -97,7 +96,7 @@ def test_collectives_can_be_skipped_and_refused():
         assert values.equal(torch.ones(3))
         assert simulation.received == 12
     with simulated_ranks(2, collectives="refuse") as simulation:
-        init_device_mesh("cpu", (2,))
+        rank_mesh(2)
         with pytest.raises(RuntimeError, match="2 simulated ranks, which cannot communicate"):
             dist.all_reduce(torch.ones(3))
         assert simulation.received == 0
@@ -105,9 +104,7 @@ def test_collectives_can_be_skipped_and_refused():
 
 def test_meta_tensors_take_part():
     with simulated_ranks(2):
-        full = distribute_tensor(
-            torch.empty(4, 2, device="meta"), init_device_mesh("cpu", (2,)), [RaggedShard((0,), (3, 1))]
-        )
+        full = distribute_tensor(torch.empty(4, 2, device="meta"), rank_mesh(2), [RaggedShard((0,), (3, 1))])
         assert full.to_local().shape == (3, 2)
         tensor = torch.empty(4, device="meta")
         dist.all_reduce(tensor)

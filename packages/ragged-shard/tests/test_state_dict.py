@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
@@ -29,7 +28,7 @@ from ragged_shard import (
     load_full_state_dict,
 )
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import RankError, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 
 def values():
@@ -45,7 +44,7 @@ def values():
 
 def model(two_d=False, device="cpu"):
     blank = {name: torch.zeros_like(value, device=device) for name, value in values().items()}
-    mesh = init_device_mesh("cpu", (2, 2) if two_d else (3,))
+    mesh = rank_mesh(*((2, 2) if two_d else (3,)))
     u = {
         "uneven": [StridedRaggedShard((0,), (1, 2), 2), Shard(0)]
         if two_d
@@ -91,9 +90,10 @@ def test_a_full_state_dict_loads_and_gathers_bit_by_bit(two_d, rank0_only):
     run_ranks(4 if two_d else 3, round_trip, two_d, rank0_only)
 
 
-def gather_to_one_bytes():
+@on_ranks(3)
+def test_gathering_to_rank_0_sends_each_byte_once():
     module: Any = nn.Module()
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     module.w = nn.Parameter(
         distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [RaggedShard((0,), (1, 2, 3))])
     )
@@ -101,10 +101,6 @@ def gather_to_one_bytes():
         full_state_dict(module, rank0_only=True)
     assert record.kinds == ["all_to_all"]
     assert record.bytes_sent == (0 if dist.get_rank() == 0 else module.w.to_local().numel() * 4)
-
-
-def test_gathering_to_rank_0_sends_each_byte_once():
-    run_ranks(3, gather_to_one_bytes)
 
 
 def bad(kind, rank0_only):
@@ -147,10 +143,11 @@ def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_
     assert all(message in text for text in run_ranks(3, bad, kind, rank0_only, timeout=20))
 
 
-def meta_on_one_rank():
+@on_ranks(3, timeout=20)
+def test_a_meta_parameter_on_one_rank_raises_on_all():
     module = nn.Module()
     device = "meta" if dist.get_rank() == 1 else "cpu"
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     part = torch.zeros(2, 2, device=device)
 
     module.w = nn.Parameter(
@@ -160,35 +157,25 @@ def meta_on_one_rank():
         load_full_state_dict(module, {"w": torch.zeros(6, 2)}, rank0_only=True)
 
 
-def test_a_meta_parameter_on_one_rank_raises_on_all():
-    run_ranks(3, meta_on_one_rank, timeout=20)
-
-
-def not_strict():
+@on_ranks(3)
+def test_without_strict_the_common_names_are_loaded():
     module = model()
     load_full_state_dict(module, {"vector": values()["vector"], "other": torch.zeros(1)}, strict=False)
     assert torch.equal(module.vector.full_tensor(), values()["vector"])
     assert not module.uneven.full_tensor().any()
 
 
-def test_without_strict_the_common_names_are_loaded():
-    run_ranks(3, not_strict)
-
-
-def torch_gathers():
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
+@on_ranks(3)
+def test_torchs_own_gathering_of_full_state_dicts_works_too():
     module = model()
     load_full_state_dict(module, values())
     options = StateDictOptions(full_state_dict=True)
     gathered: dict[str, Any] = get_model_state_dict(module, options=options)
     for name, value in values().items():
         assert torch.equal(gathered[name], value), name
-
-
-@pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
-def test_torchs_own_gathering_of_full_state_dicts_works_too():
-    run_ranks(3, torch_gathers)
 
 
 PLACEMENTS: dict[str, list] = {
@@ -202,7 +189,7 @@ OF_WEIGHT = {"first": torch.ones(2), "weight": torch.arange(24.0).view(6, 4)}
 
 def of_weight(name, device="cpu"):
     placements = PLACEMENTS[name]
-    mesh = init_device_mesh("cpu", (3,) if len(placements) == 1 else (1, 3))
+    mesh = rank_mesh(*((3,) if len(placements) == 1 else (1, 3)))
     module: Any = nn.Module()
     module.first = nn.Parameter(torch.zeros(2))
     module.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, placements).to(device))
@@ -227,7 +214,11 @@ def states_of_weight():
     return get_optimizer_state_dict(plain, optimizer)
 
 
-def torch_slices():
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
+@on_ranks(3)
+def test_torchs_functions_that_slice_full_tensors_give_right_values():
     for name in PLACEMENTS:
         for device in ("cpu", "meta"):
             weight = of_weight(name, device).weight
@@ -246,13 +237,6 @@ def torch_slices():
             set_optimizer_state_dict(module, optimizer, given(full, True), options=options)
             for key, value in full_optimizer_state_dict(module, optimizer)["state"]["weight"].items():
                 assert torch.equal(value, full["state"]["weight"][key])
-
-
-@pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
-def test_torchs_functions_that_slice_full_tensors_give_right_values():
-    run_ranks(3, torch_slices)
 
 
 def torch_refuses(kind, name, from_rank0):
@@ -281,25 +265,22 @@ def torch_refuses(kind, name, from_rank0):
         ("optimizer", ["elements"]),
     ],
 )
+@on_ranks(3, timeout=30)
 def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, names):
     for name in names:
-        with pytest.raises(RankError) as caught:
-            run_ranks(3, torch_refuses, kind, name, True, timeout=30)
-        assert sorted(caught.value.causes) == [0, 1, 2]
-        for error in caught.value.causes.values():
-            # On meta the module raises, while it loads: load_state_dict collects errors in one RuntimeError.
-            assert isinstance(error, RuntimeError if kind == "meta" else NotImplementedError)
-            assert str(PLACEMENTS[name][-1]) in str(error)
-            for way_out in (
-                "ragged_shard.distribute_tensor",
-                "load_full_state_dict",
-                "load_full_optimizer_state_dict",
-            ):
-                assert way_out in str(error)
+        # On meta the module raises, while it loads: load_state_dict collects errors in one RuntimeError.
+        with pytest.raises(RuntimeError if kind == "meta" else NotImplementedError) as caught:
+            torch_refuses(kind, name, True)
+        for words in (
+            str(PLACEMENTS[name][-1]), "ragged_shard.distribute_tensor", "load_full_state_dict",
+            "load_full_optimizer_state_dict",
+        ):  # fmt: skip
+            assert words in str(caught.value), name
 
 
-def off_root():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+@on_ranks(4, timeout=20)
+def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))["shard"]
     module = nn.Module()
     module.w = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [RaggedShard((0,), (1, 3))]))
     with pytest.raises(ValueError, match="does not begin at rank 0"):
@@ -308,10 +289,6 @@ def off_root():
     assert torch.equal(full_state_dict(module)["w"], torch.ones(4, 2))
     gathered = full_state_dict(module, rank0_only=True)
     assert list(gathered) == (["w"] if dist.get_rank() == 0 else [])
-
-
-def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
-    run_ranks(4, off_root, timeout=20)
 
 
 def trained(module, make):
@@ -381,7 +358,8 @@ def test_a_full_optimizer_state_dict_of_plain_training_loads_and_gathers_bit_by_
     run_ranks(4 if two_d else 3, optimizer_round_trip, two_d, rank0_only, make)
 
 
-def moves_nothing_needlessly():
+@on_ranks(3)
+def test_every_rank_takes_its_range_of_a_full_optimizer_state_without_communication():
     module = model()
     load_full_state_dict(module, values())
     optimizers = trained(module, adamw)
@@ -395,10 +373,6 @@ def moves_nothing_needlessly():
         isinstance(optimizers[0].state[module.uneven][key], RaggedDTensor)
         for key in ("exp_avg", "exp_avg_sq")
     )
-
-
-def test_every_rank_takes_its_range_of_a_full_optimizer_state_without_communication():
-    run_ranks(3, moves_nothing_needlessly)
 
 
 def bad_optimizer_state(change, rank0_only):

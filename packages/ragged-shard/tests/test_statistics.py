@@ -5,12 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm, parameters_to_vector
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 NAMES = {
     "torch": torch, "F": F, "get_total_norm": get_total_norm, "parameters_to_vector": parameters_to_vector,
@@ -89,9 +88,9 @@ ELEMENTS = {2: ((5, 19), (3, 9), (24, 0)), 3: ((7, 0, 17), (5, 0, 7), (10, 14, 0
 def tensors(layout):
     ranks = dist.get_world_size()
     w, b, e = (ELEMENTS if layout == "elements" else ROWS)[ranks]
-    mesh, others = init_device_mesh("cpu", (ranks,)), []
+    mesh, others = rank_mesh(ranks), []
     if layout == "hybrid":
-        mesh, others = init_device_mesh("cpu", (1, ranks)), [Replicate()]
+        mesh, others = rank_mesh(1, ranks), [Replicate()]
     shares = {"w": w, "g": w, "b": b, "h": b, "e": e}
     made = {}
     for name, value in values().items():
@@ -139,7 +138,8 @@ def test_statistics_are_those_of_plain_tensors_or_refused_by_name(ranks):
     assert answered >= 0.78 * (answered + refused)
 
 
-def writes_through_rows():
+@on_ranks(3)
+def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor():
     weight, plain = tensors("rows")["w"], values()["w"]
     local = weight.to_local().detach()
     for value in (weight.detach(), plain):
@@ -159,10 +159,6 @@ def writes_through_rows():
         weight.select(0, 6)
 
 
-def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor():
-    run_ranks(3, writes_through_rows)
-
-
 NAN, INF = float("nan"), float("inf")
 SPECIAL = [
     [1.0, NAN, 2.0],
@@ -180,7 +176,7 @@ x.nansum() x.count_nonzero() x.aminmax() x[0].item() x[2].item() torch.var_mean(
 
 def special_numbers():
     ranks = dist.get_world_size()
-    mesh, units = init_device_mesh("cpu", (ranks,)), (2, 1) if ranks == 2 else (1, 0, 2)
+    mesh, units = rank_mesh(ranks), (2, 1) if ranks == 2 else (1, 0, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for row in SPECIAL:
             plain = torch.tensor(row, dtype=dtype)

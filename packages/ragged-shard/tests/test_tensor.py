@@ -12,24 +12,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 
 
 def make(ranks, shape=(8, 3), dims=(0,), requires_grad=False):
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = rank_mesh(ranks)
     full = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_(requires_grad)
     return full, distribute_tensor(full, mesh, [RaggedShard(dims, UNITS[ranks])])
 
 
-def basics(ranks):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_each_rank_holds_its_run_of_rows(ranks):
     full, tensor = make(ranks)
     first, last = tensor.placements[0].unit_range(dist.get_rank())
     unit = 8 // tensor.placements[0].total_units
@@ -41,13 +43,8 @@ def basics(ranks):
     assert "RaggedShard" in repr(tensor)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_rank_holds_its_run_of_rows(ranks):
-    run_ranks(ranks, basics, ranks)
-
-
 def source_counts(source):
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     mine = torch.full((6, 2), float(dist.get_rank()))
     tensor = distribute_tensor(mine, mesh, [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
     return tensor.full_tensor()[:, 0].tolist()
@@ -59,8 +56,9 @@ def test_the_source_ranks_data_count_or_each_ranks_own():
     assert run_ranks(3, source_counts, None) == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 3
 
 
-def scattered_bytes():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_distribute_tensor_sends_each_part_once():
+    mesh = rank_mesh(3)
     full = torch.arange(12.0).view(6, 2)
     with record_collectives() as record:
         distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 3))])
@@ -71,12 +69,9 @@ def scattered_bytes():
     assert record.kinds == []
 
 
-def test_distribute_tensor_sends_each_part_once():
-    run_ranks(3, scattered_bytes)
-
-
-def from_local():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_from_local_aliases_the_storage_and_communicates_nothing():
+    mesh = rank_mesh(3)
     flat = torch.arange(10.0)
     part = flat[2 : 2 + 3 * (dist.get_rank() + 1)].view(-1, 3) if dist.get_rank() < 2 else torch.zeros(0, 3)
     with record_collectives() as record:
@@ -92,12 +87,9 @@ def from_local():
         assert flat.tolist() == [0, 1, 3, 4, 5, 5, 6, 7, 8, 9]
 
 
-def test_from_local_aliases_the_storage_and_communicates_nothing():
-    run_ranks(3, from_local)
-
-
-def metadata_once():
-    mesh = init_device_mesh("cpu", (2,))
+@on_ranks(2)
+def test_metadata_are_computed_once_for_a_placement_and_shape():
+    mesh = rank_mesh(2)
     parts = [torch.zeros(2 * (1 + 2 * dist.get_rank()), 3) for _ in range(2)]
     a, b = (RaggedDTensor.from_local(p, mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3)) for p in parts)
     assert a._sharding is b._sharding
@@ -106,12 +98,9 @@ def metadata_once():
         RaggedDTensor.from_local(parts[0], mesh, [RaggedShard((0,), (1, 3))], shape=(8, 3))
 
 
-def test_metadata_are_computed_once_for_a_placement_and_shape():
-    run_ranks(2, metadata_once)
-
-
-def zero_sized():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_0d_tensors_and_tensors_without_elements_work_like_any():
+    mesh = rank_mesh(3)
     for shape, dims in (
         ((0,), (0,)),
         ((0, 4), (0,)),
@@ -131,12 +120,9 @@ def zero_sized():
     assert tensor.to_local().shape == ((1, 2, 2) if dist.get_rank() == 1 else (0, 2, 2))
 
 
-def test_0d_tensors_and_tensors_without_elements_work_like_any():
-    run_ranks(3, zero_sized)
-
-
-def like():
-    mesh = init_device_mesh("cpu", (2,))
+@on_ranks(2)
+def test_distribute_like_follows_any_kind_of_tensor():
+    mesh = rank_mesh(2)
     full = torch.arange(12.0).view(4, 3)
     ragged = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3))])
     again: Any = distribute_like(full * 2, ragged)
@@ -149,12 +135,9 @@ def like():
         distribute_like(torch.zeros(3), ragged)
 
 
-def test_distribute_like_follows_any_kind_of_tensor():
-    run_ranks(2, like)
-
-
-def wrong_everywhere():
-    mesh = init_device_mesh("cpu", (2,))
+@on_ranks(2)
+def test_bad_arguments_raise_with_what_was_found_and_expected():
+    mesh = rank_mesh(2)
     halves = [RaggedShard((0,), (1, 1))]
     good = torch.zeros(2, 3)
     cases: list = [
@@ -186,13 +169,9 @@ def wrong_everywhere():
         distribute_tensor(good, mesh, halves, src_data_rank=5)
 
 
-def test_bad_arguments_raise_with_what_was_found_and_expected():
-    run_ranks(2, wrong_everywhere)
-
-
 def make_wrongly(which, odd):
     """Make a tensor of which one rank, the odd one, is told something else."""
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = rank_mesh(3)
     rows = (1, 1, 2)[dist.get_rank()]
     ragged = [RaggedShard((0,), (1, 1, 2))]
     if which == "local shape":
@@ -222,9 +201,10 @@ def test_what_is_wrong_on_one_rank_only_raises_on_every_rank(which):
     assert all(messages)
 
 
-def foreign_mesh():
-    everyone = init_device_mesh("cpu", (4,))
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+@on_ranks(4)
+def test_tensors_of_different_meshes_do_not_mix():
+    everyone = rank_mesh(4)
+    half = rank_mesh(2, 2, names=("a", "b"))["b"]
     tensor = distribute_tensor(torch.arange(8.0), half, [RaggedShard((0,), (1, 3))])
     other = distribute_tensor(torch.arange(8.0), everyone, [RaggedShard((0,), (1, 1, 1, 1))])
     assert torch.equal(tensor.full_tensor(), torch.arange(8.0))
@@ -232,11 +212,8 @@ def foreign_mesh():
         tensor + other
 
 
-def test_tensors_of_different_meshes_do_not_mix():
-    run_ranks(4, foreign_mesh)
-
-
-def outside_of_mesh():
+@on_ranks(3)
+def test_a_rank_outside_of_the_mesh_cannot_hold_a_part():
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = DeviceMesh("cpu", [0, 1])
@@ -247,11 +224,9 @@ def outside_of_mesh():
         RaggedDTensor.from_local(torch.zeros(2), mesh, [RaggedShard((0,), (1, 1))], shape=(4,))
 
 
-def test_a_rank_outside_of_the_mesh_cannot_hold_a_part():
-    run_ranks(3, outside_of_mesh)
-
-
-def copies(ranks):
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks("ranks")
+def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements(ranks):
     full, tensor = make(ranks, requires_grad=True)
     param: Any = nn.Parameter(tensor)
     param.grad = torch.ones_like(param)
@@ -269,11 +244,8 @@ def copies(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements(ranks):
-    run_ranks(ranks, copies, ranks)
-
-
-def pickled(ranks):
+@on_ranks("ranks")
+def test_torch_save_and_pickle_bring_a_tensor_back(ranks):
     full, tensor = make(ranks)
     buffer = io.BytesIO()
     torch.save({"w": tensor, "p": nn.Parameter(tensor)}, buffer)
@@ -291,12 +263,8 @@ def pickled(ranks):
     assert loaded["p"].requires_grad
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_torch_save_and_pickle_bring_a_tensor_back(ranks):
-    run_ranks(ranks, pickled, ranks)
-
-
-def module_moves():
+@on_ranks(3)
+def test_modules_with_ragged_parameters_cast_load_and_freeze():
     _, tensor = make(3)
     module: Any = nn.Module()
     module.weight = nn.Parameter(tensor)
@@ -313,12 +281,9 @@ def module_moves():
     assert not module.weight.requires_grad
 
 
-def test_modules_with_ragged_parameters_cast_load_and_freeze():
-    run_ranks(3, module_moves)
-
-
-def meta():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_meta_tensors_are_laid_out_and_given_storage_later():
+    mesh = rank_mesh(3)
     param: Any = nn.Parameter(
         distribute_tensor(torch.empty(6, 2, device="meta"), mesh, [RaggedShard((0,), (1, 2, 3))])
     )
@@ -331,12 +296,9 @@ def meta():
     assert module.weight.placements == param.placements
 
 
-def test_meta_tensors_are_laid_out_and_given_storage_later():
-    run_ranks(3, meta)
-
-
-def partial_sources():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_ranks(4)
+def test_hsdp_placements_are_made_from_a_full_tensor():
+    mesh = rank_mesh(2, 2)
     full = torch.arange(8.0).view(4, 2)
     for op in ("sum", "avg"):
         tensor = distribute_tensor(full, mesh, [Partial(op), RaggedShard((0,), (1, 3))])
@@ -345,11 +307,8 @@ def partial_sources():
     assert torch.equal(tensor.to_local(), full[:1] if dist.get_rank() % 2 == 0 else full[1:])
 
 
-def test_hsdp_placements_are_made_from_a_full_tensor():
-    run_ranks(4, partial_sources)
-
-
-def data():
+@on_ranks(3)
+def test_data_can_be_written_and_replaced():
     full, tensor = make(3, requires_grad=True)
     param: Any = nn.Parameter(tensor)
     assert isinstance(param.data, RaggedDTensor)
@@ -364,12 +323,9 @@ def data():
         param.data = full
 
 
-def test_data_can_be_written_and_replaced():
-    run_ranks(3, data)
-
-
-def addresses():
-    mesh = init_device_mesh("cpu", (3,))
+@on_ranks(3)
+def test_data_ptr_is_the_address_of_the_local_tensor():
+    mesh = rank_mesh(3)
     buffer = torch.zeros(40)
     rows = [(2, 5), (0, 5), (1, 5)][dist.get_rank()]
     local = buffer[3 : 3 + rows[0] * 5].view(rows)
@@ -381,11 +337,8 @@ def addresses():
         assert tensor.clone().data_ptr() not in (0, wanted)
 
 
-def test_data_ptr_is_the_address_of_the_local_tensor():
-    run_ranks(3, addresses)
-
-
-def permuted_meshes():
+@on_ranks(4)
+def test_a_mesh_that_permutes_ranks_of_a_group_is_refused_on_every_rank():
     """Process groups go by ascending ranks, whatever the mesh says."""
     ragged, full = RaggedShard((0,), (1, 1)), torch.arange(4.0)
     for ranks, cut, wrong in (
@@ -402,10 +355,6 @@ def permuted_meshes():
         placements = [ragged, ragged]
         placements[cut] = Replicate()
         assert distribute_tensor(full, mesh, placements, src_data_rank=None).full_tensor().equal(full)
-
-
-def test_a_mesh_that_permutes_ranks_of_a_group_is_refused_on_every_rank():
-    run_ranks(4, permuted_meshes)
 
 
 def unsorted_group():

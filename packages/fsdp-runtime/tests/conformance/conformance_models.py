@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
+
+from ragged_shard.testing import rank_mesh
 
 FULL_STATE_DICTS = (2, 12)  # torch's helpers for these take a RaggedDTensor for a DTensor from then on
 WIDTH, HIDDEN = 8, 13  # 13: divides by no world size
@@ -58,7 +60,7 @@ def world() -> int:
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A CPU mesh; of all ranks in one dimension unless told."""
-    return init_device_mesh("cpu", shape or (world(),), mesh_dim_names=names)
+    return rank_mesh(*(shape or (world(),)), names=names)
 
 
 def hsdp_mesh() -> DeviceMesh:

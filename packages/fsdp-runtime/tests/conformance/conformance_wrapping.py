@@ -18,8 +18,9 @@ from conformance_models import (
     world,
 )
 from conformance_registry import Raises, case
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module
+
+from ragged_shard.testing import rank_mesh
 
 WRAP = "Wrapping"
 
@@ -64,12 +65,12 @@ def hsdp(fsdp):
     fsdp2=Raises(AssertionError, "mesh_dim_names"),
 )
 def nameless_mesh(fsdp):
-    fsdp.fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, world())))
+    fsdp.fully_shard(MLP(), mesh=rank_mesh(1, world()))
 
 
 @case(WRAP, "a mesh of three dimensions is refused", fsdp2=Raises(ValueError, "(?i)1.?D or 2.?D"))
 def three_dimensions(fsdp):
-    fsdp.fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 1, world()), mesh_dim_names=("a", "b", "c")))
+    fsdp.fully_shard(MLP(), mesh=rank_mesh(1, 1, world(), names=("a", "b", "c")))
 
 
 @case(

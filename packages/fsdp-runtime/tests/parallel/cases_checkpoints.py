@@ -15,12 +15,12 @@ from cases_ep import meshes, transformer, wrap_blocks
 from harness import Outcome, case, full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from block_optim import SOAP, Shampoo, mixed_optimizer_for
 from ragged_shard import distribute_like
+from ragged_shard.testing import rank_mesh
 
 SECTION = "Checkpoints from dp2 x tp2 to pp2 x dp2 to ep2 x dp2 to plain to dp4, model and optimizer"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -30,7 +30,7 @@ build = transformer(4)
 
 def tensor_parallel(fsdp: Any) -> nn.Module:
     """dp 2 x tp 2; also of the experts, whose rows and columns are cut."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     model: Any = build()
     column, row = ColwiseParallel(), RowwiseParallel()
     for block in model.blocks:
@@ -47,7 +47,7 @@ def tensor_parallel(fsdp: Any) -> nn.Module:
 
 def pipeline(fsdp: Any) -> nn.Module:
     """pp 2 x dp 2: a rank has one of the two blocks, under its old name."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
     model: Any = build()
     stage = mesh.get_local_rank("pp")
     model.blocks = nn.ModuleDict({str(stage): model.blocks[stage]})
@@ -71,7 +71,7 @@ def plain(fsdp: Any) -> nn.Module:
 
 def data_parallel(fsdp: Any) -> nn.Module:
     """dp 4."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = rank_mesh(4)
     model: Any = build()
     for block in model.blocks:
         fsdp.fully_shard(block, mesh=mesh)

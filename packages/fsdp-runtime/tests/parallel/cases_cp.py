@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from harness import Outcome, case, train
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ragged_shard.testing import rank_mesh
 
 CP = "Context parallelism"
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 24, 16, 4, 16, 4
@@ -130,7 +132,7 @@ def run(
     plain: Attend = causal,
 ) -> Outcome:
     """Train over a mesh of (dp, cp), folded into one axis for FSDP."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    mesh = rank_mesh(*shape, names=("dp", "cp"))
     folded = mesh["dp", "cp"]._flatten("fsdp")
     row, stretch = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from harness import RANKS, Outcome, case, rows_of, train
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_runtime.train.model import ModelConfig, SwiGLU, Transformer, init_parameter
 from fsdp_runtime.train.parallel.experts import apply_expert_parallel
+from ragged_shard.testing import rank_mesh
 
 ROWS = Shard(0)
 DATA = "Data parallelism alone"
@@ -55,7 +56,7 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @case(DATA, "four units on one axis", counts={"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1})
 def one_axis(fsdp: Any) -> Outcome:
     def wrap(fsdp: Any, model: Any) -> None:
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = rank_mesh(RANKS)
         for block in model.blocks:
             fsdp.fully_shard(block, mesh=mesh)
         fsdp.fully_shard(model, mesh=mesh)
@@ -121,9 +122,7 @@ def meshes(ep: int, replicas: int = 1, expert_replicas: int = 1) -> Meshes:
     """Of all ranks, as torchtitan makes them: both from one world."""
 
     def made(*axes: tuple[str, int]) -> DeviceMesh:
-        return init_device_mesh(
-            "cpu", tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
-        )
+        return rank_mesh(*tuple((size for _, size in axes)), names=tuple((name for name, _ in axes)))
 
     dense = made(("dp_replicate", replicas), ("fsdp", RANKS // replicas))
     sparse = made(("ep_replicate", expert_replicas), ("efsdp", RANKS // ep // expert_replicas), ("ep", ep))

@@ -8,9 +8,11 @@ import torch
 from harness import Outcome, average, case, full, record_collectives
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ragged_shard.testing import rank_mesh
 
 PP = "Pipelines"
 WIDTH, ROWS = 8, 16
@@ -77,7 +79,7 @@ def run(
 ) -> Outcome:
     """Train over a mesh of two stages' ranks and two of FSDP, or of TP; the twin in one process."""
     shape = (2, 1, 2) if tp else (2, 2, 1)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    mesh = rank_mesh(*shape, names=("pp", "dp", "tp"))
     number = 4 if name in LOOPED + V_SHAPED else 2
     rank = mesh.get_local_rank("pp")
     everything, twin, mine = stages(number), nn.Sequential(*stages(number)), indices_of(name, rank)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import Outcome, case, full, record_collectives, train
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo, mixed_optimizer_for
 from layout_planner import Block, Rows, Tile, Whole
+from ragged_shard.testing import rank_mesh
 
 TP = "Tensor parallelism"
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 24, 16, 32, 8
@@ -137,7 +138,7 @@ def loss_too(model: Any, tp: DeviceMesh) -> None:
 def meshes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh, int]:
     """The mesh of a shape, its data axes, and which share of the batch is this rank's."""
     names = ("replicate", "dp", "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = rank_mesh(*shape, names=names)
     if len(shape) == 2:
         return mesh, mesh["dp"], mesh.get_local_rank("dp")
     rank = mesh.get_local_rank("replicate") * shape[1] + mesh.get_local_rank("dp")

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from cases_tp import VOCABULARY, WIDTH, Model, run, vocabulary
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_runtime
 from fsdp_runtime import fully_shard
 from layout_planner import Whole
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 
-def three():
+@on_ranks(3)
+def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
     """Also a vocabulary in pieces of 9, 9 and 8 rows."""
     for size in (VOCABULARY, 26):
         found = run(fsdp_runtime, vocabulary, (1, 3), build=partial(Model, vocabulary=size, hidden=36))
@@ -23,12 +23,8 @@ def three():
         assert found.gradients < 1e-5
 
 
-def test_three_ranks_of_tensor_parallelism_give_the_numbers_of_one_process():
-    run_ranks(3, three)
-
-
 def refusal(shape, rows, block):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = rank_mesh(*shape, names=("dp", "tp"))
     layer: Any = nn.Linear(WIDTH, rows, bias=False)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     policy = None if block is None else lambda name, param: block

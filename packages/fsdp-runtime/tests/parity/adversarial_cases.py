@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_runtime
 from layout_planner import Rows, Tile
+from ragged_shard.testing import rank_mesh
 
 
 class Fuse(torch.autograd.Function):
@@ -61,7 +62,7 @@ def chain(seed: int = 0) -> Chain:
 
 
 def shard(model: Chain, mesh: DeviceMesh | None = None, **options) -> Any:
-    over = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    over = mesh or rank_mesh()
     for block in model.blocks:
         fsdp_runtime.fully_shard(block, mesh=over, **options)
     return fsdp_runtime.fully_shard(model, mesh=over, **options)
@@ -164,7 +165,7 @@ class Odd(nn.Module):
 
 def refused_at_wrap_time() -> dict[str, str]:
     """Messages of everything that `fully_shard` must refuse at once."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = rank_mesh()
     rank = dist.get_rank()
     wrap: Any = fsdp_runtime.fully_shard
     attempts = {
@@ -227,9 +228,7 @@ def optimizers_that_stay_quiet() -> None:
     ignoring = chain()
     kept: list = [ignoring.first.weight, ignoring.first.bias]
     optimizer = torch.optim.SGD(kept, lr=0.1)
-    fsdp_runtime.fully_shard(
-        ignoring, ignored_params=set(kept), mesh=init_device_mesh("cpu", (dist.get_world_size(),))
-    )
+    fsdp_runtime.fully_shard(ignoring, ignored_params=set(kept), mesh=rank_mesh())
     step_of(ignoring, whole_batch(0))
     optimizer.step()
 
@@ -270,7 +269,7 @@ def refusals_change_nothing() -> None:
     """After a refused call the model is what it was: it computes, and can be sharded rightly."""
     reference, x = chain(), whole_batch(0)
     plain = chain()
-    over = init_device_mesh("cpu", (dist.get_world_size(),))
+    over = rank_mesh()
     wrong: dict = {"mesh": over, "block_policy": lambda name, p: Tile(2, 2)}  # biases have no tiles
     with pytest.raises(ValueError, match="bias"):
         fsdp_runtime.fully_shard(plain, **wrong)

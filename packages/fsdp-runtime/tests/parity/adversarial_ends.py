@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_runtime
+from ragged_shard.testing import rank_mesh
 
 TOKENS, WIDTH = 70_000, 4  # more than a quarter of a million elements in each end
 
@@ -104,7 +104,7 @@ def train(ends: Ends) -> None:
     torch.manual_seed(0)
     reference = Model(ends).double()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    options: dict = {"mesh": init_device_mesh("cpu", (ranks,)), "reshard_after_forward": ends.reshard}
+    options: dict = {"mesh": rank_mesh(ranks), "reshard_after_forward": ends.reshard}
     if ends.wrapped_first:
         fsdp_runtime.fully_shard(model, **options)
     for block in model.blocks:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from parity_runs import SYSTEMS
-from torch.distributed.device_mesh import init_device_mesh
+
+from ragged_shard.testing import rank_mesh
 
 WIDTH = 7
 SIZES = (1, 2, 3, 5, 11, 13)
@@ -95,7 +96,7 @@ def shard(fsdp: Any, model: Whole, seed: int, awkward: bool) -> str:
     """Some nodes as units; children first unless awkward. Returns what was chosen, for messages."""
     rng = random.Random(seed + 1)
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = rank_mesh(ranks)
     nodes = [m for m in model.modules() if isinstance(m, Node) and m is not model.tree and rng.random() < 0.6]
     nodes = nodes[::-1]  # a parent comes before its children in modules()
     units = [*nodes, model]

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from parity_runs import SYSTEMS
-from torch.distributed.device_mesh import init_device_mesh
+
+from ragged_shard.testing import rank_mesh
 
 SMALL = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,7 +39,7 @@ def train(system: str, name: str, steps: int = 3) -> tuple[float, float]:
     """Distances of losses and parameters from one process. The optimizer is HF's default, gradients are clipped."""
     fsdp = importlib.import_module(SYSTEMS[system])
     reference, model = build(name), build(name)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = rank_mesh()
     for layer in model.model.layers:
         fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)

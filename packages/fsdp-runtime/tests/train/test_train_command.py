@@ -9,18 +9,11 @@ import time
 
 import pytest
 import torch
-from train_helpers import TINY, losses, text_folder
+from train_helpers import TINY, losses
 
 from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import draw_curves, read_metrics
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("commands")
-    text_folder(made)
-    return made
 
 
 def started(folder, *options):
@@ -31,6 +24,7 @@ def started(folder, *options):
     )
 
 
+@pytest.mark.long
 def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder):
     running = started(folder, "--ranks", "2", "--steps", "100000", "--eval-every", "0", "--out", "stopped")
     deadline = time.monotonic() + 120

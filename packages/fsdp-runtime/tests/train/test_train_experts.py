@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime.memory import fake_tensors
 from fsdp_runtime.train.model import ModelConfig, Transformer
 from fsdp_runtime.train.parallel.experts import apply_expert_parallel
-from ragged_shard.testing import simulated_ranks
+from ragged_shard.testing import rank_mesh, simulated_ranks
 
 
 def model_of(experts: int) -> Any:
@@ -33,7 +32,7 @@ def model_of(experts: int) -> Any:
 
 
 def mesh_of(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep")[-len(shape) :])
+    return rank_mesh(*shape, names=("efsdp", "ep")[-len(shape) :])
 
 
 def test_each_rank_keeps_its_experts_under_the_same_names() -> None:

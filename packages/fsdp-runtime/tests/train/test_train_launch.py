@@ -12,14 +12,14 @@ import traceback
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from train_helpers import TINY, text_folder
+from train_helpers import TINY
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, lost_contact, named
 from fsdp_runtime.train.launch import _environment
 from fsdp_runtime.train.report import read_metrics
 from ragged_shard import gather_from_ranks
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -40,15 +40,15 @@ def test_a_rank_is_named_with_its_host_where_there_are_several():
     assert named(1, ["alpha", "beta"]) == "rank 1 (beta)"
 
 
-def fail_to_save():
+@on_ranks(2)
+def test_a_save_that_failed_names_the_rank_and_the_host_whose_disk_is_full():
     """What the writing rank says when DCP reports a full disk on rank 1."""
     full = OSError(errno.ENOSPC, "No space left on device")
     error = CheckpointException("write", {1: (full, traceback.extract_stack())})
-    return root_cause(error, gather_from_ranks(["alpha", "beta"][dist.get_rank()]))
-
-
-def test_a_save_that_failed_names_the_rank_and_the_host_whose_disk_is_full():
-    assert run_ranks(2, fail_to_save) == ["rank 1 (beta): No space left on device"] * 2
+    assert (
+        root_cause(error, gather_from_ranks(["alpha", "beta"][dist.get_rank()]))
+        == "rank 1 (beta): No space left on device"
+    )
 
 
 def fail_in_a_collective():
@@ -63,13 +63,6 @@ def test_an_error_out_of_a_collective_names_it_and_its_caller():
     for found in run_ranks(2, fail_in_a_collective):
         assert found.startswith("all_gather_object in gather_from_ranks (_agreement.py:")
     assert failed_collective(ValueError()) == ""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("launches")
-    text_folder(made)
-    return made
 
 
 @pytest.fixture

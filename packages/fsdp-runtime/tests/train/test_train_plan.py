@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from train_helpers import text_folder, tiny, train
+from train_helpers import tiny, train
 
 from fsdp_runtime.memory import LiveBytes, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
@@ -17,21 +17,19 @@ from fsdp_runtime.train.plan import make_plan, plan_lines
 from ragged_shard.testing import run_ranks
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("plans")
-    text_folder(made)
-    return made
-
-
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
         (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "precision": "bf16", "accumulate": 2}),
-        (2, {"model": PRESETS["small"], "seq_len": 128, "batch": 4, "checkpointing": True}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "quantize": "fp8", "reduce": "int8"}),
+        *(
+            pytest.param(2, {"model": PRESETS["small"], "batch": 4, **changes}, marks=pytest.mark.long)
+            for changes in (
+                {"seq_len": 64, "precision": "bf16", "accumulate": 2},
+                {"seq_len": 128, "checkpointing": True},
+                {"seq_len": 64, "quantize": "fp8", "reduce": "int8"},
+            )
+        ),
     ],
 )
 def test_the_measured_live_bytes_are_within_the_planned_bounds(folder, tmp_path, world_size, changes):

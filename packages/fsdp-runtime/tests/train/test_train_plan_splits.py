@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from train_helpers import text_folder, tiny, train
+from train_helpers import tiny, train
 
 from fsdp_runtime.train import PRESETS, Trainer, TrainError
 from fsdp_runtime.train.plan import candidates, make_plan, print_plan
@@ -16,13 +16,6 @@ from ragged_shard.testing import record_collectives, run_ranks
 pytestmark = pytest.mark.long
 
 SMALL = dataclasses.replace(PRESETS["small"], tied=False)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("plans")
-    text_folder(made)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from train_helpers import apart, losses, newest, text_folder, tiny, train, train_and_stop, with_changes
+from train_helpers import apart, losses, newest, tiny, train, train_and_stop, with_changes
 
 from fsdp_runtime.train import PRESETS, TrainError
 from fsdp_runtime.train.parallel.meshes import make_meshes
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -24,13 +24,6 @@ DEEP = dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False)
 MOE = dataclasses.replace(PRESETS["tiny-moe"], num_experts=4)
 MODELS = {"dense": PRESETS["tiny"], "deep": DEEP, "moe": MOE}
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("splits")
-    text_folder(made)
-    return made
 
 
 def made(folder, model, **changes):
@@ -273,8 +266,10 @@ def test_quantized_runs_are_split_too(folder, changes, rel):
         assert apart(losses(out / name), losses(out / "none")) < rel, name
 
 
-def one_rank_is_absent(done):
+@on_ranks(2, timeout=120)
+def test_the_groups_of_a_split_have_the_runs_timeout(tmp_path):
     """Rank 1 of a pair never calls; its partner gives up after the run's timeout, not torch's 30 minutes."""
+    done = tmp_path / "done"
     meshes = make_meshes(Splits(fsdp=1, tp=2), "cpu", timedelta(seconds=2))
     group = meshes.dense.get_group("tp")
     if dist.get_rank() == 0:
@@ -283,7 +278,3 @@ def one_rank_is_absent(done):
         done.touch()
     while not done.exists():
         time.sleep(0.1)
-
-
-def test_the_groups_of_a_split_have_the_runs_timeout(tmp_path):
-    run_ranks(2, one_rank_is_absent, tmp_path / "done", timeout=120)

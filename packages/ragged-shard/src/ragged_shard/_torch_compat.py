@@ -145,9 +145,9 @@ def implicitly_replicated() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
-def num_groups() -> int:
-    """How many process groups this process has, the default one included."""
-    return len(dist.distributed_c10d._world.pg_map)
+def groups_by_name() -> dict[str, dist.ProcessGroup]:
+    """This process's groups, the default one included."""
+    return {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
 
 
 def forget_meshes() -> None:
@@ -161,14 +161,6 @@ def forget_meshes() -> None:
 def print_native_stacks_on_fatal_signals() -> None:
     """Let torch write the native stack of every thread to stderr before the process dies of a signal."""
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives call by this name; KeyError if there is none."""
-    for group, names in dist.distributed_c10d._world.pg_names.items():
-        if names == name:
-            return group
-    raise KeyError(name)
 
 
 def sleeper(device: torch.device) -> Any:

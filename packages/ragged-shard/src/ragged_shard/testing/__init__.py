@@ -1,14 +1,15 @@
 """Start ranks in tests, count what they send, and simulate ranks that do not exist. Needs only torch.
 
-    from ragged_shard.testing import run_ranks
+    from ragged_shard.testing import on_ranks, run_ranks
 
-    def total():                       # a top-level function of the test module; every rank calls it
+    @on_ranks(3)
+    def test_all_reduce_sums():        # every rank runs the body
         x = torch.ones(1) * dist.get_rank()
         dist.all_reduce(x)
-        return x.item()
+        assert x.item() == 3.0
 
-    def test_all_reduce_sums():
-        assert run_ranks(3, total) == [3.0, 3.0, 3.0]
+    def test_ranks_are_numbered():     # run_ranks calls a top-level function on every rank and returns the results
+        assert run_ranks(3, dist.get_rank) == [0, 1, 2]
 
     with simulated_ranks(1024):        # SIMULATION: this process is one of 1024 ranks, the others do not exist
         mesh = init_device_mesh("cpu", (1024,))
@@ -26,8 +27,9 @@ from ragged_shard.testing._counting import Collective, Record, record_collective
 from ragged_shard.testing._device import CaptureError, SimulatedDevice
 from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
 from ragged_shard.testing._memory import LiveBytes, record_memory
-from ragged_shard.testing._pool import RankError, preload, run_ranks, shut_down
+from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
+from ragged_shard.testing._worker import rank_mesh
 
 __all__ = [
     "CaptureError",
@@ -42,7 +44,9 @@ __all__ = [
     "SimulatedDevice",
     "Simulation",
     "host_waits",
+    "on_ranks",
     "preload",
+    "rank_mesh",
     "record_collectives",
     "record_memory",
     "run_ranks",

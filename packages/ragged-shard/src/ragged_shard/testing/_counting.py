@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ragged_shard._torch_compat import group_by_name
+from ragged_shard._torch_compat import groups_by_name
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _group(args: Any) -> Any:
     for arg in reversed(args):
         if isinstance(arg, str):
             try:
-                return group_by_name(arg)
+                return groups_by_name()[arg]
             except KeyError:
                 continue
     raise RuntimeError("found no process group among the arguments of a collective")

@@ -95,6 +95,6 @@ def where(fn: Any) -> str:
     inner = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
-    code = getattr(inner, "__code__", None)
+    code = getattr(inspect.unwrap(inner), "__code__", None)
     name = getattr(inner, "__qualname__", repr(inner))
     return f"{name} ({Path(code.co_filename).name})" if code else name

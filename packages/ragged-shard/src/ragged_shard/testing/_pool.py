@@ -2,6 +2,8 @@
 
 import atexit
 import contextlib
+import functools
+import math
 import os
 import pickle
 import shutil
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ragged_shard._device import CPU, num_devices
-from ragged_shard.testing import _pickling
+from ragged_shard.testing import _pickling, _worker
 
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch
 _GRACE = 3.0  # seconds that the other ranks get once one has failed
@@ -87,6 +89,28 @@ def run_ranks(
     if dirty:
         _discard(key)
     return results
+
+
+def on_ranks(world_size: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test so that every rank runs its body, by `run_ranks` with ``options``.
+
+    Arguments of the test are pickled. ``world_size`` may be the name of the one with the number of ranks, or with the
+    shape of a mesh of them.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def start(*args: Any, **kwargs: Any) -> None:
+            if _worker.serving:
+                test(*args, **kwargs)
+            else:
+                size = kwargs[world_size] if isinstance(world_size, str) else world_size
+                ranks = math.prod(size) if isinstance(size, tuple) else size
+                run_ranks(ranks, functools.partial(start, **kwargs), **options)
+
+        return start
+
+    return decorate
 
 
 def preload(*modules: str) -> None:

@@ -16,16 +16,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged_shard._device import CPU
-from ragged_shard._torch_compat import num_groups, print_native_stacks_on_fatal_signals
+from ragged_shard._torch_compat import groups_by_name, print_native_stacks_on_fatal_signals
 from ragged_shard.testing import _pickling
 
 NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_ranks`
 
+serving = False  # whether this process is a rank
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_kept_groups: set[str] = set()  # those of `_meshes`
+_LIBRARIES = {"optimizer", "reductions"}  # descriptions of groups that our packages keep with a mesh's group
+
+
+def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = CPU.type) -> DeviceMesh:
+    """A mesh over all ranks: of this shape, by default one axis. In a rank, all jobs share it.
+
+    A rank whose only process groups are those of such meshes can run another job. Others end with the job that made
+    a group, because torch's caches confuse a mesh with an equal one of a job before.
+    """
+    shape = shape or (dist.get_world_size(),)
+    if not serving:
+        return init_device_mesh(device, shape, mesh_dim_names=names)
+    key = (device, shape, names)
+    if key not in _meshes:
+        before = set(groups_by_name())
+        _meshes[key] = init_device_mesh(device, shape, mesh_dim_names=names)
+        _kept_groups.update(set(groups_by_name()) - before)
+    return _meshes[key]
+
 
 def main(fd: int, stacks: str) -> None:
     """Serve until the socket closes. Leaves by os._exit, since gloo may abort during a normal exit."""
+    global serving
+    serving = True
     out = open(stacks, "a+")  # noqa: SIM115  # faulthandler writes to it as long as the process lives
     faulthandler.enable(out)
     faulthandler.register(signal.SIGUSR1, out, all_threads=True)
@@ -116,7 +141,6 @@ def _unusable() -> str | None:
         return f"threads are running: {threads}"
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    if num_groups() > 1:
-        # Destroying them is not enough: torch's caches confuse an equal mesh of the next job with this one's.
-        return "it made process groups"
-    return None
+    groups = groups_by_name()
+    made = {group.group_desc for name, group in groups.items() if name not in _kept_groups | {"0"}}
+    return "it made process groups" if made - _LIBRARIES else None
