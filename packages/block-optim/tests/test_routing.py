@@ -11,9 +11,19 @@ from routing_helpers import Model, full_gradients, make_model
 from runs import full, placed, world_mesh
 from torch import nn
 
-from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, block_policy_for, mixed_optimizer_for
+from block_optim import (
+    SOAP,
+    AdamW,
+    AdamW8bit,
+    Mixed,
+    Muon,
+    Recipe,
+    Shampoo,
+    block_policy_for,
+    mixed_optimizer_for,
+)
 from block_optim.routing.routes import routes_of
-from layout_planner import Tile
+from layout_planner import Tile, Whole
 from ragged_shard.testing import record_collectives, run_ranks
 
 
@@ -402,3 +412,33 @@ def test_sharded_it_gives_the_bits_of_one_process_and_asks_once_about_bad_number
         assert asked == 2  # finite? and, of the exchanged matrices, which have a gradient
         for a, b in zip(found, twin.parameters(), strict=True):
             assert torch.equal(a, b.detach())
+
+
+def test_a_recipe_is_the_policy_and_the_optimizer_with_the_same_options():
+    model = make_model(dim=16)
+    weights = dict(model.named_parameters())
+    recipe = Recipe(AdamW8bit, lr=0.1, block=Tile(8, 8), min_8bit_numel=1)
+    assert recipe("up.weight", weights["blocks.0.up.weight"]) == Tile(8, 8)
+    assert recipe("norm.weight", weights["blocks.0.norm.weight"]) is None
+    (group,) = recipe(model.named_parameters()).param_groups
+    assert (group["lr"], group["block"], group["min_8bit_numel"]) == (0.1, "tile:8x8", 1)
+    with pytest.raises(TypeError, match="momentum"):
+        Recipe(AdamW8bit, momentum=0.9)
+
+
+def test_a_recipe_of_a_model_routes_its_policy_and_its_optimizer_alike():
+    model = make_model(dim=16)
+    options: dict[str, Any] = {
+        "others": "adamw8bit",
+        "adamw": {"block": Tile(4, 8), "min_8bit_numel": 1},
+        "overrides": {"up": Shampoo},
+    }
+    recipe = Recipe(model, lr=0.1, verbose=False, **options)
+    policy = block_policy_for(
+        model, others="adamw8bit", adamw8bit=options["adamw"], overrides=options["overrides"]
+    )
+    assert {recipe(n, p) for n, p in model.named_parameters()} > {Tile(4, 8), Whole(), Tile(48, 16)}
+    assert all(recipe(n, p) == policy(n, p) for n, p in model.named_parameters())
+    optimizer = recipe(model)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert set(optimizer.optimizers) == {"muon", "adamw", "adamw8bit", "shampoo"}

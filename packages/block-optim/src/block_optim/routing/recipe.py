@@ -1,0 +1,67 @@
+"""An optimizer's options, stated once for `fully_shard` and for the optimizer itself."""
+
+from collections.abc import Iterable
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from block_optim.core.base import BlockOptimizer
+from block_optim.routing.policy import block_policy_for
+from block_optim.routing.routes import mixed_optimizer_for
+from layout_planner import Block
+
+
+class Recipe:
+    """The block policy of an optimizer, and the optimizer with the same options, so that they cannot disagree.
+
+        recipe = Recipe(AdamW8bit, lr=1e-3, block=Tile(32, 32))
+        fully_shard(layer, block_policy=recipe)             recipe(name, parameter) -> block or None
+        optimizer = recipe(model.named_parameters())        recipe(parameters) -> the optimizer
+
+    On torch's `fully_shard`, which takes no policy, it builds the optimizer only. Communicates nothing.
+
+    Args:
+        kind: a class of optimizer, or a model that is not sharded yet: matrices to Muon, the rest to AdamW, as
+            `mixed_optimizer_for` does; ``recipe(model)`` then builds the optimizer.
+        units: see `BlockOptimizer.block_policy`.
+        world_size: see there.
+        max_padding: see there.
+        options: of the optimizer, or of `mixed_optimizer_for`.
+
+    Raises:
+        TypeError: an option that the optimizer does not have.
+        ValueError: an option out of its range; units without world_size.
+    """
+
+    def __init__(
+        self,
+        kind: type[BlockOptimizer] | nn.Module,
+        *,
+        units: Iterable[nn.Module] | None = None,
+        world_size: int | None = None,
+        max_padding: float = 0.05,
+        **options: Any,
+    ) -> None:
+        self._kind, self._options = kind, options
+        where: dict[str, Any] = {"units": units, "world_size": world_size, "max_padding": max_padding}
+        if isinstance(kind, nn.Module):
+            others = options.get("others", "adamw")
+            narrow = options.get("adamw") if others == "adamw8bit" else None
+            self._policy = block_policy_for(
+                kind, others=others, overrides=options.get("overrides"), adamw8bit=narrow, **where
+            )
+        else:
+            self._policy = kind.block_policy(**where, **options)
+
+    @overload
+    def __call__(self, params: str, param: torch.Tensor) -> Block | None: ...
+    @overload
+    def __call__(self, params: Any) -> BlockOptimizer: ...
+    def __call__(self, params: Any, param: torch.Tensor | None = None) -> Block | BlockOptimizer | None:
+        """The block of a parameter, from its name and itself; or the optimizer of parameters, or of the model."""
+        if param is not None:
+            return self._policy(params, param)
+        if isinstance(self._kind, nn.Module):
+            return mixed_optimizer_for(params, **self._options)
+        return self._kind(params, **self._options)
