@@ -17,7 +17,7 @@ def test_muon_trains_on_torchs_fully_shard():
         [*launcher, EXAMPLES / "muon_fsdp2.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"rank \d: loss (\S+) -> (\S+)", done.stdout)
+    losses = re.findall(r"rank \d: loss (\d+\.\d\d) -> (\d+\.\d\d)", done.stdout)
     assert len(losses) == 2, done.stdout
     assert all(float(last) < float(first) - 2 for first, last in losses)
     assert "muon: 8 tensors" in done.stdout
