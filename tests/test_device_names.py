@@ -58,6 +58,25 @@ def test_device_names_are_in_one_file_of_a_package(package):
     }
 
 
+def pinned_without_a_device(text):
+    """Calls that ask for page-locked memory and name no device: they fail under `torch.set_default_device`."""
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    keywords = ((node, {k.arg for k in node.keywords}) for node in calls)
+    return [
+        f"line {node.lineno}" for node, names in keywords if "pin_memory" in names and "device" not in names
+    ]
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_page_locked_memory_is_asked_for_on_the_cpu_by_name(package):
+    tensors = {
+        path.name: pinned_without_a_device(path.read_text())
+        for path in PACKAGES[package].rglob("*.py")
+        if "torch.empty(" in path.read_text()
+    }
+    assert not any(tensors.values()), tensors
+
+
 @pytest.mark.parametrize(
     "text",
     ['x.to("cuda")', 'd == "cpu:0"', "torch.cuda.synchronize()", "import torch.cuda", "from torch.cuda import Event",

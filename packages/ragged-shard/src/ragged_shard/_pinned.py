@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard._device import DeviceLayer
+from ragged_shard._device import CPU, DeviceLayer
 
 _log = logging.getLogger(__name__)
 _refused: "weakref.WeakSet[DeviceLayer]" = weakref.WeakSet()  # of these it has been logged
@@ -108,7 +108,7 @@ class PinnedMemory:
         if self._registers and (self._pages is None or self._pages.leased):
             self._pages = self._register()
         if self._pages is None:
-            return torch.empty(self._numel, dtype=self._dtype, pin_memory=True)
+            return torch.empty(self._numel, dtype=self._dtype, device=CPU, pin_memory=True)
         return self._pages.tensor(self._dtype)
 
     def _register(self) -> _Pages | None:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ragged_shard import device_layer, is_cpu
+from ragged_shard import CPU, device_layer, is_cpu
 
 
 class HostFuture(Protocol):
@@ -24,7 +24,7 @@ class HostFuture(Protocol):
 
 class _HostCopy:
     def __init__(self, value: torch.Tensor) -> None:
-        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._host = torch.empty(value.shape, dtype=value.dtype, device=CPU, pin_memory=True)
         self._host.copy_(value, non_blocking=True)
         self._layer = device_layer(value.device)
         self._event = self._layer.record()

@@ -19,7 +19,7 @@ from .. import _torch_compat as compat
 
 # For each shard axis's process group: one more of its ranks, for reductions, and those of neighbors by their count.
 _REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-_NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]" = (
+_NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -78,20 +78,24 @@ class DataMesh:
         found = list(self.groups)
         if self.groups[-1] in _REDUCTIONS:
             found.append(_REDUCTIONS[self.groups[-1]])
-        return (*found, *(mesh.get_group(1) for mesh in _NEIGHBORS.get(self.groups[-1], {}).values()))
+        return (*found, *_NEIGHBORS.get(self.groups[-1], {}).values())
 
     def neighbors(self, count: int) -> dist.ProcessGroup | None:
         """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
 
-        Every rank of the mesh must ask. Makes process groups the first time it is asked for a count.
+        These ranks must ask. Makes a process group the first time it is asked for a count; only its own ranks take
+        part, since other ranks of a mesh of more axes (tensor parallelism) have neighbors of their own.
         """
         if count in (1, self.shard_size):
             return None
         # Not by the mesh: one that is equal may be left over from process groups that have been destroyed.
-        known = _NEIGHBORS.setdefault(self.mesh.get_group(self.mesh.ndim - 1), {})
+        shards = self.mesh.get_group(self.mesh.ndim - 1)
+        known = _NEIGHBORS.setdefault(shards, {})
         if count not in known:
-            known[count] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, count))
-        return known[count].get_group(1)
+            first = self.shard_rank - self.shard_rank % count
+            ranks = dist.get_process_group_ranks(shards)[first : first + count]
+            known[count] = dist.new_group(ranks, use_local_synchronization=True, group_desc="neighbors")
+        return known[count]
 
     def reduction_group(self) -> dist.ProcessGroup:
         """A process group of the shard axis's ranks in addition to the mesh's own, the same at each call.

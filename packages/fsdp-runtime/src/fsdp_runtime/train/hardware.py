@@ -55,12 +55,23 @@ def pick_device(asked: str) -> torch.device:
 
 
 def own_device(asked: str, local_rank: int) -> torch.device:
-    """The device of this rank, made the current one."""
+    """The device of this rank, made the current one: that of its local rank, or the only one that it sees.
+
+    Raises:
+        TrainError: fewer devices than local ranks, and more than one.
+    """
     kind = pick_device(asked)
     if is_cpu(kind):
         return kind
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind.type, local_rank)
+    visible = torch.accelerator.device_count()
+    if 1 < visible <= local_rank:
+        raise TrainError(
+            f"local rank {local_rank} has no {kind.type} device: {visible} are visible; start one rank a device, "
+            "or show each rank one (as Slurm's --gpus-per-task=1 does)"
+        )
+    index = 0 if visible == 1 else local_rank
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
 
 
 def backends(device: torch.device) -> str:
