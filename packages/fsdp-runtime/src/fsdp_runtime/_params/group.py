@@ -10,7 +10,6 @@ gathered    unsharded parameters are views of the gathered memory
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from .._grads.buffer import GradBuffer
 from .._grads.scaling import ReduceOptions
 from .._plan.group import (
     Dtypes,
+    GroupMemory,
     GroupPlan,
     ParamPlan,
     Request,
@@ -40,20 +40,6 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # of tensor subclasse
 # Layouts, messages and checkpoints depend on these, so all ranks must have the same versions.
 _PACKAGES = ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
 _IN_COMMON = installed_versions(*_PACKAGES)
-
-
-@dataclass
-class GroupMemory:
-    """A group's memory on this rank, in bytes; see `fsdp_runtime.memory.UnitMemory`."""
-
-    weights: int
-    gradients: int
-    gather: int
-    gathered: list[int]
-    reduce: int
-    reducing: list[int]
-    codes: int = 0
-    decoding: list[int] = field(default_factory=list)
 
 
 class Group:

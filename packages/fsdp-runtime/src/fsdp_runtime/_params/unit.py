@@ -83,6 +83,7 @@ class Unit:
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
+        keeps_slices: whether a slice of a smaller group is kept after forward.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
 
@@ -106,7 +107,7 @@ class Unit:
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
-        self._keeps_slices = request.neighbors is not None  # among neighbors, after forward
+        self.keeps_slices = request.neighbors is not None
         self._streams = streams
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
@@ -135,7 +136,7 @@ class Unit:
     def configure(self, **changes: Any) -> None:
         """Change options; a reduction under way keeps those that it was launched with."""
         if changes.get("reshard_after_forward") is not None:
-            self._keeps_slices = False
+            self.keeps_slices = False
         self.options = replace(self.options, **changes)
         if "gather_by" in changes:
             self._gathers.clear()
@@ -148,11 +149,6 @@ class Unit:
         """As set; not set: True, but False for a root."""
         chosen = self.options.reshard_after_forward
         return (not self.root) if chosen is None else chosen
-
-    @property
-    def keeps_slices(self) -> bool:
-        """Whether parameters are kept among neighbors after forward."""
-        return self._keeps_slices
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -315,7 +311,7 @@ class Unit:
             for group in absent:
                 if group.buffer is None:
                     self.prepare()
-                group.begin_gather(keep_slices=self._keeps_slices and not self._shrunk)
+                group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
             not_at_rest.add(self)
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
@@ -366,7 +362,7 @@ class Unit:
             freed, self._freed = self._freed, []
             for group in self.groups:
                 assert group.buffer is not None
-                neighbors = group.plan.neighbors if keep_slices and self._keeps_slices else None
+                neighbors = group.plan.neighbors if keep_slices and self.keeps_slices else None
                 if neighbors is not None and group not in freed:
                     group.buffer.shrink(neighbors)
                     self._shrunk = True

@@ -6,7 +6,7 @@ A step plans, validates and hashes nothing of this again.
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -136,6 +136,20 @@ class GroupPlan:
     def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":
         """The plan after the parameters were converted."""
         return replace(self, dtypes=dtypes_for(dtype, self.precision))
+
+
+@dataclass
+class GroupMemory:
+    """A group's memory on this rank, in bytes; see `fsdp_runtime.memory.UnitMemory`."""
+
+    weights: int
+    gradients: int
+    gather: int
+    gathered: list[int]
+    reduce: int
+    reducing: list[int]
+    codes: int = 0
+    decoding: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

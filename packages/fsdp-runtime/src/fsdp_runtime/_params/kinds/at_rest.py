@@ -18,10 +18,10 @@ from dbuffer import BlockInt8, BlockQuantizedTensor, BlocksAtRest, WireForm, emp
 from layout_planner import Layout
 from ragged_shard import RaggedDTensor, RaggedShard
 
-from ..._plan.group import ALIGNMENT, Dtypes, GroupPlan, ParamPlan, Request, planned, wrap_local
+from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
 from ..._plan.param import ManagedParam, local_of
 from ...quantization import QuantizationPolicy
-from ..group import Group, GroupMemory
+from ..group import Group
 from .on_wire import OnWireGroup, policy_of
 
 CODES, SCALES = ".codes", ".scales"

@@ -11,11 +11,11 @@ import dbuffer
 from dbuffer import BlockFormat, BlockFP8, BlockInt8, BlocksOnWire, CodePlanes, WireForm
 from layout_planner import Layout
 
-from ..._plan.group import ALIGNMENT, Dtypes, Request, dtypes_for, planned
+from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
 from ..._plan.param import ManagedParam
 from ..._torch.streams import Streams
 from ...quantization import QuantizationPolicy, check_values
-from ..group import Group, GroupMemory
+from ..group import Group
 
 MOST_OF_BF16 = 0.55  # of the bytes of a bf16 gather: the most that cut="auto" lets whole tiles take
 Params = Sequence[ManagedParam[Any]]

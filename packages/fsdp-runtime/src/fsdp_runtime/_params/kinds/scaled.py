@@ -19,10 +19,9 @@ import torch.nn.functional as F  # noqa: N812
 from dbuffer import BlockFP8, BlockQuantizedTensor, RowRun, RunList, num_gathered_scales
 from ragged_shard import multiplies_blocks
 
-from ..._plan.group import Request
+from ..._plan.group import GroupMemory, Request
 from ..._plan.param import ManagedParam
 from ...quantization import TILE, QuantizationPolicy, check_products
-from ..group import GroupMemory
 from .at_rest import AtRestGroup
 from .on_wire import OnWireGroup
 
