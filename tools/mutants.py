@@ -56,13 +56,13 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def _in_functions(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes of function bodies, without what raises an error: its words are not tested."""
+    """Nodes of function bodies, without what raises an error, whose words are not tested, and `strict=True` of zip."""
     pending: list[tuple[ast.AST, bool]] = [(tree, False)]
     while pending:
         node, inside = pending.pop()
         if inside:
             yield node
-        if not isinstance(node, ast.Raise):
+        if not isinstance(node, ast.Raise) and getattr(node, "arg", "") != "strict":
             inside = inside or isinstance(node, ast.FunctionDef)
             pending += [(child, inside) for child in ast.iter_child_nodes(node)]
 

@@ -7,7 +7,7 @@ from runtime_helpers import loss_of, seeded, shard, tokens
 
 from dbuffer.transport import collectives
 from fsdp_runtime import MixedPrecisionPolicy
-from ragged_shard.testing import RankError, on_ranks, rank_mesh, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 
 class Comm:
@@ -104,31 +104,17 @@ def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
     assert sorted(dtype for dtype, *_ in reduction.calls) == ["torch.float32", "torch.float64"]
 
 
-def wrong_memory():
-    class Short(OwnGather):
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(1, dtype=dtype)
-
-    def prepare(model):
-        model.blocks[0].set_custom_all_gather(Short())
-
-    two_steps(prepare)
+class Short(OwnGather):
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(1, dtype=dtype)
 
 
-def no_protocol():
-    def prepare(model):
-        model.set_custom_all_gather(dist.all_gather_into_tensor)
-
-    two_steps(prepare)
-
-
+@on_ranks(2)
 def test_what_does_not_keep_to_the_protocol_is_refused():
-    with pytest.raises(RankError, match=r"Short.allocate gave 1 elements of torch.float32; expected \d+"):
-        run_ranks(2, wrong_memory)
-    with pytest.raises(
-        RankError, match=r"TypeError: set_custom_all_gather got .*; expected an object with alloc"
-    ):
-        run_ranks(2, no_protocol)
+    with pytest.raises(RuntimeError, match=r"Short.allocate gave 1 elements of torch.float32; expected \d+"):
+        two_steps(lambda model: model.blocks[0].set_custom_all_gather(Short()))
+    with pytest.raises(TypeError, match=r"set_custom_all_gather got .*; expected an object with alloc"):
+        two_steps(lambda model: model.set_custom_all_gather(dist.all_gather_into_tensor))
 
 
 def groups_used(shape):

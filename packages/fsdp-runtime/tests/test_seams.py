@@ -8,7 +8,7 @@ from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import not_at_rest
 from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
-from ragged_shard.testing import RankError, on_ranks, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, run_ranks, simulated_ranks
 
 
 class Counting:
@@ -77,15 +77,12 @@ def test_a_planner_of_the_callers_packs_every_group():
     assert align == 32
 
 
-def no_planner():
-    fully_shard(seeded(), planner="best")  # type: ignore[call-overload]
-
-
+@on_ranks(1)
 def test_a_planner_that_is_not_a_function_is_refused():
     with pytest.raises(
-        RankError, match=r"planner is 'best'; expected a function such as layout_planner.plan"
+        TypeError, match=r"planner is 'best'; expected a function such as layout_planner.plan"
     ):
-        run_ranks(1, no_planner)
+        fully_shard(seeded(), planner="best")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ragged_shard.testing import RankError, on_ranks, preload, record_collectives, run_ranks, shut_down
+from ragged_shard.testing import (
+    RankError,
+    on_ranks,
+    preload,
+    rank_mesh,
+    record_collectives,
+    run_ranks,
+    shut_down,
+)
 
 
 @dataclasses.dataclass
@@ -194,6 +202,16 @@ def make_groups():
 @pytest.mark.parametrize("spoil", [leave_a_thread, destroy, make_groups])
 def test_ranks_that_a_job_has_spoilt_are_replaced(spoil):
     assert not set(run_ranks(2, spoil)) & set(run_ranks(2, process))
+
+
+def take_a_mesh():
+    mesh = rank_mesh(2, 1, names=("a", "b"))
+    assert rank_mesh(2, 1, names=("a", "b")) is mesh is not rank_mesh(1, 2)
+    return os.getpid()
+
+
+def test_ranks_whose_groups_are_those_of_shared_meshes_stay_and_so_do_the_meshes():
+    assert run_ranks(2, take_a_mesh) == run_ranks(2, take_a_mesh) == run_ranks(2, process)
 
 
 def draw():
