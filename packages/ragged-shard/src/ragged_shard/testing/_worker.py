@@ -27,7 +27,7 @@ NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_r
 serving = False  # whether this process is a rank
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 _kept_groups: set[str] = set()  # those of `_meshes`
-_LIBRARIES = {"neighbors", "optimizer", "reductions"}  # descriptions of groups that our packages keep with a mesh's group
+_LIBRARIES = {"neighbors", "optimizer", "reductions"}  # descriptions of groups that are kept with a mesh's
 
 
 def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = CPU.type) -> DeviceMesh:
