@@ -114,16 +114,21 @@ def reset_peak_rss() -> bool:
 
 def peak_rss() -> int:
     """Bytes: this process's peak of resident memory since the start or the last reset."""
-    return _status("VmHWM")
+    return _field("status", "VmHWM")
 
 
 def rss() -> int:
     """Bytes: this process's resident memory."""
-    return _status("VmRSS")
+    return _field("status", "VmRSS")
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def pss() -> int:
+    """Bytes: this process's memory now, where pages that n processes have count 1/n."""
+    return _field("smaps_rollup", "Pss")
+
+
+def _field(file: str, field: str) -> int:
+    for line in Path(f"/proc/self/{file}").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    raise RuntimeError(f"/proc/self/{file} has no {field}")

@@ -1,4 +1,4 @@
-"""Large gathers and reductions on CPU by each transport of dbuffer, the three taking turns on 2 to 16 ranks.
+"""Large gathers and reductions of a buffer on CPU by each transport of dbuffer, taking turns on 2 to 16 ranks.
 
 python -m bench exchange [--ranks 2,3,4,8,16] [--mib 12]      a table
 
@@ -24,19 +24,23 @@ def run(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | No
     """On a rank: `{kind: {transport: (wall, CPU) milliseconds}}`; None where this machine does not allow it."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
-    from dbuffer.transport import Transport, transport_of
+    from dbuffer import DBuffer, Gather, ReduceScatter
+    from layout_planner import TensorSpec, plan
 
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    assert group is not None
-    full = torch.randn(request["nbytes"] // 4 // ranks * ranks)
-    shard = torch.randn(full.numel() // ranks)
-
-    def move(kind: str, transport: Transport) -> None:
-        if kind == "gather":
-            transport.all_gather([(full, shard)], "full").wait()
-        else:
-            transport.reduce_scatter([(shard, full)], "sum", "full").wait()
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    layout = plan([TensorSpec("full", (request["nbytes"] // 4 // ranks * ranks,))], ranks)
+    buffers = {name: DBuffer(layout, mesh, dtype=torch.float32, transport=name) for name in TRANSPORTS}
+    for buffer in buffers.values():
+        buffer.materialize()
+        for flat in (*buffer.shard, *buffer.full):
+            flat.normal_()
+    moves = {}
+    for name, buffer in buffers.items():
+        moves["gather", name] = Gather([buffer]).start
+        moves["reduce", name] = ReduceScatter([buffer], op="sum").start
 
     walls: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in KINDS for name in TRANSPORTS}
     cpus: dict[tuple[str, str], list[float]] = {key: [] for key in walls}
@@ -49,7 +53,7 @@ def run(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | No
             began, cpu = time.perf_counter(), time.process_time()
             try:
                 for _ in range(REPEATS):
-                    move(kind, transport_of(group, name))
+                    moves[kind, name]().wait()
             except ValueError as error:  # the same on all ranks
                 print(error, flush=True)
                 missing.add(name)

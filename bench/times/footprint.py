@@ -3,6 +3,7 @@
     idle      resident memory with torch and the process group up, before any model
     start     peak since the process began: building the whole model and wrapping it included
     steady    peak over the last steps alone (the kernel's counter is reset after the first ones)
+    pss       after the last step: pages that ranks share, and each has, are divided among them
 
 All in bytes, the most of any rank. On CUDA also what torch's allocator reserved and allocated at most.
 """
@@ -35,6 +36,7 @@ def run(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
         loss = clock.mean_loss(trainer)
     rss["steady"] = machine.peak_rss()
     rss["start"] = max(rss["start"], rss["steady"])
+    rss["pss"] = machine.pss()
     if job.device == "cuda":
         rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
         rss["cuda_allocated"] = torch.cuda.max_memory_allocated()

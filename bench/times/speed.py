@@ -88,7 +88,7 @@ def as_table(figures: dict[str, Any]) -> str:
         "backward ms",
         "optimizer ms",
     ]
-    header += ["spread", "peak RSS MiB", "steady MiB"]
+    header += ["spread", "peak RSS MiB", "steady MiB", "PSS MiB"]
     rows = []
     for name, t in figures["times"].items():
         memory = figures["memory"].get(name, {})
@@ -103,7 +103,7 @@ def as_table(figures: dict[str, Any]) -> str:
                 f"{t['cpu']:.3f}",
                 *(f"{1e3 * t[part]:.0f}" for part in ("forward", "backward", "update")),
                 f"{t['spread']:.1%}",
-                *(store.mib(memory[key]) if key in memory else "" for key in ("start", "steady")),
+                *(store.mib(memory[key]) if key in memory else "" for key in ("start", "steady", "pss")),
             ]
         )
     lines = [store.table(header, rows)]

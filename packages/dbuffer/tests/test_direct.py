@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of
 
-from dbuffer import Collectives, DBuffer, Gather, ReduceScatter, reduction_scratch_bytes
-from dbuffer.transport import choice, direct, peer_memory, transport_of
-from dbuffer.transport.peer_memory import PIECE_BYTES
+from dbuffer import Collectives, DBuffer, Gather, ReduceScatter
+from dbuffer.transport import choice, direct, sums, transport_of
+from dbuffer.transport.sums import PIECE_BYTES
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 
@@ -155,7 +155,7 @@ def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
 def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
     """Slices of more than two pieces and of less than one, in one call; added in the order of ranks before this one."""
     group, rank, size = dist.new_group(), dist.get_rank(), dist.get_world_size()
-    usual, peer_memory.PIECE_BYTES = peer_memory.PIECE_BYTES, piece
+    usual, sums.PIECE_BYTES = sums.PIECE_BYTES, piece
     numels = (2 * piece // dtype.itemsize + 13, 7, 1)
     generator = torch.Generator().manual_seed(rank)
     sends = [torch.randn(size * n, generator=generator).to(dtype) for n in numels]
@@ -173,7 +173,7 @@ def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
         torch.empty(1, dtype=dtype)
     ]  # in place, and not
     transport_of(group, transport).reduce_scatter(list(zip(receives, sends, strict=True)), op, "odd").wait()
-    peer_memory.PIECE_BYTES = usual
+    sums.PIECE_BYTES = usual
     return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
 
 
@@ -256,12 +256,3 @@ def test_an_exchange_that_cannot_start_says_which_and_why():
         run_ranks(2, nobody_answers)
         == ["all_gather of unit 7.a could not start: Connection closed by peer"] * 2
     )
-
-
-def test_a_reduction_through_peer_memory_holds_one_piece_in_addition():
-    assert reduction_scratch_bytes(6 << 20, 3) == reduction_scratch_bytes(60 << 20, 3) == PIECE_BYTES
-    assert reduction_scratch_bytes(1 << 19, 2) == 0
-    assert reduction_scratch_bytes(16 << 20, 16) == PIECE_BYTES
-    assert reduction_scratch_bytes(17 << 20, 17) == 0
-    assert reduction_scratch_bytes(4 << 20, 4, choice="collectives") == 0
-    assert reduction_scratch_bytes(4 << 20, 4, backend="nccl") == 0

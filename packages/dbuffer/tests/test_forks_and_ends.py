@@ -210,7 +210,6 @@ def test_an_interpreter_that_exits_under_way_ends_and_its_peer_raises(tmp_path):
     assert said[1].startswith(
         (
             "rank 0 of the group has ended or given up, during all_gather of x",
-            "rank 0 of the group, during all_gather of x: [Errno 3]",  # its memory ends before its sockets do
             "the connections of this rank to the others of the group are closed; all_gather of x needs them",
         )
     )

@@ -68,17 +68,17 @@ def test_patience_counts_from_the_start_of_the_exchange():
 
 def slow_reads(pause, progress=None):
     """From now on a read stops half-way for so many seconds."""
-    usual = peer_memory.read_memory
+    usual = peer_memory.copy_memory
 
-    def slow(process, address, into, nbytes):
-        half = nbytes // 2
-        usual(process, address, into, half)
+    def slow(into, source):
+        half = source.numel() // 2
+        usual(into, source[:half])
         time.sleep(pause)
-        usual(process, address + half, into + half, nbytes - half)
+        usual(into + source[:half].nbytes, source[half:])
         if progress is not None:
             progress.append("read")
 
-    peer_memory.read_memory = slow
+    peer_memory.copy_memory = slow
     return usual
 
 
@@ -92,7 +92,7 @@ def one_gives_up_while_it_is_read():
     mine.fill_(-1.0)
     assert work.quiet
     dist.barrier()
-    peer_memory.read_memory = usual
+    peer_memory.copy_memory = usual
     return said
 
 
@@ -112,7 +112,7 @@ def the_deadline_passes_in_a_read():
         work.wait()
     assert progress == ["read"]
     dist.barrier()
-    peer_memory.read_memory = usual
+    peer_memory.copy_memory = usual
 
 
 def test_wait_does_not_return_while_the_thread_still_writes():
@@ -122,14 +122,14 @@ def test_wait_does_not_return_while_the_thread_still_writes():
 def the_thread_is_stuck():
     """Rank 0's thread is in a long read when its patience ends; rank 1 reads what rank 0 gave after that."""
     peers = peers_of(timeout=0.3 if dist.get_rank() == 0 else 30.0)
-    usual, grace = peer_memory.read_memory, peer_memory.GRACE
+    usual, grace = peer_memory.copy_memory, peer_memory.GRACE
     peer_memory.GRACE = 0.3
 
     def slow(*arguments):
         time.sleep(2.0 if dist.get_rank() == 0 else 1.2)
         usual(*arguments)
 
-    peer_memory.read_memory = slow
+    peer_memory.copy_memory = slow
     mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
     dist.barrier()
     work = swap(peers, mine, [theirs])
@@ -137,7 +137,7 @@ def the_thread_is_stuck():
     quiet = work.quiet
     mine.fill_(-1.0)
     dist.barrier()
-    peer_memory.read_memory, peer_memory.GRACE = usual, grace
+    peer_memory.copy_memory, peer_memory.GRACE = usual, grace
     return said, quiet
 
 
@@ -208,17 +208,19 @@ def one_is_killed(when):
     peers, size = peers_of(), dist.get_world_size()
     pids: Any = [None] * size
     dist.all_gather_object(pids, os.getpid())
-    usual, rank = peer_memory.read_memory, dist.get_rank()
+    usual, rank = peer_memory.copy_memory, dist.get_rank()
+    killed = peers._answering._peers[2].memory if rank == 0 else None
 
-    def deadly(process, *arguments):
+    def deadly(into, source):
         if rank == 2 and when == "it reads":
             os.kill(os.getpid(), signal.SIGKILL)
-        usual(process, *arguments)
-        if rank == 0 and when == "it is read" and process == pids[2]:
-            os.kill(process, signal.SIGKILL)
+        usual(into, source)
+        if when == "it is read" and killed and 0 <= source.data_ptr() - killed.address < killed.size:
+            os.kill(pids[2], signal.SIGKILL)
             time.sleep(0.2)
+            usual(into, source)  # a mapping stays
 
-    peer_memory.read_memory = deadly
+    peer_memory.copy_memory = deadly
     swap(peers, torch.ones(SIZE), [torch.zeros(SIZE)] * (size - 1)).wait()
     if rank == 2:
         time.sleep(10)  # it may have all it needs before it is killed
@@ -232,4 +234,32 @@ def test_where_a_rank_is_killed_the_others_raise_at_once(ranks, when):
     assert 0 in caught.value.causes
     for cause in caught.value.causes.values():
         assert "of the group" in str(cause)  # rank 2, or the one that has seen it first and given up
-        assert "ended or given up, during x" in str(cause) or "during x: [Errno" in str(cause)
+        assert "ended or given up, during x" in str(cause)
+
+
+def one_is_killed_in_a_reduction():
+    """Rank 2 is killed while rank 0 adds up what it gives."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers, usual = peers_of(), Sum.add
+    pids: Any = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+
+    def deadly(total, slices):
+        if rank == 0:
+            os.kill(pids[2], signal.SIGKILL)
+            time.sleep(0.2)
+        usual(total, slices)  # the memory stays
+
+    Sum.add = deadly  # type: ignore[method-assign]
+    others = [(rank - step) % size for step in range(1, size)]
+    total = Sum([(torch.zeros(SIZE), torch.ones(SIZE))], others, "sum")
+    peers.reduce("x", {other: [torch.ones(SIZE)] for other in others}, total).wait()
+    if rank == 2:
+        time.sleep(10)
+
+
+def test_where_a_rank_is_killed_in_a_reduction_the_one_that_adds_raises():
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, one_is_killed_in_a_reduction, timeout=20)
+    assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
+    assert "rank 2 of the group has ended or given up, during x" in str(caught.value.causes[0])

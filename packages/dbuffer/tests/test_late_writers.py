@@ -1,7 +1,8 @@
 """Memory that something may still write after a failure or a release is never used again, or the write is found."""
 
+import contextlib
+import ctypes
 import gc
-import os
 import threading
 from datetime import timedelta
 
@@ -12,7 +13,8 @@ from dbuffer_helpers import build_large, error_of, zero
 
 from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.transport import direct, peer_memory, process_memory, transport_of
+from dbuffer.transport import direct, peer_memory, transport_of
+from dbuffer.transport.sums import Sum
 from ragged_shard.testing import run_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
@@ -40,7 +42,7 @@ def test_memory_of_a_failed_collective_is_never_used_again():
 
 
 class LateReads:
-    """From now on this rank's thread enters the kernel too late: after `wait` has lost its patience and raised.
+    """From now on this rank's thread reads too late: after `wait` has lost its patience and raised.
 
     Attributes:
         into: the addresses that it writes to.
@@ -51,18 +53,25 @@ class LateReads:
     def __init__(self, group):
         self.into: list[int] = []
         self.go, self.written = threading.Event(), threading.Event()
-        usual = process_memory.system_call()
-        assert usual is not None
+        copy, add = peer_memory.copy_memory, Sum.add
 
-        def late(process, here, *rest):
-            self.into.append(here.base)
-            self.go.wait(30)
-            got = usual(process, here, *rest)
+        def late_copy(into, source):
+            self._wait([into])
+            copy(into, source)
             self.written.set()
-            return got
+
+        def late_add(total, slices):
+            self._wait([receive.data_ptr() for receive, _ in total._pairs])
+            with contextlib.suppress(RuntimeError):  # what it adds to has no memory any more
+                add(total, slices)
+            self.written.set()
 
         vars(transport_of(group, "peer_memory"))["_peers"][0]._timeout = peer_memory.GRACE = 0.2
-        process_memory.system_call = lambda: late  # type: ignore[assignment]
+        peer_memory.copy_memory, Sum.add = late_copy, late_add  # type: ignore[method-assign]
+
+    def _wait(self, addresses):
+        self.into += addresses
+        self.go.wait(30)
 
 
 def a_read_begins_before_the_wait_gives_up():
@@ -147,7 +156,7 @@ class Late:
 
     def write(self):
         source = torch.full((4,), 9.0)  # held: freed memory may hold the recycler's pattern
-        peer_memory.read_memory(os.getpid(), source.data_ptr(), self.address, source.nbytes)
+        ctypes.memmove(self.address, source.data_ptr(), source.nbytes)
 
 
 def a_late_writer_after_a_failure():

@@ -1,4 +1,7 @@
-"""What keeps ranks of one machine from reading each other's memory: they use collectives, and the log line says why."""
+"""What keeps ranks of one machine from mapping each other's memory, and what does not.
+
+Where they cannot they use collectives, and the log line says why.
+"""
 
 import ctypes
 import errno
@@ -11,13 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbuffer.memory import shared
 from dbuffer.transport import transport_of
 from ragged_shard.testing import RankError, run_ranks
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 CLONE_NEWNET = 0x40000000
-PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}
+NUMBERS = {
+    "x86_64": {"process_vm_readv": 310, "memfd_create": 319},
+    "aarch64": {"process_vm_readv": 270, "memfd_create": 279},
+}
 USER = 60000  # any that is not root
+PEER_MEMORY = r"peer_memory \| peer_memory for large exchanges"
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become other users")
 
@@ -45,12 +53,12 @@ def call(name, *arguments):
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
-def deny_reading():
-    """A seccomp filter, as container runtimes have: process_vm_readv fails with EPERM."""
+def deny(system_call):
+    """A seccomp filter, as container runtimes have: a system call fails with EPERM."""
     load, equal, answer = 0x20, 0x15, 0x06
     steps = (_Step * 4)(
         _Step(load, 0, 0, 0),
-        _Step(equal, 0, 1, PROCESS_VM_READV[platform.machine()]),
+        _Step(equal, 0, 1, NUMBERS[platform.machine()][system_call]),
         _Step(answer, 0, 0, 0x00050000 | errno.EPERM),
         _Step(answer, 0, 0, 0x7FFF0000),
     )
@@ -58,14 +66,23 @@ def deny_reading():
     call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(_Program(4, steps)), 0, 0)
 
 
+def deny_reading():
+    deny("process_vm_readv")
+
+
+def deny_files():
+    shared._arena = None  # a test before may have made one
+    deny("memfd_create")
+
+
 def become_other_users():
     os.setuid(USER + dist.get_rank())
 
 
 def hide_memory():
-    """Both ranks are of one user; rank 1 is not dumpable."""
+    """Ranks are of one user and not dumpable."""
     os.setuid(USER)
-    call("prctl", PR_SET_DUMPABLE, 1 - dist.get_rank(), 0, 0, 0)
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def leave_network():
@@ -91,44 +108,41 @@ def under(obstacle, ranks):
     raise Seen(f"{moving.name} | {' & '.join(lines)}")
 
 
+needs_numbers = pytest.mark.skipif(
+    platform.machine() not in NUMBERS, reason="the numbers of system calls are not known on this processor"
+)
+
+
 @pytest.mark.parametrize(
     ("obstacle", "ranks", "line"),
     [
         pytest.param(
-            deny_reading,
+            deny_files,
             [1],
-            "rank 1: may not read rank 0's memory .*Operation not permitted; .*seccomp is on",
-            marks=pytest.mark.skipif(
-                platform.machine() not in PROCESS_VM_READV,
-                reason="the number of process_vm_readv is not known on this processor",
-            ),
-        ),
-        pytest.param(
-            become_other_users,
-            [0, 1],
-            f"rank 0: may not read rank 1's memory .*it runs as user {USER + 1}, this rank as user {USER}",
-            marks=as_root,
-        ),
-        pytest.param(
-            hide_memory, [0, 1], "rank 0: may not read rank 1's memory .*it is not dumpable", marks=as_root
+            r"collectives \| collectives; no peer memory: rank 1: no memory that others can map .*not permitted",
+            marks=needs_numbers,
         ),
         pytest.param(
             leave_network,
             [1],
-            "rank 1: cannot reach rank 0 by a local socket .*another network namespace",
+            r"collectives \| collectives; no peer memory: rank 1: cannot reach rank 0 by a local socket "
+            ".*another network namespace",
             marks=as_root,
         ),
+        pytest.param(deny_reading, [0, 1], PEER_MEMORY, marks=needs_numbers),
+        pytest.param(become_other_users, [0, 1], PEER_MEMORY, marks=as_root),
+        pytest.param(hide_memory, [0, 1], PEER_MEMORY, marks=as_root),
     ],
-    ids=["seccomp", "other user", "not dumpable", "other network namespace"],
+    ids=["no files", "other network namespace", "no reading", "other users", "not dumpable"],
 )
-def test_under_an_obstacle_all_ranks_use_collectives_and_one_line_names_it(obstacle, ranks, line):
+def test_all_ranks_choose_the_same_and_one_line_says_what(obstacle, ranks, line):
     with pytest.raises(RankError) as caught:
         run_ranks(2, under, obstacle, ranks)
     # Its text: as another user a rank may not be able to read what sending the exception itself takes.
     text = str(caught.value)
     if refused := re.search("PermissionError: .*", text):  # a container's root
         pytest.skip(f"this root may not make the obstacle: {refused[0]}")
-    said = re.findall(r"Seen: (.*)", text)
-    assert len(said) == 2, text
-    for one in said:
-        assert re.match(r"collectives \| collectives; no peer memory: " + line, one), text
+    seen = re.findall(r"Seen: (.*)", text)
+    assert len(seen) == 2, text
+    for choice in seen:
+        assert re.match(line, choice), text

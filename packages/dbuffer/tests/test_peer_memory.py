@@ -1,7 +1,6 @@
-"""Ranks of one machine read each other's memory, or agree that they cannot; and no fault gives a wrong value."""
+"""Ranks of one machine map each other's memory, or agree that they cannot; and no fault gives a wrong value."""
 
 import logging
-import os
 import random
 import threading
 import time
@@ -13,75 +12,18 @@ from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap
 
 import dbuffer
 from dbuffer import DBuffer
-from dbuffer.transport import handshake, process_memory, transport_of
+from dbuffer.transport import handshake, transport_of
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
-from dbuffer.transport.process_memory import read_memory
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read_own(source, into):
-    read_memory(os.getpid(), source.data_ptr(), into.data_ptr(), into.nbytes)
-
-
-def test_reading_fills_the_tensor():
-    source = torch.arange(1000)
-    into = torch.zeros_like(source)
-    read_own(source, into)
-    assert torch.equal(into, source)
-
-
-def count_calls(monkeypatch):
-    """The sizes that the system call is asked for from now on."""
-    sizes, usual = [], process_memory.system_call()
-    assert usual is not None
-
-    def counted(process, here, *rest):
-        sizes.append(here.size)
-        return usual(process, here, *rest)
-
-    monkeypatch.setattr(process_memory, "system_call", lambda: counted)
-    return sizes
-
-
-def test_more_than_one_call_can_read_comes_in_several(monkeypatch):
-    monkeypatch.setattr(process_memory, "MOST", 3000)
-    sizes = count_calls(monkeypatch)
-    source = torch.arange(1000)
-    into = torch.zeros_like(source)
-    read_own(source, into)
-    assert torch.equal(into, source)
-    assert sizes == [3000, 3000, 2000]
-
-
-def test_for_no_bytes_nothing_is_read(monkeypatch):
-    sizes = count_calls(monkeypatch)
-    read_own(torch.empty(0), torch.empty(0))
-    assert sizes == []
-
-
-def test_memory_that_is_not_there_is_an_error():
-    into = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(OSError, match="reading 8 bytes of process"):
-        read_memory(os.getpid(), 8, into.data_ptr(), 8)
-
-
-def test_where_the_platform_cannot_read_that_is_said(monkeypatch):
-    monkeypatch.setattr(process_memory.sys, "platform", "darwin")
-    monkeypatch.setattr(process_memory, "system_call", process_memory.system_call.__wrapped__)
-    with pytest.raises(OSError, match="process_vm_readv"):
-        read_memory(os.getpid(), 8, 8, 8)
-
 
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
-def one_may_not_read():
-    """Rank 1 is refused the others' memory, as ptrace_scope would."""
-    usual, lines = handshake.read_memory, []
+def one_may_not_map():
+    """Rank 1 is refused to map the others' memory, as a security module would."""
+    usual, lines = handshake.peer_file, []
 
     def refused(*arguments):
         raise OSError(1, "Operation not permitted")
@@ -92,14 +34,14 @@ def one_may_not_read():
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     if dist.get_rank() == 1:
-        handshake.read_memory = refused
+        handshake.peer_file = refused
     group = dist.new_group()
     size = dist.get_world_size()
     full, mine = torch.zeros(size << 18), torch.full((1 << 18,), float(dist.get_rank()))
     transport = transport_of(group, "auto")
     for _ in range(2):
         transport.all_gather([(full, mine)], "x").wait()
-    handshake.read_memory = usual
+    handshake.peer_file = usual
     logger.removeHandler(handler)
     assert transport.name == "collectives"
     assert torch.equal(full, torch.arange(float(size)).repeat_interleave(1 << 18))
@@ -107,10 +49,10 @@ def one_may_not_read():
     return line.split(": ", 1)[1]
 
 
-def test_where_one_rank_may_not_read_all_use_collectives_and_log_why():
-    for line in run_ranks(3, one_may_not_read):
-        assert line.startswith(
-            "collectives; no peer memory: rank 1: may not read rank 0's memory (Operation not permitted; "
+def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
+    for line in run_ranks(3, one_may_not_map):
+        assert line == (
+            "collectives; no peer memory: rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"
         )
 
 
@@ -129,17 +71,12 @@ def test_ranks_of_another_machine_are_not_waited_for():
 
 def one_cannot_be_reached():
     """Rank 0's socket is not there for the others, as in another network namespace."""
-    usual = handshake._listen
-
-    def elsewhere():
-        listener, name, trouble = usual()
-        return listener, name + "x", trouble
-
+    usual = handshake._listener
     if dist.get_rank() == 0:
-        handshake._listen = elsewhere
+        handshake._listener = lambda name: usual(name + "x")
     patience, handshake.PATIENCE = handshake.PATIENCE, 0.5
     peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    handshake._listen, handshake.PATIENCE = usual, patience
+    handshake._listener, handshake.PATIENCE = usual, patience
     assert peers == {}
     return trouble
 
@@ -153,14 +90,19 @@ def test_where_one_rank_cannot_be_reached_all_agree_and_say_why():
 
 
 def chosen_where_it_cannot_be():
-    usual, handshake.system_call = handshake.system_call, lambda: None  # type: ignore[assignment]
+    usual, refused = handshake.arena, OSError("this platform has no memfd_create")
+
+    def raising():
+        raise refused
+
+    handshake.arena = raising
     group = dist.new_group()
     full, mine = torch.zeros(2 << 18), torch.zeros(1 << 18)
     try:
-        with pytest.raises(ValueError, match=r"'peer_memory' is not possible .* no process_vm_readv"):
+        with pytest.raises(ValueError, match=r"'peer_memory' is not possible .* no memfd_create"):
             transport_of(group, "peer_memory").all_gather([(full, mine)], "x")
     finally:
-        handshake.system_call = usual
+        handshake.arena = usual
 
 
 def test_a_choice_by_name_that_is_not_possible_raises_on_all_ranks():
@@ -251,9 +193,6 @@ def many_buffers(count):
 @pytest.mark.parametrize("count", [700, 4500])
 def test_a_call_with_very_many_buffers_completes(count):
     run_ranks(2, many_buffers, count, timeout=120)
-
-
-# -- ranks that disagree -----------------------------------------------------------------------------------------------
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

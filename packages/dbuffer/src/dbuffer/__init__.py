@@ -16,7 +16,7 @@ from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
 from .memory.scratch import Scratch
-from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work, reduction_scratch_bytes
+from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 from .wire import (
     BlockFormat,
     BlockFP8,
@@ -90,7 +90,6 @@ __all__ = [
     "hold_forever",
     "needs_amax",
     "num_gathered_scales",
-    "reduction_scratch_bytes",
     "share_amax",
     "shared_recycler",
     "times_started",

@@ -27,7 +27,7 @@ from .memory.geometry import geometry_of
 from .memory.recycler import Recycler, hold_forever, shared_recycler
 from .memory.scratch import Scratch
 from .memory.shard import ShardMemory
-from .transport import TransportChoice, resolved
+from .transport import TransportChoice, may_read_peers, resolved
 from .wire import BlocksAtRest, CastOnWire, CodedShard, ReductionForm, WireForm
 
 
@@ -146,6 +146,8 @@ class DBuffer:
                     self._numbers[group] = count_compared(group)
 
     def _allocate(self, spec: BufferSpec, recycler: Recycler) -> None:
+        if may_read_peers(spec.view.group, spec.transport):
+            recycler.share()
         self.coded = isinstance(spec.wire, BlocksAtRest)
         if isinstance(spec.wire, BlocksAtRest):
             self.shard_memory: ShardMemory = CodedShard(

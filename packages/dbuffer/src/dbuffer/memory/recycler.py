@@ -8,6 +8,8 @@
 A storage object stays the same while the memory in it comes and goes, so tensors that view it, also those that
 autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
 between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
+
+On the host, blocks of buffers whose ranks may read each other's memory are from `shared`.
 """
 
 import os
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 
-from ragged_shard import DeviceLayer, device_layer
+from ragged_shard import DeviceLayer, device_layer, is_cpu
 
 from .. import _torch_compat as compat
+from . import shared
 from .geometry import ALIGNMENT
 from .huge_pages import SMALLEST, prefer_huge_pages
 
@@ -31,6 +34,7 @@ _QUARANTINED_BYTES = 1 << 28  # how much released memory the debug recycler watc
 
 # Memory that nobody may use again, held until the process ends.
 _quarantine: list[object] = []
+_recyclers: "weakref.WeakSet[Recycler]" = weakref.WeakSet()  # of this process
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,19 @@ class Recycler:
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
+        self._shares = False
+        _recyclers.add(self)
+
+    def share(self) -> None:
+        """Take new blocks on the host from the memory that other ranks can read, where that is possible."""
+        on_host = is_cpu(self.device) and not self._layer.asynchronous
+        if on_host and not self._shares and compat.CAN_SWAP and shared.is_possible():
+            self._shares = True
+            weakref.finalize(self, shared.trim).atexit = False
+
+    def lent(self) -> list[torch.UntypedStorage]:
+        """The storages that have memory now."""
+        return list(self._homes)
 
     @property
     def stats(self) -> RecyclerStats:
@@ -141,6 +158,9 @@ class Recycler:
             self.trim()
         if self._layer.asynchronous:
             self._homes[storage] = self._resize_at_home(storage, nbytes)
+        elif self._takes_shared(nbytes):
+            compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
+            self._homes[storage] = None
         else:
             self._layer.resize(storage, nbytes)
             if nbytes >= SMALLEST:
@@ -149,6 +169,16 @@ class Recycler:
         check_aligned(storage.data_ptr())
         self._allocations += 1
         self._peak = max(self._peak, self._lent() + self._parked_bytes)
+
+    def _takes_shared(self, nbytes: int) -> bool:
+        return self._shares and nbytes >= shared.SMALLEST_SHARED
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage's memory back to its allocator."""
+        if storage.resizable():
+            self._layer.resize(storage, 0)
+        else:  # memory of `shared`
+            compat.swap_memory(storage, torch.UntypedStorage(0))
 
     def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
         """Allocate in the home stream's pool, for use on the current stream. Returns the home stream."""
@@ -168,6 +198,9 @@ class Recycler:
             self._layer.wait(last_use, home)
             self._layer.resize(storage, 0)
             return
+        if self._takes_shared(nbytes) and shared.offset_of(storage.data_ptr(), nbytes) is None:
+            self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
+            return
         holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
         compat.swap_memory(storage, holder)
         self._park(_Block(holder, last_use, home), nbytes)
@@ -175,7 +208,7 @@ class Recycler:
     def drop(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty, and give its memory back to torch's allocator instead of keeping it."""
         self._layer.wait(self._layer.record(), self._homes.pop(storage))
-        self._layer.resize(storage, 0)
+        self._empty(storage)
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""
@@ -202,7 +235,7 @@ class Recycler:
     def _give_back(self, block: _Block) -> None:
         if block.last_use is not None:
             self._layer.wait(block.last_use, block.home)
-        self._layer.resize(block.storage, 0)
+        self._empty(block.storage)
         self._spare.append(block.storage)
 
     def _pop_parked(self, nbytes: int) -> _Block | None:
@@ -282,3 +315,15 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
         kind = DebugRecycler if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else Recycler
         found = _shared[key] = kind(key[0].device, lean=lean)
     return found
+
+
+def _copy_for_child() -> None:
+    storages = [storage for recycler in list(_recyclers) for storage in recycler.lent()]
+    shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
+
+
+os.register_at_fork(
+    before=_copy_for_child,
+    after_in_parent=shared.forget_copies,
+    after_in_child=shared.take_copies,
+)

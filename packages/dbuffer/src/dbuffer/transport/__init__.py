@@ -10,7 +10,7 @@ from .choice import (
     TRANSPORT_VARIABLE,
     TransportChoice,
     collectives_of,
-    reduction_scratch_bytes,
+    may_read_peers,
     resolved,
     transport_of,
 )
@@ -26,7 +26,7 @@ __all__ = [
     "TransportChoice",
     "Work",
     "collectives_of",
-    "reduction_scratch_bytes",
+    "may_read_peers",
     "resolved",
     "transport_of",
 ]

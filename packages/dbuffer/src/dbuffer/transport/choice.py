@@ -1,6 +1,6 @@
 """Chooses the transport of a process group: once, the same on all ranks, and logged.
 
-"auto"          peer memory for large exchanges of a gloo group of 2 to 16 ranks, if they can read each other's memory;
+"auto"          peer memory for large exchanges of a gloo group of 2 to 16 ranks, if they can map each other's memory;
                 else collectives
 "collectives"   torch.distributed's collectives for everything
 "peer_memory"   peer memory for large exchanges; ValueError where that is not possible
@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from .collectives import Collectives
-from .direct import Direct, is_large
+from .direct import Direct
 from .handshake import connect
-from .peer_memory import PIECE_BYTES, PeerMemory
-from .process_memory import system_call
+from .peer_memory import PeerMemory
 from .protocol import Transport
 
 TRANSPORT_VARIABLE = "DBUFFER_TRANSPORT"
@@ -69,14 +68,24 @@ def collectives_of(group: dist.ProcessGroup) -> Collectives:
     return transport
 
 
+def may_read_peers(group: dist.ProcessGroup, choice: TransportChoice) -> bool:
+    """Whether the ranks of a group may turn out to read each other's memory. Communicates nothing."""
+    return group.size() > 1 and choice in ("auto", "peer_memory") and not _obstacle(group, choice)
+
+
+def _obstacle(group: dist.ProcessGroup, choice: TransportChoice) -> str:
+    """What is known to keep a group from peer memory before its ranks try, or ""."""
+    if not compat.is_gloo(group):
+        return f"the backend is {dist.get_backend_config(group)}, not cpu:gloo"
+    if choice == "auto" and group.size() > MAX_RANKS:
+        return f"it has {group.size()} ranks, more than {MAX_RANKS}"
+    return ""
+
+
 def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     if choice == "collectives" or group.size() == 1:
         return Collectives(group)
-    obstacle = (
-        "" if compat.is_gloo(group) else f"the backend is {dist.get_backend_config(group)}, not cpu:gloo"
-    )
-    if choice == "auto" and not obstacle and group.size() > MAX_RANKS:
-        obstacle = f"it has {group.size()} ranks, more than {MAX_RANKS}"
+    obstacle = _obstacle(group, choice)
     if not obstacle:
         return Direct(group, choice, _connect_if_possible if choice == "auto" else _connect)
     if choice != "auto":
@@ -103,23 +112,3 @@ def _connect(group: dist.ProcessGroup) -> PeerMemory:
         raise ValueError(f"transport 'peer_memory' is not possible for this process group: {trouble}")
     _log.info("process group %s: peer_memory for large exchanges, as chosen", group.group_name)
     return PeerMemory(peers, compat.timeout_seconds(group))
-
-
-def reduction_scratch_bytes(
-    gathered_bytes: int, ranks: int, *, backend: str = "gloo", choice: TransportChoice | None = None
-) -> int:
-    """Bytes that a reduction holds in addition while it runs: one piece with peer memory, 0 with collectives.
-
-    For plans made before there is a process group. "auto" counts as peer memory for up to 16 ranks where the platform
-    has it; ranks learn only later whether they may read each other's memory. Memory inside the backend's collectives
-    is not known.
-
-    Args:
-        gathered_bytes: size of the reduced gathered memory.
-    """
-    name = resolved(choice)
-    if backend != "gloo" or name == "collectives" or ranks == 1 or not is_large(gathered_bytes):
-        return 0
-    if name == "auto" and (ranks > MAX_RANKS or system_call() is None):
-        return 0
-    return PIECE_BYTES

@@ -47,19 +47,24 @@ class Direct:
         self._peers: list[PeerMemory | None] = []  # filled at the first large exchange
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
-        """See `Transport`. A large one copies this rank's `send` into `receive` unless it is a slice of it."""
+        """See `Transport`. A large one copies this rank's `send` into `receive`, unless it is a slice of it.
+
+        There peers read it: gathered memory is what other ranks can map, shards are not.
+        """
         peers = self._peers_for(pairs)
         if peers is None:
             return self._small.all_gather(pairs, label)
         takes: dict[int, list[torch.Tensor]] = {other: [] for other in self._others}
+        gives: list[torch.Tensor] = []
         for receive, send in pairs:
             slices = receive.chunk(self._size)
             for other in self._others:
                 takes[other].append(slices[other])
-            if slices[self._rank].data_ptr() != send.data_ptr():
-                slices[self._rank].copy_(send)
-        sends = [send for _, send in pairs]
-        return peers.exchange(f"all_gather of {label}", dict.fromkeys(self._others, sends), takes)
+            own = slices[self._rank]
+            if own.data_ptr() != send.data_ptr():
+                own.copy_(send)
+            gives.append(own)
+        return peers.exchange(f"all_gather of {label}", dict.fromkeys(self._others, gives), takes)
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
         """See `Transport`."""
@@ -94,14 +99,9 @@ class Direct:
         """The connections if this exchange goes through peer memory, else None. The same on all ranks."""
         if not is_cpu(pairs[0][0].device):
             return None
-        if not is_large(sum(max(receive.nbytes, send.nbytes) for receive, send in pairs)):
+        if sum(max(receive.nbytes, send.nbytes) for receive, send in pairs) < MIN_BYTES:
             return None
         if not self._peers:
             self._peers.append(self._connect(living(self._group)))
             self.name = (self._peers[0] or self._small).name
         return self._peers[0]
-
-
-def is_large(nbytes: int) -> bool:
-    """Whether an exchange of `nbytes` gathered bytes uses peer memory."""
-    return nbytes >= MIN_BYTES

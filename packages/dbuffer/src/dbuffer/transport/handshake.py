@@ -1,20 +1,21 @@
 """How the ranks of a group on one machine connect to each other, or agree that they cannot, and why."""
 
 import contextlib
-import ctypes
+import os
 import secrets
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from .process_memory import machine, obstacles, read_memory, system_call
+from ..memory.shared import PeerFile, arena, peer_file
 
 PATIENCE = 5.0  # seconds for the others to connect, after all said that they can
-_RANK = struct.Struct("<Q")
+_HELLO = struct.Struct("<Q16s")  # rank of the caller, secret of the rank it calls
 
 _ABSENT = "did not connect"
 
@@ -27,11 +28,11 @@ class Peer:
 
     Attributes:
         socket: AF_UNIX, SOCK_SEQPACKET: it keeps messages apart, and breaks when either process ends.
-        process: the other's number, as this process sees it.
+        memory: the other's memory, where this process reads it.
     """
 
     socket: socket.socket
-    process: int
+    memory: PeerFile
 
 
 @dataclass(frozen=True)
@@ -40,49 +41,56 @@ class _Card:
 
     Attributes:
         name: of its listening socket, in the abstract namespace: it ends with its process and needs no folder.
-        address, secret: where in its memory the secret lies, by which a reader knows that it reads the right one.
+        secret: by which it knows that a rank of the group calls.
         machine: tells its machine from others, where that is known.
         trouble: why this rank cannot take part, or "".
     """
 
     name: str
-    address: int
     secret: bytes
     machine: str
     trouble: str
 
 
 def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
-    """Connect all ranks of a group that can read each other's memory.
+    """Connect all ranks of a group on one machine, and map each other's memory.
 
     Collective. Communicates two object all-gathers of some hundred bytes a rank.
 
     Returns:
         the other ranks of the group, and ""; or none and the reason, the same on all ranks.
     """
-    rank = group.rank()
-    secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-    listener, name, trouble = _listen()
-    with contextlib.closing(listener):
-        cards = _gathered(group, _Card(name, ctypes.addressof(secret), secret.raw, machine(), trouble))
-        trouble = _first(f"rank {other}: {one.trouble}" for other, one in enumerate(cards) if one.trouble)
-        trouble = trouble or _elsewhere(cards)
-        if trouble:
-            return {}, trouble
-        peers: dict[int, Peer] = {}
+    name = f"\0dbuffer-{secrets.token_hex(16)}"
+    peers: dict[int, Peer] = {}
+    with contextlib.ExitStack() as connections, contextlib.ExitStack() as listening:
+        listener, trouble = None, ""
         try:
-            _meet(listener, rank, cards, peers)
-            _check_memory(peers, cards)
+            listener = listening.enter_context(_listener(name))
         except OSError as error:
             trouble = str(error)
-        found = [f"rank {other}: {one}" for other, one in enumerate(_gathered(group, trouble)) if one]
-        # That somebody did not come is the effect; why, another rank may know.
-        trouble = _first(sorted(found, key=lambda text: _ABSENT in text))
-        if trouble:
-            for peer in peers.values():
-                peer.socket.close()
+        cards = _gathered(group, _Card(name, secrets.token_bytes(16), machine(), trouble))
+        trouble = _first(f"rank {other}: {card.trouble}" for other, card in enumerate(cards) if card.trouble)
+        trouble = trouble or _elsewhere(cards)
+        if listener is None or trouble:
             return {}, trouble
-        return peers, ""
+        try:
+            sockets = _meet(listener, group.rank(), cards, connections)
+            peers = _exchange_memory(sockets)
+        except OSError as error:
+            trouble = str(error)
+        troubles = [f"rank {other}: {text}" for other, text in enumerate(_gathered(group, trouble)) if text]
+        if troubles:  # that somebody did not come is the effect; why, another rank may know
+            return {}, min(troubles, key=lambda text: _ABSENT in text)
+        connections.pop_all()
+    return peers, ""
+
+
+def machine() -> str:
+    """The same for all processes of a running kernel; "" where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _gathered(group: dist.ProcessGroup, item: T) -> list[T]:
@@ -103,74 +111,79 @@ def _first(texts: Iterable[str]) -> str:
     return next(iter(texts), "")
 
 
-def _listen() -> tuple[socket.socket, str, str]:
-    """A socket that waits for the others, its name, and why it cannot, or ""."""
+def _listener(name: str) -> socket.socket:
+    """A socket that waits for the others. Raises OSError where this rank cannot take part."""
+    try:
+        arena()
+    except OSError as error:
+        raise OSError(f"no memory that others can map ({error})") from error
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    name = f"\0dbuffer-{secrets.token_hex(16)}"
-    if system_call() is None:
-        return listener, name, "this platform has no process_vm_readv"
     try:
         listener.bind(name)
         listener.listen()
     except OSError as error:
-        return listener, name, f"no local socket: {error}"
-    return listener, name, ""
+        listener.close()
+        raise OSError(f"no local socket ({error})") from error
+    listener.settimeout(PATIENCE)
+    return listener
 
 
-def _meet(listener: socket.socket, rank: int, cards: Sequence[_Card], peers: dict[int, Peer]) -> None:
-    """Fill `peers` with a connection to each other rank: call those below, answer those above.
+def _meet(
+    listener: socket.socket, rank: int, cards: Sequence[_Card], connections: contextlib.ExitStack
+) -> dict[int, socket.socket]:
+    """A connection to each other rank: call those below, answer those above.
 
     Raises:
         OSError: one could not be reached, in words.
     """
+    sockets: dict[int, socket.socket] = {}
     for other in range(rank):
-        calling = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        calling = connections.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        calling.settimeout(PATIENCE)
         try:
             calling.connect(cards[other].name)
-            calling.send(_RANK.pack(rank))
+            calling.send(_HELLO.pack(rank, cards[other].secret))
         except OSError as error:
-            calling.close()
             raise OSError(
                 f"cannot reach rank {other} by a local socket ({error.strerror}): "
                 "another machine or another network namespace"
             ) from error
-        peers[other] = Peer(calling, _process_of(calling, other))
-    listener.settimeout(PATIENCE)
-    while len(peers) < len(cards) - 1:
+        sockets[other] = calling
+    while len(sockets) < len(cards) - 1:
         try:
-            answering, _ = listener.accept()
+            answering = connections.enter_context(listener.accept()[0])
         except TimeoutError:
-            missing = sorted(set(range(len(cards))) - peers.keys() - {rank})
+            missing = sorted(set(range(len(cards))) - sockets.keys() - {rank})
             raise OSError(f"ranks {missing} {_ABSENT} within {PATIENCE:g} s") from None
         answering.settimeout(PATIENCE)
-        message = answering.recv(_RANK.size)
-        if len(message) != _RANK.size:
+        message = answering.recv(_HELLO.size)
+        other, secret = _HELLO.unpack(message) if len(message) == _HELLO.size else (-1, b"")
+        if secret != cards[rank].secret or not rank < other < len(cards) or other in sockets:
             raise OSError("a process connected that is not a rank of the group")
-        (other,) = _RANK.unpack(message)
-        if not rank < other < len(cards) or other in peers:
-            raise OSError(f"a process connected as rank {other}")
-        peers[other] = Peer(answering, _process_of(answering, other))
-    for peer in peers.values():
-        peer.socket.setblocking(False)
+        sockets[other] = answering
+    return sockets
 
 
-def _process_of(connection: socket.socket, rank: int) -> int:
-    """The number of the process behind a connection, as this process sees it."""
-    size = struct.calcsize("iII")
-    process, _, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if process <= 0:
-        raise OSError(f"rank {rank} is in another PID namespace")
-    return int(process)
+def _exchange_memory(sockets: Mapping[int, socket.socket]) -> dict[int, Peer]:
+    """Pass this process's memory to all others, and map theirs.
 
-
-def _check_memory(peers: Mapping[int, Peer], cards: Sequence[_Card]) -> None:
-    """Read each peer's secret. Raises OSError where that is refused, or brings something else."""
-    found = ctypes.create_string_buffer(16)
-    for other, peer in peers.items():
+    Raises:
+        OSError: that is not possible, in words.
+    """
+    peers: dict[int, Peer] = {}
+    for connection in sockets.values():
+        socket.send_fds(connection, [b"!"], [arena().fd])
+    for other, connection in sockets.items():
+        fds: list[int] = []
         try:
-            read_memory(peer.process, cards[other].address, ctypes.addressof(found), 16)
+            fds = socket.recv_fds(connection, 1, 1)[1]
+            if not fds:
+                raise OSError("it passed none")
+            peers[other] = Peer(connection, peer_file(fds[0]))
         except OSError as error:
-            why = f"{error.strerror}; {obstacles(peer.process)}"
-            raise OSError(f"may not read rank {other}'s memory ({why})") from error
-        if found.raw != cards[other].secret:
-            raise OSError(f"process {peer.process} is not rank {other}")
+            raise OSError(f"cannot map rank {other}'s memory ({error})") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        connection.setblocking(False)
+    return peers

@@ -1,14 +1,14 @@
 """Exchanges in which a rank reads the memory of other ranks on the same machine, straight into place.
 
     rank 0                                                  rank 1
-    GIVE: "exchange 7: it is at 0x7f.." ---- socket --->    reads it with process_vm_readv into its place,
+    GIVE: "exchange 7: it is at byte .." --- socket --->    copies it out of its mapping of rank 0's memory,
                                                             then looks whether rank 0 is still there
                                         <--- socket ----    TAKEN: "exchange 7"
 
-A byte is copied once, not in and out of the kernel; in a reduction piece by piece, each added while it is in the cache.
+A byte is copied once; a reduction adds up straight out of all peers' memory, a piece at a time.
 A thread of this process answers, so an exchange completes as soon as all ranks have started it, whatever they compute.
 Only that thread reads memory and adds up, and only it decides how an exchange ends; so when `wait` returns or raises,
-nothing is being written any more.
+nothing is being written any more. What a rank gives is in its shared memory, or is copied there first.
 
 A rank that gives up (a timeout, another exchange than its peers', a failed read) first shuts all its connections,
 and only then lets `wait` raise, after which its memory may change. A reader looks at the connection after reading:
@@ -17,8 +17,8 @@ if it is still there, what it read was what was given.
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
-import mmap
 import os
 import select
 import selectors
@@ -29,24 +29,38 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..memory.shared import PeerFile, arena, offset_of
 from .handshake import Peer
-from .process_memory import read_memory
 from .sums import Sum
 
 _DIGEST_BYTES = 16
 GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
 _GIVE = struct.Struct(f"<BQ{_DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
-_PLACE = struct.Struct("<QQ")  # address, bytes
+_PLACE = struct.Struct("<QQ")  # where in the giving rank's memory, bytes
 _TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
 _KIND_GIVE, _KIND_TAKEN = 1, 2
 _MESSAGE_BYTES, _LABEL_BYTES = 1 << 16, 400
-PIECE_BYTES = 1 << 20  # of a peer's memory, read and added at once
+_ALIGNMENT = 64  # bytes, of what is copied to be given
 _PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
 
-Places = list[tuple[int, int]]  # (address, bytes)
+Places = list[tuple[int, int]]  # (where, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a tensor is. Its storage may have other memory by the time that something is written."""
+
+    address: int
+    nbytes: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "_Target":
+        return _Target(tensor.data_ptr(), tensor.nbytes, tensor.dtype)
 
 
 class PeerExchange:
@@ -56,8 +70,9 @@ class PeerExchange:
         number: counts the exchanges of this rank; 0 until the thread has begun it.
         label: what is exchanged.
         given_digests, taken_digests: of what peers must have in common with this rank.
-        gives, takes: where the tensors for each peer, and from it, are.
-        total: what the tensors of peers are added to; None where they are read into their places.
+        gives: where in this rank's memory the tensors for each peer are.
+        takes: where what each peer gives is to be, in this process.
+        total: what the tensors of peers are added to; None where they are copied into their places.
         deadline: on the monotonic clock; the group's timeout after the start.
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
@@ -76,12 +91,13 @@ class PeerExchange:
     ) -> None:
         self._answering = answering
         self.total = total
-        self._held: object = (gives, takes)  # alive as long as a peer, or the thread, may look at them
+        shared = _in_shared_memory(gives)
+        self._held: object = (shared, takes)  # alive as long as a peer, or the thread, may look at them
         self.number, self.label = 0, label
         self.given_digests = {peer: _digest(label, tensors) for peer, tensors in gives.items()}
         self.taken_digests = {peer: _digest(label, tensors) for peer, tensors in takes.items()}
-        self.gives = {peer: _places(tensors) for peer, tensors in gives.items()}
-        self.takes = {peer: _places(tensors) for peer, tensors in takes.items()}
+        self.gives = {peer: _places(tensors) for peer, tensors in shared.items()}
+        self.takes = {peer: [_Target.of(tensor) for tensor in tensors] for peer, tensors in takes.items()}
         self.untaken, self.unread = set(takes), set(gives)
         self._timeout = timeout
         self.deadline = time.monotonic() + timeout
@@ -135,7 +151,38 @@ def _digest(label: str, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> Places:
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    places = []
+    for tensor in tensors:
+        offset = _offset(tensor) if tensor.nbytes else 0
+        assert offset is not None, "peers cannot read this tensor"
+        places.append((offset, tensor.nbytes))
+    return places
+
+
+def _offset(tensor: torch.Tensor) -> int | None:
+    return offset_of(tensor.data_ptr(), tensor.nbytes)
+
+
+def _in_shared_memory(
+    gives: Mapping[int, Sequence[torch.Tensor]],
+) -> Mapping[int, Sequence[torch.Tensor]]:
+    """The tensors themselves where peers can read them, else copies, all in one block."""
+    private = {
+        (tensor.data_ptr(), tensor.nbytes): tensor
+        for tensors in gives.values()
+        for tensor in tensors
+        if tensor.nbytes and _offset(tensor) is None
+    }
+    if not private:
+        return gives
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in private.values()]
+    copies = {}
+    for (key, tensor), block in zip(private.items(), arena().allocate(sum(sizes)).split(sizes), strict=True):
+        copies[key] = block[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach())
+    return {
+        peer: [copies.get((tensor.data_ptr(), tensor.nbytes), tensor) for tensor in tensors]
+        for peer, tensors in gives.items()
+    }
 
 
 class PeerMemory:
@@ -170,7 +217,7 @@ class PeerMemory:
         return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout))
 
     def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> PeerExchange:
-        """Start giving each peer its slices and adding those it gives to this rank's. The thread holds one piece.
+        """Start giving each peer its slices and adding those it gives to this rank's.
 
         Args:
             label, gives: as for `exchange`.
@@ -212,7 +259,6 @@ class _Answering:
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self._piece: mmap.mmap | None = None  # of a peer's memory, made for the first reduction
 
     # -- called by other threads ------------------------------------------------------------------------------------
 
@@ -347,10 +393,10 @@ class _Answering:
             raise _GiveUpError(f"rank {peer} of the group sent {len(message)} bytes that mean nothing")
 
     def _hear_give(self, peer: int, message: bytes) -> None:
-        _, number, said, label_bytes = _GIVE.unpack_from(message)
+        _, number, digest, label_bytes = _GIVE.unpack_from(message)
         begin = _GIVE.size + label_bytes
         label = message[_GIVE.size : begin].decode(errors="replace")
-        _, _, places = self._given.setdefault((number, peer), (said, label, []))
+        _, _, places = self._given.setdefault((number, peer), (digest, label, []))
         places.extend(_PLACE.iter_unpack(message[begin:]))
         if exchange := self._under_way.get(number):
             self._take(exchange, peer)
@@ -369,51 +415,50 @@ class _Answering:
         return read | {peer for number, peer in self._given if number == exchange.number}
 
     def _take(self, exchange: PeerExchange, peer: int) -> None:
-        """Read what a peer gives, where it has said all of it, this rank has started too, and it is the peer's turn."""
-        given, wanted = self._given.get((exchange.number, peer)), exchange.takes[peer]
-        if given is None:
-            return
-        said, label, places = given
-        if said != exchange.taken_digests[peer]:
-            sizes, expected = [size for _, size in places], [size for _, size in wanted]
+        """Take what a peer gives, where this rank has started too; for a sum, once all peers have given."""
+        if exchange.total is None:
+            peers = [peer] if self._has_given_all(exchange, peer) else []
+        else:
+            given = [other for other in exchange.takes if self._has_given_all(exchange, other)]
+            peers = given if len(given) == len(exchange.takes) else []
+        slices = {other: self._slices(exchange, other) for other in peers}
+        if exchange.total is None:
+            for other in peers:
+                for source, target in zip(slices[other], exchange.takes[other], strict=True):
+                    copy_memory(target.address, source)
+        elif peers:
+            exchange.total.add(slices)
+        for other in peers:
+            if _hung_up(self._peers[other].socket):  # it may have changed the memory while that was read
+                raise _GiveUpError(
+                    f"rank {other} of the group has ended or given up, during {exchange.label}"
+                )
+            exchange.untaken.discard(other)
+            self._send(other, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
+
+    def _has_given_all(self, exchange: PeerExchange, peer: int) -> bool:
+        """Whether a peer has said where all this rank takes is. Raises _GiveUpError where it is something else."""
+        if (exchange.number, peer) not in self._given:
+            return False
+        digest, label, places = self._given[exchange.number, peer]
+        wanted = exchange.takes[peer]
+        if digest != exchange.taken_digests[peer]:
+            sizes, expected = [size for _, size in places], [target.nbytes for target in wanted]
             raise _GiveUpError(
                 f"rank {peer} of the group takes part in {label}, giving {_listed(sizes)} bytes, where this rank takes "
                 f"part in {exchange.label}, expecting {_listed(expected)}; all ranks must make the same calls in the "
                 "same order"
             )
-        if len(places) < len(wanted):
-            return  # more messages follow
-        if exchange.total is not None and exchange.total.next != peer:
-            return
-        del self._given[exchange.number, peer]
-        source = self._peers[peer]
-        try:
-            if exchange.total is None:
-                for (address, _), (into, size) in zip(places, wanted, strict=True):
-                    read_memory(source.process, address, into, size)
-            else:
-                self._add(exchange.total, source.process, places)
-        except OSError as error:
-            if not _hung_up(source.socket):  # else it has freed the memory: said below
-                raise _GiveUpError(f"rank {peer} of the group, during {exchange.label}: {error}") from None
-        if _hung_up(source.socket):  # it may have changed the memory while that was read
-            raise _GiveUpError(f"rank {peer} of the group has ended or given up, during {exchange.label}")
-        exchange.untaken.discard(peer)
-        self._send(peer, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
-        if exchange.total is not None and exchange.total.end_peer():
-            self._take(exchange, exchange.total.next)
+        return len(places) == len(wanted)
 
-    @torch.no_grad()
-    def _add(self, total: Sum, process: int, places: Places) -> None:
-        """Add what a peer gives, a piece at a time."""
-        if self._piece is None:
-            self._piece = mmap.mmap(-1, PIECE_BYTES)
-        piece = torch.frombuffer(self._piece, dtype=torch.uint8)
-        for index, ((address, nbytes), own) in enumerate(zip(places, total.own, strict=True)):
-            for begin in range(0, nbytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, nbytes - begin)
-                read_memory(process, address + begin, piece.data_ptr(), size)
-                total.add(index, begin // own.itemsize, piece[:size].view(own.dtype))
+    def _slices(self, exchange: PeerExchange, peer: int) -> list[torch.Tensor]:
+        """What a peer gives, where it lies in that peer's memory."""
+        _, _, places = self._given.pop((exchange.number, peer))
+        memory = self._peers[peer].memory
+        return [
+            _view(memory, place, target.dtype)
+            for place, target in zip(places, exchange.takes[peer], strict=True)
+        ]
 
     def _end_if_done(self, exchange: PeerExchange) -> None:
         if not (exchange.untaken or exchange.unread):
@@ -430,6 +475,21 @@ def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
         head + b"".join(_PLACE.pack(*place) for place in places[begin : begin + _PLACES])
         for begin in range(0, max(len(places), 1), _PLACES)
     ]
+
+
+def _view(memory: PeerFile, place: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a peer's memory, to be read only."""
+    begin, nbytes = place
+    if not nbytes:
+        return torch.empty(0, dtype=dtype)
+    if begin + nbytes > memory.size:
+        raise _GiveUpError(f"{nbytes} bytes at {begin} are not in a peer's memory of {memory.size} bytes")
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(memory.address + begin), dtype=dtype)
+
+
+def copy_memory(into: int, source: torch.Tensor) -> None:
+    """Copy the bytes of a tensor to an address, in this thread alone."""
+    ctypes.memmove(into, source.data_ptr(), source.nbytes)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -1,14 +1,16 @@
 """What a reduction adds up."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from .protocol import Op, Pairs
 
+PIECE_BYTES = 1 << 18  # of each rank's memory, added while the sum is in the cache
+
 
 class Sum:
-    """This rank's own slices, to which what each peer gives is added, always in the same order of peers.
+    """This rank's own slices and what peers give, added always in the same order of peers.
 
     Args:
         pairs: (receive, own), contiguous and 1-D; `receive` may be `own`.
@@ -17,25 +19,23 @@ class Sum:
     """
 
     def __init__(self, pairs: Pairs, peers: Sequence[int], op: Op) -> None:
-        self.pairs, self.peers, self._op = pairs, tuple(peers), op
-        self.next = self.peers[0]
+        self._pairs, self.peers, self._op = pairs, tuple(peers), op
 
     @property
     def own(self) -> list[torch.Tensor]:
         """This rank's slices; those of peers are like them."""
-        return [own for _, own in self.pairs]
+        return [own for _, own in self._pairs]
 
-    def add(self, index: int, begin: int, given: torch.Tensor) -> None:
-        """Add what the next peer gives for one pair, from element `begin` on."""
-        receive, own = self.pairs[index]
-        here = slice(begin, begin + given.numel())
-        torch.add((own if self.next == self.peers[0] else receive)[here], given, out=receive[here])
-        if self._op == "avg" and self.next == self.peers[-1]:
-            receive[here].div_(1 + len(self.peers))
-
-    def end_peer(self) -> bool:
-        """All that the next peer gives has been added; whether another one follows."""
-        following = self.peers.index(self.next) + 1
-        if following < len(self.peers):
-            self.next = self.peers[following]
-        return following < len(self.peers)
+    @torch.no_grad()
+    def add(self, slices: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Write the sums of this rank's slices and those of all peers."""
+        for index, (receive, own) in enumerate(self._pairs):
+            first, *others = (slices[peer][index] for peer in self.peers)
+            step = PIECE_BYTES // own.itemsize
+            for begin in range(0, own.numel(), step):
+                part = slice(begin, begin + step)
+                total = torch.add(own[part], first[part], out=receive[part])
+                for other in others:
+                    total.add_(other[part])
+                if self._op == "avg":
+                    total.div_(1 + len(self.peers))

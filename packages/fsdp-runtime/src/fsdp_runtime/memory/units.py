@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dbuffer import RecyclerStats, exchange_scratch_bytes, reduction_scratch_bytes
-from ragged_shard import is_cpu
+from dbuffer import RecyclerStats, exchange_scratch_bytes
 
 from .._params.unit import Unit
 from .._schedule.model import Member, member_of
@@ -89,13 +88,6 @@ def _scratch(unit: Unit) -> int:
         encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
         if encoded:
             total += exchange_scratch_bytes(encoded) if data.shard_size > 1 else 0
-        elif is_cpu(data.device):
-            reducing = sum(
-                data.shard_size * segment.shard_size * plan.dtypes.reduce.itemsize
-                for plan in plans
-                for segment in plan.layout.segments
-            )
-            total += reduction_scratch_bytes(reducing, data.shard_size)
     return total
 
 

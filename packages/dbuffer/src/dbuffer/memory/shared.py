@@ -1,0 +1,331 @@
+"""Memory that the other processes of this machine can map: where gathered memory on the host lies.
+
+All of it is in one file without a name (`memfd`), larger than most machines' memory but sparse, mapped once. A peer gets
+the file over a socket and maps it once, to read; from then on an offset tells it where a tensor is. The kernel frees
+the file when no process has it any more, however the processes ended.
+
+    allocate(n)     a uint8 tensor; its range is free again when nobody holds its memory
+    free ranges     keep their pages for the next `allocate`, up to 5/4 of what was lately in use at once, until a
+                    recycler is gone
+
+Pages are there before anybody writes to them: without memory `allocate` raises, and no signal ends the process.
+A forked child gets copies of its own; what it writes does not reach the parent.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .huge_pages import SMALLEST, prefer_huge_pages
+
+SMALLEST_SHARED = 1 << 16  # bytes: smaller memory is not worth a range of its own
+_TIMES_MEMORY = 4  # size of the file, in the machine's memory: ranges of many sizes leave gaps
+_LARGEST = 1 << 42  # bytes of the file: 17 mappings of it have room in a process
+_LATELY = 256  # allocations
+_SLACK = 4  # a quarter more than was in use at once is kept, for what does not fit
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
+_FIXED, _NORESERVE, _MAY_MOVE_TO = 0x10, 0x4000, 1 | 2  # of mmap and mremap
+_FAILED = ctypes.c_void_p(-1).value
+_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
+    libc.mremap.argtypes, libc.mremap.restype = [address, size, size, number, address], address
+    libc.madvise.argtypes, libc.munmap.argtypes = [address, size, number], [address, size]
+    return libc
+
+
+def _map(nbytes: int, protection: int, flags: int, fd: int = -1, address: int | None = None) -> int:
+    mapped = _libc().mmap(address, nbytes, protection, flags | _NORESERVE, fd, 0)
+    if mapped == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {nbytes} bytes: {os.strerror(error)}")
+    return int(mapped)
+
+
+class Ranges:
+    """A set of numbers as runs `[begin, end]`, in order, that do not touch."""
+
+    def __init__(self, *runs: list[int]) -> None:
+        self.runs = list(runs)
+
+    def add(self, begin: int, end: int) -> None:
+        """Add numbers that are not in it."""
+        runs = []
+        for run in self.runs:
+            if run[1] < begin or run[0] > end:
+                runs.append(run)
+            else:
+                begin, end = min(begin, run[0]), max(end, run[1])
+        self.runs = sorted([*runs, [begin, end]])
+
+    def remove(self, begin: int, end: int) -> None:
+        """Remove those that are in it."""
+        parts = [part for low, high in self.runs for part in ([low, min(high, begin)], [max(low, end), high])]
+        self.runs = [part for part in parts if part[0] < part[1]]
+
+    def first(self, length: int) -> int | None:
+        """Begin of the first run of this length or more."""
+        return next((begin for begin, end in self.runs if end - begin >= length), None)
+
+    def total(self) -> int:
+        """How many there are."""
+        return sum(end - begin for begin, end in self.runs)
+
+
+class Arena:
+    """The file of this process and its mapping.
+
+    Attributes:
+        fd: the file.
+        address, size: of the mapping, in bytes.
+
+    Raises:
+        OSError: the platform has no such files, or refuses.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this platform has no memfd_create")
+        self.size = min(_TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _LARGEST)
+        self.fd = os.memfd_create("dbuffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.address = _map(self.size, _READ_WRITE, mmap.MAP_SHARED, self.fd)
+        except OSError:
+            os.close(self.fd)
+            raise
+        _libc().madvise(self.address, self.size, mmap.MADV_DONTDUMP)  # writing a core file would take hours
+        self._free = Ranges([0, self.size])
+        self._with_pages = Ranges()  # of the free ones
+        self._in_use = self._peak = self._peak_lately = 0  # bytes
+        self._countdown = _LATELY
+        self._returned: deque[tuple[int, int]] = deque()  # free, but not in `_free` yet
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised memory, uint8, at a page's begin.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        size = _whole_pages(nbytes)
+        with self._lock:
+            self._take_returned()
+            begin = self._with_pages.first(size)
+            if begin is None:
+                begin = self._free.first(size)
+            if begin is None:
+                raise RuntimeError(f"{self.size} bytes of shared memory have no free range of {nbytes} bytes")
+            end = begin + size
+            self._free.remove(begin, end)
+            self._with_pages.remove(begin, end)
+            memory = (ctypes.c_ubyte * nbytes).from_address(self.address + begin)
+            weakref.finalize(memory, self._give_back, begin, end).atexit = False
+            self._count(size)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if nbytes >= SMALLEST:
+            prefer_huge_pages(tensor)  # given where `shmem_enabled` says `advise`
+        self._populate(begin, size)
+        return tensor
+
+    def _count(self, nbytes: int) -> None:
+        """So many bytes more are in use; pages of free ranges that are then too many go back to the kernel."""
+        self._in_use += nbytes
+        if nbytes > 0:
+            self._peak_lately = max(self._peak_lately, self._in_use)
+            self._peak = max(self._peak, self._in_use)
+            self._countdown -= 1
+        if not self._countdown:
+            self._peak, self._peak_lately, self._countdown = self._peak_lately, self._in_use, _LATELY
+        most = self._peak + self._peak // _SLACK // mmap.PAGESIZE * mmap.PAGESIZE
+        while (surplus := self._in_use + self._with_pages.total() - most) > 0 and self._with_pages.runs:
+            begin, end = self._with_pages.runs[-1]
+            begin = max(begin, end - surplus)
+            _libc().madvise(self.address + begin, end - begin, mmap.MADV_REMOVE)
+            self._with_pages.remove(begin, end)
+
+    def trim(self) -> None:
+        """Give the pages of free ranges back to the kernel."""
+        if self._lock.acquire(blocking=False):  # else `allocate` is at work, which needs them
+            try:
+                self._peak = self._peak_lately = 0
+                self._count(0)
+            finally:
+                self._lock.release()
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """The last user of a range is gone. On any thread, and amid anything that this one does."""
+        self._returned.append((begin, end))
+        if self.fd >= 0 and self._lock.acquire(blocking=False):
+            try:
+                self._take_returned()
+            finally:
+                self._lock.release()
+
+    def _take_returned(self) -> None:
+        while self._returned:
+            begin, end = self._returned.popleft()
+            self._free.add(begin, end)
+            self._with_pages.add(begin, end)
+            self._count(begin - end)
+
+    def _populate(self, begin: int, size: int) -> None:
+        """Have the pages of a range.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        while _libc().madvise(self.address + begin, size, _POPULATE_WRITE):
+            error = ctypes.get_errno()
+            if error == errno.EINTR:
+                continue  # a signal's handler runs first
+            try:
+                if error != errno.EINVAL:
+                    raise OSError(error, os.strerror(error))
+                os.posix_fallocate(self.fd, begin, size)  # an older kernel
+            except OSError as refused:
+                raise RuntimeError(f"no memory for {size} bytes for ranks to share: {refused}") from None
+            return
+
+    def offset(self, address: int, nbytes: int) -> int | None:
+        """Where memory of this process is in the file; None: it is not there."""
+        begin = address - self.address
+        return begin if 0 <= begin <= self.size - nbytes else None
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: have private memory in place of the file, without its contents."""
+        try:
+            _map(self.size, _READ_WRITE, _PRIVATE | _FIXED, address=self.address)
+        except OSError:
+            _map(self.size, _NO_ACCESS, _PRIVATE | _FIXED, address=self.address)
+        os.close(self.fd)
+        self.fd = -1
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+_arena: Arena | None = None
+
+
+def arena() -> Arena:
+    """This process's, made by the first call. Raises OSError where that is not possible."""
+    global _arena
+    if _arena is None:
+        _arena = Arena()
+    return _arena
+
+
+def is_possible() -> bool:
+    """Whether this process can have such memory."""
+    with contextlib.suppress(OSError):
+        arena()
+    return _arena is not None
+
+
+def offset_of(address: int, nbytes: int) -> int | None:
+    """Where memory is in this process's file; None: it is not there."""
+    return None if _arena is None else _arena.offset(address, nbytes)
+
+
+def trim() -> None:
+    """Give the pages of free ranges back to the kernel."""
+    if _arena is not None:
+        _arena.trim()
+
+
+class PeerFile:
+    """Another process's file, mapped to be read. See `peer_file`.
+
+    Attributes:
+        address, size: of the mapping, in bytes.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.size = os.fstat(fd).st_size
+        self.address = _map(self.size, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):  # a child would keep the memory of dead peers
+            _libc().madvise(self.address, self.size, advice)
+        weakref.finalize(self, _unmap, self.address, self.size, os.getpid()).atexit = False
+
+
+def _unmap(address: int, size: int, process: int) -> None:
+    if os.getpid() == process:
+        _libc().munmap(address, size)
+
+
+_peer_files: "weakref.WeakValueDictionary[tuple[int, int], PeerFile]" = weakref.WeakValueDictionary()
+
+
+def peer_file(fd: int) -> PeerFile:
+    """The mapping of another process's file: one, however many process groups the two are in.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    status = os.fstat(fd)
+    key = status.st_dev, status.st_ino
+    mapped = _peer_files.get(key)
+    if mapped is None:
+        mapped = _peer_files[key] = PeerFile(fd)
+    return mapped
+
+
+# -- forks: what the child is to see of this memory is copied before, and moved to its place in the child --------------
+
+# (address, bytes, address of the copy; None: there was no memory for it)
+_copies: list[tuple[int, int, int | None]] = []
+
+
+def copy_for_child(contents: Iterable[tuple[int, int]]) -> None:
+    """Before a fork: copy memory that is in use, by address and size, of what of it is in the file."""
+    for address, nbytes in contents:
+        if offset_of(address, nbytes) is None:
+            continue
+        copy = None
+        with contextlib.suppress(OSError):
+            copy = _map(_whole_pages(nbytes), _READ_WRITE, _PRIVATE)
+            ctypes.memmove(copy, address, nbytes)
+        _copies.append((address, _whole_pages(nbytes), copy))
+
+
+def forget_copies() -> None:
+    """In the parent, after a fork."""
+    while _copies:
+        _, size, copy = _copies.pop()
+        if copy is not None:
+            _libc().munmap(copy, size)
+
+
+def take_copies() -> None:
+    """In the child: private memory with the copies in place of the file. What could not be copied cannot be read."""
+    global _arena
+    left, _arena = _arena, None
+    _peer_files.clear()
+    if left is None:
+        return
+    left.leave_to_parent()
+    for address, size, copy in _copies:
+        moved = copy is not None and _libc().mremap(copy, size, size, _MAY_MOVE_TO, address) != _FAILED
+        if not moved:
+            _map(size, _NO_ACCESS, _PRIVATE | _FIXED, address=address)
+    _copies.clear()

@@ -1,0 +1,403 @@
+"""Memory that other processes map: ranges, pages, forked children, and what is left when its process is gone."""
+
+import contextlib
+import ctypes
+import errno
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dbuffer_helpers import build_large, load, peers_of, swap
+
+from dbuffer import Gather, Recycler
+from dbuffer._torch_compat import CAN_SWAP
+from dbuffer.memory import shared as shared_memory
+from dbuffer.memory.shared import Arena, PeerFile, Ranges
+from ragged_shard.testing import RankError, run_ranks
+
+MIB = 1 << 20
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not CAN_SWAP, reason="this platform shares no memory"
+)
+
+
+def offset_of(tensor):
+    return shared_memory.offset_of(tensor.data_ptr(), tensor.nbytes)
+
+
+def pages_of(arena):
+    """Bytes of pages that a file holds."""
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+# -- ranges and pages --------------------------------------------------------------------------------------------------
+
+
+def test_ranges_are_a_set_of_numbers():
+    dice, ranges, expected = random.Random(0), Ranges(), set()
+    for _ in range(2000):
+        begin = dice.randrange(60)
+        end = begin + dice.randrange(1, 12)
+        numbers = set(range(begin, end))
+        if dice.random() < 0.5 and not numbers & expected:
+            ranges.add(begin, end)
+            expected |= numbers
+        else:
+            ranges.remove(begin, end)
+            expected -= numbers
+        assert [n for run in ranges.runs for n in range(*run)] == sorted(expected)
+        assert all(a[1] < b[0] for a, b in zip(ranges.runs, ranges.runs[1:], strict=False))
+        assert ranges.total() == len(expected)
+        length = dice.randrange(1, 12)
+        runs = [run[0] for run in ranges.runs if run[1] - run[0] >= length]
+        assert ranges.first(length) == (runs[0] if runs else None)
+
+
+def test_another_mapping_of_the_file_sees_what_is_written():
+    arena = Arena()
+    first, second = arena.allocate(MIB), arena.allocate(3 * MIB)
+    first.fill_(1)
+    second.fill_(2)
+    mapped = PeerFile(arena.fd)
+    for tensor, value in ((first, 1), (second, 2)):
+        offset = arena.offset(tensor.data_ptr(), tensor.nbytes)
+        assert offset is not None
+        assert ctypes.string_at(mapped.address + offset, tensor.nbytes) == bytes([value]) * tensor.nbytes
+    assert arena.offset(torch.empty(4).data_ptr(), 16) is None
+
+
+def test_ranges_in_use_never_overlap_and_few_more_pages_are_kept_than_were_in_use_lately():
+    arena, dice = Arena(), random.Random(1)
+    held: list[tuple[torch.Tensor, int]] = []
+    recent: list[int] = []
+    for step in range(3000):
+        if held and (len(held) > 12 or dice.random() < 0.5):
+            tensor, value = held.pop(dice.randrange(len(held)))
+            assert bool((tensor == value).all())
+            del tensor
+        else:
+            tensor = arena.allocate(dice.randrange(1, 40) * 10_000)
+            tensor.fill_(step % 251)
+            held.append((tensor, step % 251))
+            del tensor
+        in_use = sum(-(-t.nbytes // 4096) * 4096 for t, _ in held)
+        recent.append(in_use)
+        assert in_use <= pages_of(arena) <= 1.25 * max(recent[-6 * shared_memory._LATELY :])
+    held.clear()
+    arena.trim()
+    assert pages_of(arena) == 0
+
+
+def test_a_free_range_serves_other_sizes_with_the_pages_it_has():
+    arena = Arena()
+    kept = arena.allocate(MIB)
+    large = arena.allocate(8 * MIB)
+    first = large.data_ptr()
+    del large
+    before = pages_of(arena)
+    parts = [arena.allocate(2 * MIB) for _ in range(4)]
+    assert parts[0].data_ptr() == first
+    assert pages_of(arena) == before == 9 * MIB
+    del kept, parts
+    assert pages_of(arena) == before
+    arena.trim()
+    assert pages_of(arena) == 0
+
+
+def test_memory_lives_as_long_as_a_tensor_on_it():
+    arena = Arena()
+    view = arena.allocate(MIB).view(torch.int32)[5:7]
+    gc.collect()
+    assert pages_of(arena) == MIB
+    arena.trim()
+    view.fill_(3)
+    assert pages_of(arena) == MIB
+    del view
+    arena.trim()
+    assert pages_of(arena) == 0
+
+
+def test_threads_may_drop_memory_at_any_time():
+    arena, stop = Arena(), threading.Event()
+    shared: list[torch.Tensor] = []
+
+    def drops():
+        while not stop.is_set():
+            if shared:
+                shared.pop()
+
+    thread = threading.Thread(target=drops)
+    thread.start()
+    for number in range(2000):
+        tensor = arena.allocate(shared_memory.SMALLEST_SHARED * (1 + number % 5))
+        tensor.fill_(number % 200)
+        assert bool((tensor == number % 200).all())
+        shared.append(tensor)
+    stop.set()
+    thread.join()
+    shared.clear()
+    del tensor
+    arena.allocate(1)
+    arena.trim()
+    assert pages_of(arena) == 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT])
+def test_without_memory_it_raises_and_the_range_is_free_again(monkeypatch, error):
+    arena = Arena()
+    usual = shared_memory._libc()
+
+    class Refuses:
+        def __getattr__(self, name):
+            return getattr(usual, name)
+
+        def madvise(self, address, size, advice):
+            if advice != shared_memory._POPULATE_WRITE:
+                return usual.madvise(address, size, advice)
+            ctypes.set_errno(error)
+            return -1
+
+    monkeypatch.setattr(shared_memory, "_libc", Refuses)
+    with pytest.raises(RuntimeError, match=r"no memory for 1048576 bytes for ranks to share: \[Errno"):
+        arena.allocate(MIB)
+    monkeypatch.undo()
+    gc.collect()
+    assert arena.allocate(MIB).data_ptr() == arena.address
+
+
+def test_an_older_kernel_reserves_pages_another_way(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 1000)
+    arena = Arena()
+    tensor = arena.allocate(MIB)
+    assert pages_of(arena) == tensor.nbytes
+
+
+def test_more_than_there_is_room_for_raises():
+    arena = Arena()
+    with pytest.raises(RuntimeError, match="have no free range"):
+        arena.allocate(arena.size + 1)
+
+
+def test_nobody_can_make_the_file_shorter():
+    arena = Arena()
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 4096)
+
+
+def test_a_recycler_shares_large_blocks_and_drops_those_from_before():
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+    recycler.lend(storage, MIB)
+    recycler.share()
+    recycler.take_back(storage)
+    assert recycler.stats.parked_bytes == 0
+    for nbytes, shared in ((MIB, True), (shared_memory.SMALLEST_SHARED - 1, False)):
+        recycler.lend(storage, nbytes)
+        on_it = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+        assert (offset_of(on_it) is not None) is shared
+        recycler.drop(storage)
+    assert storage.nbytes() == 0
+
+
+def test_pages_are_kept_while_a_recycler_lives_and_then_given_back():
+    gc.collect()
+    recycler, storage = Recycler("cpu", lean=True), torch.UntypedStorage(0)
+    recycler.share()
+    shared_memory.trim()
+    before = pages_of(shared_memory.arena())
+    for _ in range(3):
+        recycler.lend(storage, 4 * MIB)
+        recycler.take_back(storage)
+        recycler.trim()
+        assert pages_of(shared_memory.arena()) == before + 4 * MIB
+    recycler.lend(storage, 2 * MIB)
+    recycler.take_back(storage)
+    del recycler
+    assert pages_of(shared_memory.arena()) == before
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def in_child(call):
+    """What `call` returns in a forked child, as text, and the child's exit status."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ours)
+        try:
+            os.write(theirs, str(call()).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        text = pipe.read()
+    return text, os.waitpid(child, 0)[1]
+
+
+def a_rank_forks():
+    """Rank 0's child has what the parent had, and neither sees what the other writes."""
+    buffer = build_large()
+    load(buffer, {"w": torch.full((1024, 1024), 3.0)})
+    Gather([buffer]).start().wait()
+    result = None
+    if dist.get_rank() == 0:
+        parked = torch.UntypedStorage(0)
+        buffer.recycler.lend(parked, MIB)
+        buffer.recycler.take_back(parked)
+        go, told = os.pipe()
+
+        def child():
+            os.read(go, 1)  # the parent has written by now
+            seen = [buffer.full[0].unique().tolist()]
+            buffer.full[0].fill_(-1.0)
+            buffer.recycler.lend(parked, MIB)
+            torch.empty(0, dtype=torch.uint8).set_(parked, 0, (MIB,), (1,)).fill_(1)
+            seen += [buffer.full[0].unique().tolist()]
+            other = shared_memory.arena().allocate(MIB).fill_(5)
+            return [*seen, other.unique().tolist()]
+
+        writer = threading.Timer(0.3, lambda: (buffer.full[0].fill_(4.0), os.write(told, b"!")))
+        writer.start()
+        result = in_child(child)
+        writer.join()
+        assert buffer.full[0].unique().tolist() == [4.0]
+    dist.barrier()
+    buffer.release()
+    Gather([buffer]).start().wait()
+    assert buffer.full[0].unique().tolist() == [3.0]
+    return result
+
+
+def test_a_forked_child_has_gathered_memory_of_its_own():
+    assert run_ranks(2, a_rank_forks)[0] == ("[[3.0], [-1.0], [5]]", 0)
+
+
+def a_fork_without_memory_for_copies():
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+    recycler.share()
+    recycler.lend(storage, MIB)
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (MIB,), (1,)).fill_(1)
+    usual = shared_memory._map
+
+    def refuses(nbytes, protection, flags, *rest, **options):
+        if flags == shared_memory._PRIVATE:
+            raise OSError(errno.ENOMEM, "no memory")
+        return usual(nbytes, protection, flags, *rest, **options)
+
+    shared_memory._map = refuses
+    try:
+        return in_child(lambda: flat[0].item())
+    finally:
+        shared_memory._map = usual
+
+
+def test_a_child_whose_copy_failed_ends_and_reads_no_other_value():
+    text, status = run_ranks(1, a_fork_without_memory_for_copies)[0]
+    assert text == ""
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+
+
+# -- processes that end ------------------------------------------------------------------------------------------------
+
+
+def shared_bytes():
+    """Bytes of shared memory on this machine."""
+    with open("/proc/meminfo", encoding="utf-8") as lines:
+        (line,) = (line for line in lines if line.startswith("Shmem:"))
+    return 1024 * int(line.split()[1])
+
+
+def large_memory_and_a_child():
+    """Each rank has 256 MiB, read by the other, and a child that lives on; rank 1 is killed."""
+    peers, size = peers_of(), 64 * MIB
+    memory = shared_memory.arena().allocate(4 * size).view(torch.float32)
+    swap(peers, memory, [torch.empty(size)]).wait()
+    if not os.fork():
+        for descriptor in range(1024):  # also what the test waits for
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        signal.alarm(20)
+        while True:
+            signal.pause()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_memory_of_ranks_that_were_killed_is_gone_though_their_children_live():
+    before = shared_bytes()
+    with pytest.raises(RankError):
+        run_ranks(2, large_memory_and_a_child, timeout=30)
+    deadline = time.monotonic() + 10
+    while shared_bytes() - before > 128 * MIB and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert shared_bytes() - before <= 128 * MIB  # other tests may run at the same time
+
+
+EXITING = """
+import torch
+from dbuffer.memory import shared
+kept = [shared.arena().allocate(1 << 20) for _ in range(8)]
+"""
+
+
+def test_an_interpreter_ends_normally_with_memory_in_use():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", EXITING], env=environment, check=True, timeout=60)
+
+
+# -- tensors as any other ----------------------------------------------------------------------------------------------
+
+
+def gathered_tensors_are_copied_and_sent(tmp_path):
+    buffer = build_large(name="unit")
+    load(buffer, {"w": torch.arange(1024.0 * 1024).view(1024, 1024)})
+    Gather([buffer]).start().wait()
+    view = buffer.views["w"]
+    assert offset_of(view) is not None
+    torch.save(view, f"{tmp_path}/{dist.get_rank()}")
+    assert torch.equal(torch.load(f"{tmp_path}/{dist.get_rank()}"), view)
+    expected = view.clone()
+    view.share_memory_()
+    assert torch.equal(view, expected)
+    Gather([buffer]).start().wait()  # from memory of torch's own
+    assert torch.equal(view, expected)
+    buffer.release()
+    Gather([buffer]).start().wait()
+    assert torch.equal(view, expected)
+    assert offset_of(view) is not None
+
+
+def test_gathered_tensors_can_be_saved_and_shared(tmp_path):
+    run_ranks(2, gathered_tensors_are_copied_and_sent, str(tmp_path))
+
+
+def without_a_mapping():
+    """No memory can be shared: buffers have private memory, and collectives are used."""
+
+    def refused():
+        raise OSError("not here")
+
+    usual, shared_memory.arena = shared_memory.arena, refused
+    own, shared_memory._arena = shared_memory._arena, None
+    try:
+        buffer = build_large(transport="collectives", recycler=Recycler("cpu"), group=dist.new_group())
+        buffer.recycler.share()
+        load(buffer, {"w": torch.full((1024, 1024), 2.0)})
+        Gather([buffer]).start().wait()
+        return buffer.full[0].unique().tolist()
+    finally:
+        shared_memory.arena, shared_memory._arena = usual, own
+
+
+def test_where_memory_cannot_be_shared_buffers_have_their_own():
+    assert run_ranks(2, without_a_mapping) == [[2.0]] * 2
