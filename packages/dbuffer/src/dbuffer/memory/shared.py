@@ -1,6 +1,6 @@
 """Memory that the other processes of this machine can map: where gathered memory on the host lies.
 
-All of it is in one file without a name (`memfd`), larger than most machines' memory but sparse, mapped once. A peer gets
+All of it is in one file without a name (`memfd`), larger than the memory but sparse, mapped once. A peer gets
 the file over a socket and maps it once, to read; from then on an offset tells it where a tensor is. The kernel frees
 the file when no process has it any more, however the processes ended.
 
