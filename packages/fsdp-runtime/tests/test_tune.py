@@ -253,6 +253,31 @@ def test_nothing_is_gathered_ahead_if_only_that_fits():
         assert (lean.prefetch_depth, lean.peak) == (0, whole.least)
 
 
+def test_a_model_that_is_gone_but_not_collected_does_not_change_what_a_step_takes():
+    with simulated_ranks(8):
+        model = sharded()
+        model.set_prefetch_depth(2)
+        least = tune(model, lambda: backward(model), memory_budget=1 << 30).least
+        gone = sharded()
+        gone.unshard()
+        gone.itself = [gone]  # a cycle, which holds its gathered memory until the collector runs
+        del gone
+
+        def step():
+            calls.append(0)
+            if len(calls) == 2:  # the first that is measured
+                gc.collect()
+            backward(model)
+
+        calls = []
+        gc.disable()
+        try:
+            lean = tune(model, step, memory_budget=least)
+        finally:
+            gc.enable()
+        assert (lean.prefetch_depth, lean.peak, lean.least) == (0, least, least)
+
+
 def test_steps_are_few_and_the_callers_meter_is_used():
     with simulated_ranks(8):
         model, calls = sharded(), []

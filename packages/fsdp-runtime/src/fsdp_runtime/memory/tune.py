@@ -6,6 +6,7 @@ The last units in forward are kept: they are needed first in backward, so each h
     bisection    the last n units are kept: does the measured peak fit?        -> the largest n that does
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,6 +236,7 @@ class _Trial:
         """The most live bytes of a step, of all ranks."""
         for unit in self._passes.units:
             unit.reshard()
+        gc.collect()  # gathered memory of a model that is gone must not come back amid the step
         self._recycler.trim()
         self._others = self._pooled()
         self._passes.backward.slow_wire = True
