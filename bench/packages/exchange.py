@@ -37,7 +37,7 @@ def run(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | No
         buffer.materialize()
         for flat in (*buffer.shard, *buffer.full):
             flat.normal_()
-    moves = {}
+    moves: dict[tuple[str, str], Any] = {}
     for name, buffer in buffers.items():
         moves["gather", name] = Gather([buffer]).start
         moves["reduce", name] = ReduceScatter([buffer], op="sum").start
