@@ -4,6 +4,7 @@
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 # number of tensors that are.
 LM, LAYERS = "AutoModelForCausalLM", {"num_hidden_layers": 2}
 EXPERTS = {**LAYERS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, tuple[Any, ...]] = {
     "gpt2-medium": (LM, "GPT2", {"n_embd": 1024, "n_layer": 2, "n_head": 16}, [], ["wte", "wpe"], [], 8),
     "gpt-neo-1.3B": (LM, "GPTNeo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, [],
                      ["wte", "wpe"], [], 12),

@@ -4,6 +4,7 @@
 """
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def named(model):
 
 def narrow(model, layout):
     """8-bit AdamW with its default block; in one process, with the blocks that this chooses in the layout."""
-    options = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+    options: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return AdamW8bit(named(model), lr=0.02, **options)
     group = {
@@ -140,7 +141,7 @@ def like(value, param):
     if not isinstance(param, DTensor):
         return value.clone()
     mesh, placements = param.device_mesh, param.placements
-    boxes = held_boxes(param.shape, mesh.shape, placements, mesh.get_coordinate())
+    boxes = held_boxes(param.shape, mesh.shape, placements, mesh.get_coordinate() or ())
     assert len(boxes) <= 1
     local = value.new_empty(param.to_local().shape)
     for offsets, sizes in boxes:
@@ -196,7 +197,7 @@ def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layou
 
 
 def narrow_by_columns(model):
-    quantize = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+    quantize: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
     return AdamW8bit(named(model), lr=0.02, block=Tile(1, 24), **quantize)
 
 
@@ -212,7 +213,7 @@ def loaded(folder):
     model = rows(Model())
     optimizer = narrow_by_columns(model)
     states = get_state_dict(model, optimizer)
-    both = {"model": states[0], "optimizer": states[1]}
+    both: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
     dcp.load(both, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
     steps(model, optimizer, (2,))
@@ -227,7 +228,7 @@ def test_8bit_states_saved_under_tensor_parallelism_load_on_three_ranks_of_rows(
         assert all(torch.equal(p, result[name]) for name, p in expected.named_parameters())
 
 
-CHOSEN = {  # of tensors on three ranks, by shape and placement
+CHOSEN: dict[Any, Any] = {  # of tensors on three ranks, by shape and placement
     ((1000, 768), Shard(0)): Tile(1, 256),
     ((7, 5000), Shard(0)): Tile(1, 256),
     ((4, 768, 100), Shard(1)): Tile(1, 256),

@@ -439,6 +439,6 @@ def test_a_recipe_of_a_model_routes_its_policy_and_its_optimizer_alike():
     )
     assert {recipe(n, p) for n, p in model.named_parameters()} > {Tile(4, 8), Whole(), Tile(48, 16)}
     assert all(recipe(n, p) == policy(n, p) for n, p in model.named_parameters())
-    optimizer = recipe(model)
+    optimizer: Any = recipe(model)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert set(optimizer.optimizers) == {"muon", "adamw", "adamw8bit", "shampoo"}

@@ -67,7 +67,7 @@ class LateReads:
             self.written.set()
 
         vars(transport_of(group, "peer_memory"))["_peers"][0]._timeout = peer_memory.GRACE = 0.2
-        peer_memory.copy_memory, Sum.add = late_copy, late_add  # type: ignore[method-assign]
+        peer_memory.copy_memory, Sum.add = late_copy, late_add
 
     def _wait(self, addresses):
         self.into += addresses

@@ -42,7 +42,8 @@ def pages_of(arena):
 
 
 def test_ranges_are_a_set_of_numbers():
-    dice, ranges, expected = random.Random(0), Ranges(), set()
+    dice, ranges = random.Random(0), Ranges()
+    expected: set[int] = set()
     for _ in range(2000):
         begin = dice.randrange(60)
         end = begin + dice.randrange(1, 12)

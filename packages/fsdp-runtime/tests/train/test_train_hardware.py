@@ -10,7 +10,7 @@ from fsdp_runtime.train.hardware import own_device
 @pytest.fixture
 def visible(monkeypatch):
     """Pretends that torch sees so many devices; returns the list of indices that were made current."""
-    chosen = []
+    chosen: list[int] = []
 
     def see(count):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)

@@ -108,6 +108,7 @@ class Recycler:
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
         self._shares = False
+        self._low = self._high = 0  # addresses of the memory that other ranks can read
         _recyclers.add(self)
 
     def share(self) -> None:
@@ -115,6 +116,8 @@ class Recycler:
         on_host = is_cpu(self.device) and not self._layer.asynchronous
         if on_host and not self._shares and compat.CAN_SWAP and shared.is_possible():
             self._shares = True
+            self._low = shared.arena().address
+            self._high = self._low + shared.arena().size
             weakref.finalize(self, shared.trim).atexit = False
 
     def lent(self) -> list[torch.UntypedStorage]:
@@ -158,7 +161,7 @@ class Recycler:
             self.trim()
         if self._layer.asynchronous:
             self._homes[storage] = self._resize_at_home(storage, nbytes)
-        elif self._takes_shared(nbytes):
+        elif self._shares and nbytes >= shared.SMALLEST_SHARED:
             compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
             self._homes[storage] = None
         else:
@@ -169,9 +172,6 @@ class Recycler:
         check_aligned(storage.data_ptr())
         self._allocations += 1
         self._peak = max(self._peak, self._lent() + self._parked_bytes)
-
-    def _takes_shared(self, nbytes: int) -> bool:
-        return self._shares and nbytes >= shared.SMALLEST_SHARED
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         """Give a storage's memory back to its allocator."""
@@ -198,7 +198,11 @@ class Recycler:
             self._layer.wait(last_use, home)
             self._layer.resize(storage, 0)
             return
-        if self._takes_shared(nbytes) and shared.offset_of(storage.data_ptr(), nbytes) is None:
+        if (
+            self._shares
+            and nbytes >= shared.SMALLEST_SHARED
+            and not self._low <= storage.data_ptr() < self._high
+        ):
             self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
             return
         holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
