@@ -58,6 +58,9 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
+        divides_copies: whether ranks that hold a whole parameter alike divide the work on it: those of a DTensor's
+            mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
+        replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
     `step` communicates nothing if it is known whether gradients are finite (``found_inf``, ``grad_norm``),
     on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a
