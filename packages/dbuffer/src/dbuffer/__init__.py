@@ -14,8 +14,7 @@ from ._handle import Handle, HandleState
 from ._order import CollectiveOrder, watch_order
 from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
-from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
-from .memory.scratch import Scratch
+from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, hold_forever, shared_recycler
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 from .wire import (
     BlockFormat,
@@ -26,7 +25,6 @@ from .wire import (
     BlockReduction,
     BlocksAtRest,
     BlocksOnWire,
-    CastOnWire,
     CastReduction,
     CodePlanes,
     Encoder,
@@ -52,7 +50,6 @@ __all__ = [
     "BlockReduction",
     "BlocksAtRest",
     "BlocksOnWire",
-    "CastOnWire",
     "CastReduction",
     "CodePlanes",
     "CollectiveOrder",

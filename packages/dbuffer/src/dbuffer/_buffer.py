@@ -19,16 +19,16 @@ from torch.distributed.tensor import Replicate
 from layout_planner import Layout
 from ragged_shard import RaggedDTensor, device_layer
 
+from . import _torch_compat as compat
 from ._mesh import view_mesh
 from ._order import count_compared
 from ._spec import BufferSpec
-from .memory.gathered import GatheredMemory, NeighborSlices
+from .memory.gathered import Flats, GatheredMemory, NeighborSlices
 from .memory.geometry import geometry_of
-from .memory.recycler import Recycler, hold_forever, shared_recycler
-from .memory.scratch import Scratch
+from .memory.recycler import Recycler, Scratch, hold_forever, shared_recycler
 from .memory.shard import ShardMemory
-from .transport import TransportChoice, may_read_peers, resolved
-from .wire import BlocksAtRest, CastOnWire, CodedShard, ReductionForm, WireForm
+from .transport import Pairs, TransportChoice, may_read_peers, resolved
+from .wire import BlocksAtRest, CodedShard, Encoder, ReductionForm, WireForm
 
 
 class DBuffer:
@@ -49,8 +49,8 @@ class DBuffer:
         full_dtype: dtype of the gathered memory: of compute, or of reductions. Defaults to `dtype`.
         shard_dim: mesh axis that shards, by name or index.
         replicate_dim: mesh axis over which shards are copies (HSDP), or None.
-        wire: format of gathers. Defaults to `CastOnWire`, the full dtype. With `BlocksAtRest` the shard holds codes
-            and scales of values in `dtype`.
+        wire: format of gathers. Defaults to the full dtype: no copy if dtypes agree, else one cast. With
+            `BlocksAtRest` the shard holds codes and scales of values in `dtype`.
         reduction: format of reductions, sent by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
         transport: "auto", "collectives", "peer_memory", or a function that makes a `Transport` of a process group.
@@ -117,7 +117,7 @@ class DBuffer:
             full_dtype=full_dtype or dtype,
             shard_device=placed,
             pin_memory=pin_memory and placed != layer.device,
-            wire=wire or CastOnWire(),
+            wire=wire,
             reduction=reduction,
             transport=resolved(transport),
             alias=alias and wire is None,
@@ -159,7 +159,11 @@ class DBuffer:
         self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
         alias = self.shard_memory.flats if self.aliased else None
         self.gathered = GatheredMemory(self.geometry, spec.full_dtype, recycler, alias)
-        self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
+        self.encoder: Encoder | None = None  # if gathers have a wire form
+        if spec.wire is not None:
+            self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
+        self._sent: Flats = ()  # in the last gather without one
+        self._pairs: Pairs = []
 
     def number_on(self, group: dist.ProcessGroup) -> int:
         """Number of buffers compared over a process group up to this one: the same on all of its ranks.
@@ -279,11 +283,31 @@ class DBuffer:
         Page-locked memory is reused if no tensor holds the last shard; the host then waits for the device, once for all
         buffers whose shards were dropped before.
         """
-        self.shard_memory.renew()
+        if not self.shard_memory.flats:
+            self.shard_memory.allocate()
 
     def materialize(self) -> None:
         """Allocate `full`, uninitialised, for use on the current stream. No effect if it is allocated."""
         self.gathered.materialize()
+
+    def begin_gather(self) -> Pairs:
+        """Allocate `full`, and prepare a gather: (receive, send) pairs. None if shard and full are the same memory."""
+        self.gathered.materialize()
+        if self.aliased:
+            return []
+        shards, own = self.shard_memory.flats, self.gathered.own
+        if not shards:
+            self.check_shard("all_gather")
+        if self.encoder is not None:
+            return self.encoder.encode(shards)
+        sent = shards
+        if self.spec.casts or self.offloaded:
+            compat.copy(own, shards, non_blocking=True)
+            sent = own
+        if sent is not self._sent:
+            self._pairs = list(zip(self.gathered.raw, sent, strict=True))
+            self._sent = sent  # last: after an interrupt the next gather lists the pairs again
+        return self._pairs
 
     def release(self) -> None:
         """Free `full`; views are valid again after the next gather. No effect if it is released.
@@ -296,7 +320,7 @@ class DBuffer:
         """
         if self.in_flight is not None:
             self.check_idle("release")
-        if self.encoder.decodes:
+        if self.encoder is not None:
             self.encoder.release()
         self.gathered.release()
 
@@ -320,7 +344,7 @@ class DBuffer:
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            kept = self.encoder.kept()
+            kept = None if self.encoder is None else self.encoder.kept()
             if kept is None and not self.gathered.flats:
                 raise RuntimeError(
                     f"{self.name}: shrink of tensors that are gathered as codes; call keep_codes_for before the gather"
@@ -337,14 +361,16 @@ class DBuffer:
         `shrink` then keeps 1/size of the codes instead of 1/size of the gathered memory. None: keep nothing. No effect
         on other buffers.
         """
-        self.encoder.keep_for(group)
+        if self.encoder is not None:
+            self.encoder.keep_for(group)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, even if its version counter has not changed.
 
         For writes that torch does not see, such as a custom kernel's. Only quantizing forms cache anything.
         """
-        self.encoder.forget()
+        if self.encoder is not None:
+            self.encoder.forget()
 
     def forget_neighbors(self) -> None:
         """Drop the slices that `shrink` kept: the next gather uses the shards."""
@@ -361,7 +387,8 @@ class DBuffer:
         self.condemned = True
         self.gathered.condemn()
         hold_forever(self.shard_memory.flats)
-        self.encoder.condemn()
+        if self.encoder is not None:
+            self.encoder.condemn()
         for scratch in self.scratch:
             scratch.condemn()
         if self.neighbor is not None:

@@ -52,7 +52,7 @@ class Gather:
         self._group = buffers[0].spec.view.group
         self._layer = buffers[0].spec.layer
         self._size = buffers[0].spec.view.size
-        self._decodes = any(buffer.encoder.decodes for buffer in buffers)
+        self._decodes = any(buffer.encoder is not None for buffer in buffers)
         self._transport: Transport | None = None
 
     def start(self, stream: Any = None, after: Events | None = None) -> Handle:
@@ -77,11 +77,7 @@ class Gather:
     def _encode_and_send(self) -> Work | None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer in self._buffers:
-            buffer.gathered.materialize()
-            if not buffer.aliased:
-                if not buffer.shard_memory.flats:
-                    buffer.check_shard("all_gather")
-                pairs += buffer.encoder.encode(buffer.shard_memory.flats)
+            pairs += buffer.begin_gather()
         if self._size == 1:
             for receive, send in pairs:  # one rank, shard and gathered memory apart by request
                 if receive.data_ptr() != send.data_ptr():
@@ -96,7 +92,7 @@ class Gather:
 
         def decode() -> None:
             for buffer in buffers:
-                if not buffer.aliased and buffer.encoder.decode():
+                if buffer.encoder is not None and buffer.encoder.decode():
                     layer.wait(layer.record(), launched_on)
 
         return decode
@@ -121,14 +117,15 @@ def _gather_neighbors(
         for buffer, slices in zip(buffers, kept, strict=True):
             layer.wait(slices.ready)
             buffer.gathered.materialize()
-            receive = buffer.encoder.receive() if slices.coded else buffer.gathered.raw
+            coded = buffer.encoder if slices.coded else None
+            receive = buffer.gathered.raw if coded is None else coded.receive()
             pairs += zip(receive, slices.flats, strict=True)
         return transport_of(group, choice).all_gather(pairs, what)
 
     def finish() -> None:  # after the collective, which reads the slices on another stream
         for buffer, slices in zip(buffers, kept, strict=True):
             buffer.neighbor = None
-            if slices.coded:
+            if slices.coded and buffer.encoder is not None:
                 buffer.encoder.keep_for(None)
                 buffer.encoder.decode()
 

@@ -14,7 +14,7 @@ import torch
 from ._buffer import DBuffer
 from .memory.gathered import Flats
 from .memory.geometry import Geometry
-from .memory.scratch import Scratch
+from .memory.recycler import Scratch
 from .transport import Transport, Work
 from .wire import Noise, Reducer, ReductionForm
 

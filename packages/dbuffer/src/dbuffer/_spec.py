@@ -33,7 +33,7 @@ class BufferSpec:
         layer: the device layer of the gathered memory.
         full_dtype: of the gathered memory.
         shard_device: where the shard is.
-        wire: what travels in a gather.
+        wire: format of gathers. None: the full dtype.
         reduction: what travels in a reduction; None: gathered memory itself, summed on the way.
         transport: how it travels.
         in_common: what else all ranks must have in common, by name.
@@ -46,7 +46,7 @@ class BufferSpec:
     full_dtype: torch.dtype
     shard_device: torch.device
     pin_memory: bool
-    wire: WireForm
+    wire: WireForm | None
     reduction: ReductionForm | None
     transport: TransportChoice
     alias: bool
@@ -97,12 +97,12 @@ class BufferSpec:
                 f"{first}: codes at rest lie where they are read back, not on {self.shard_device}"
             )
         try:
-            travelling = self.wire.dtypes(self.dtype, self.full_dtype)
+            sent = () if self.wire is None else self.wire.dtypes(self.dtype, self.full_dtype)
             if self.reduction is not None:
                 self.reduction.check(self.full_dtype)
         except ValueError as error:
             return error
-        text = alignment_problem(layout, (self.dtype, self.full_dtype, *travelling))
+        text = alignment_problem(layout, (self.dtype, self.full_dtype, *sent))
         return None if text is None else ValueError(text)
 
     def _compare(self, problem: Exception | None) -> None:

@@ -1,11 +1,9 @@
 """What a transport is."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
 Op = Literal["avg", "sum"]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (receive, send)
@@ -82,15 +80,3 @@ def is_under_way(work: Work) -> bool:
     A transport that knows says so with an attribute `under_way` of its works; the others' have failed.
     """
     return bool(getattr(work, "under_way", False))
-
-
-def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
-    """The group, where somebody still holds it. torch would take None for the group of all ranks.
-
-    Raises:
-        RuntimeError: nobody does.
-    """
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group of this transport is gone")
-    return found

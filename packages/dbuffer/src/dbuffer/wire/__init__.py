@@ -6,7 +6,7 @@ from .codes.gathered import num_gathered_scales
 from .codes.on_wire import BlockEncoder, BlocksOnWire
 from .codes.planes import CodePlanes
 from .codes.tensor import BlockQuantizedTensor
-from .form import CastOnWire, Encoder, WireForm
+from .form import Encoder, WireForm
 from .formats.fp8 import BlockFP8
 from .formats.int8 import BlockInt8
 from .formats.nf4 import BlockNF4
@@ -24,7 +24,6 @@ __all__ = [
     "BlockReduction",
     "BlocksAtRest",
     "BlocksOnWire",
-    "CastOnWire",
     "CastReduction",
     "CodePlanes",
     "CodedShard",
