@@ -28,7 +28,7 @@ class Exchange:
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
         self._reducers = reducers = [_reducer(buffer) for buffer in buffers]
-        ranks = buffers[0].spec.view.size
+        ranks = buffers[0].mesh_view.size
         recycler = buffers[0].recycler
         nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
         self._received = Scratch(recycler, nbytes)
@@ -75,7 +75,7 @@ class Exchange:
         return results
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._buffers[0].spec.view.size, -1)
+        return flat.view(self._buffers[0].mesh_view.size, -1)
 
 
 def exchange_scratch_bytes(
@@ -95,14 +95,14 @@ def exchange_scratch_bytes(
 
 
 def _reducer(buffer: DBuffer) -> Reducer:
-    form = buffer.spec.reduction
+    form = buffer.reduction
     assert form is not None
     return form.reducer(buffer.geometry, buffer.gathered)
 
 
 def _noise(buffer: DBuffer) -> Noise:
     """Noise of this reduction of this buffer on this rank."""
-    view = buffer.spec.view
+    view = buffer.mesh_view
     replica = 0 if view.replica_group is None else view.replica_group.rank()
     buffer.reductions += 1
     return Noise(zlib.crc32(buffer.name.encode()), buffer.reductions, replica * view.size + view.rank)

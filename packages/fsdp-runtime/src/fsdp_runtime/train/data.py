@@ -174,7 +174,12 @@ def _open_all(files: dict[str, Path], dtype: str) -> dict[str, Any]:
 def _open(path: Path, dtype: str) -> Any:
     try:
         if path.suffix == ".npy":
-            array = _map_npy(path)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != 1:
+                found = (
+                    f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
+                )
+                raise TrainError(f"{path} holds {found}, expected integer tokens (n,)")
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
                 raise TrainError(
@@ -188,33 +193,12 @@ def _open(path: Path, dtype: str) -> Any:
                     f"{path} is not text (it has zero bytes): leave it out, by a glob for instance"
                 )
             array = np.frombuffer(raw, dtype=np.uint8)
-    except (OSError, ValueError) as error:
+    except TrainError:
+        raise
+    except Exception as error:  # a header is Python source: numpy raises what its parser does
         reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
     return array
-
-
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-
-def _map_npy(path: Path) -> Any:
-    """Map the array of a .npy file; archives and pickles are refused.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is no .npy file.
-        TrainError: it holds anything but integers in one dimension.
-    """
-    try:
-        with path.open("rb") as file:
-            shape, _, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
-        # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
-        if dtype.kind in "iu" and len(shape) == 1 and shape[0] >= 0:
-            return np.lib.format.open_memmap(path, mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # a header is Python source: numpy raises what its tokenizer and parser do
-        raise ValueError(type(error).__name__) from error
-    raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
 
 
 def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
