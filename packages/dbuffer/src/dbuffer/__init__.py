@@ -17,28 +17,19 @@ from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, hold_forever, shared_recycler
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
-from .wire import (
-    BlockFormat,
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    BlockQuantizedTensor,
-    BlockReduction,
-    BlocksAtRest,
-    BlocksOnWire,
-    CastReduction,
-    CodePlanes,
-    Encoder,
-    Noise,
-    Reducer,
-    ReductionForm,
-    RowRun,
-    RunList,
-    TileGrid,
-    WireForm,
-    empty_codes,
-    num_gathered_scales,
-)
+from .wire.blocks import BlockFormat
+from .wire.codes.at_rest import BlocksAtRest, empty_codes
+from .wire.codes.gathered import num_gathered_scales
+from .wire.codes.on_wire import BlocksOnWire
+from .wire.codes.planes import CodePlanes
+from .wire.codes.tensor import BlockQuantizedTensor
+from .wire.form import Encoder, WireForm
+from .wire.formats.fp8 import BlockFP8
+from .wire.formats.int8 import BlockInt8
+from .wire.formats.nf4 import BlockNF4
+from .wire.noise import Noise
+from .wire.reduction import BlockReduction, CastReduction, Reducer, ReductionForm
+from .wire.tiles import RowRun, RunList, TileGrid
 
 __version__ = "0.2.0"
 __all__ = [

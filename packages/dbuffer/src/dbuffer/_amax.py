@@ -6,7 +6,7 @@ import torch
 
 from ._buffer import DBuffer
 from .transport import collectives_of
-from .wire import BlockEncoder
+from .wire.codes.on_wire import BlockEncoder
 
 
 def needs_amax(buffer: DBuffer) -> bool:

@@ -32,12 +32,14 @@ from ragged_shard import (
 from . import _torch_compat as compat
 from ._mesh import view_mesh
 from ._order import count_compared
-from .memory.gathered import Flats, GatheredMemory, NeighborSlices
+from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
 from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, hold_forever, shared_recycler
 from .memory.shard import ShardMemory
 from .transport import Pairs, TransportChoice, may_read_peers, resolved
-from .wire import BlocksAtRest, CodedShard, ReductionForm, WireForm
+from .wire.codes.at_rest import BlocksAtRest, CodedShard
+from .wire.form import WireForm
+from .wire.reduction import ReductionForm
 
 
 class DBuffer:
@@ -258,7 +260,11 @@ class DBuffer:
             RuntimeError: after `release`.
             ValueError: tensors are gathered as codes, without values.
         """
-        self.check_gathered_values("full")
+        self.check_gathered("full")
+        if not self.gathered.flats:
+            raise ValueError(
+                f"{self.name}: full does not apply to tensors that are gathered as codes; read them through `views`"
+            )
         return self.gathered.flats
 
     @property
@@ -410,10 +416,8 @@ class DBuffer:
                 raise RuntimeError(
                     f"{self.name}: shrink of tensors that are gathered as codes; call keep_codes_for before the gather"
                 )
-            if kept is None:
-                self.neighbor = self.gathered.slices_of(group, self.layer)
-            else:
-                self.neighbor = NeighborSlices(kept, group, self.layer.record(), coded=True)
+            slices = slices_among(self.gathered.raw, group) if kept is None else kept
+            self.neighbor = NeighborSlices(slices, group, self.layer.record(), coded=kept is not None)
         self.release()
 
     def keep_codes_for(self, group: dist.ProcessGroup | None) -> None:
@@ -461,14 +465,6 @@ class DBuffer:
         """Raises RuntimeError if there is no gathered memory."""
         if not self.gathered.present:
             raise RuntimeError(f"{self.name}: {what} after release; gather it or call materialize first")
-
-    def check_gathered_values(self, what: str) -> None:
-        """Raises RuntimeError if there is no gathered memory, ValueError if tensors are gathered as codes."""
-        self.check_gathered(what)
-        if not self.gathered.flats:
-            raise ValueError(
-                f"{self.name}: {what} does not apply to tensors that are gathered as codes; read them through `views`"
-            )
 
     def check_shard(self, what: str) -> None:
         """Raises RuntimeError if the shard was detached."""

@@ -16,7 +16,8 @@ from .memory.gathered import Flats
 from .memory.geometry import Geometry
 from .memory.recycler import Scratch
 from .transport import Transport, Work
-from .wire import Noise, Reducer, ReductionForm
+from .wire.noise import Noise
+from .wire.reduction import Reducer, ReductionForm
 
 
 class Exchange:
@@ -27,22 +28,25 @@ class Exchange:
 
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
-        self._reducers = reducers = [_reducer(buffer) for buffer in buffers]
+        self._reducers: list[Reducer] = []
+        for buffer in buffers:
+            assert buffer.reduction is not None
+            self._reducers.append(buffer.reduction.reducer(buffer.geometry, buffer.gathered))
+        reducers = self._reducers
         ranks = buffers[0].mesh_view.size
         recycler = buffers[0].recycler
         nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
         self._received = Scratch(recycler, nbytes)
         encodes = len(reducers) > 1 or reducers[0].encodes
         self._sent = Scratch(recycler, nbytes) if encodes else None
-        self._scratch = [s for s in (self._received, self._sent) if s is not None]
+        self._scratch = [self._received] if self._sent is None else [self._received, self._sent]
         widths = [reducer.row_bytes for reducer in reducers]
         self._begins = [sum(widths[:index]) for index in range(len(widths))]  # in each row
 
     @cached_property
     def _sums(self) -> list[Flats]:
-        return [
-            _sums_in(buffer) for buffer in self._buffers
-        ]  # made while gathered memory exists: torch checks it
+        # Made while gathered memory exists: torch checks it.
+        return [_sums_in(buffer) for buffer in self._buffers]
 
     def start(self, transport: Transport, label: str) -> Work:
         """Encode, and start the all-to-all."""
@@ -92,12 +96,6 @@ def exchange_scratch_bytes(
     form, geometry, dtype = buffers[0]
     sends_gathered = len(buffers) == 1 and not form.encodes(geometry, dtype)
     return nbytes if sends_gathered else 2 * nbytes
-
-
-def _reducer(buffer: DBuffer) -> Reducer:
-    form = buffer.reduction
-    assert form is not None
-    return form.reducer(buffer.geometry, buffer.gathered)
 
 
 def _noise(buffer: DBuffer) -> Noise:

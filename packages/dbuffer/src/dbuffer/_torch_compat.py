@@ -56,15 +56,10 @@ def is_completed(work: Any) -> bool:
     return True
 
 
-def has_failed(work: Any) -> bool:
-    """Whether a completed work failed. Deprecated in torch, which prints a line at the first call, but the only way."""
-    return not work.is_success()
-
-
 def has_succeeded(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed without an error. False if it cannot tell."""
-    works = getattr(work, "works", (work,))
-    return is_completed(work) and all(hasattr(one, "is_success") and not has_failed(one) for one in works)
+    works = getattr(work, "works", (work,))  # `is_success` is deprecated, but the only way
+    return is_completed(work) and all(hasattr(each, "is_success") and each.is_success() for each in works)
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -6,8 +6,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from ragged_shard import DeviceLayer
-
 from .. import _torch_compat as compat
 from .geometry import Geometry
 from .recycler import Recycled, Recycler
@@ -81,10 +79,6 @@ class GatheredMemory(Recycled):
         for storage, _ in self._storages:
             users += compat.users(storage)
         return users
-
-    def slices_of(self, group: dist.ProcessGroup, layer: DeviceLayer) -> "NeighborSlices":
-        """Copy this rank's slices of the memory among the ranks of a smaller group."""
-        return NeighborSlices(slices_among(self.raw, group), group, layer.record())
 
 
 class NeighborSlices:

@@ -120,10 +120,6 @@ class Recycler:
             self._high = self._low + shared.arena().size
             weakref.finalize(self, shared.trim).atexit = False
 
-    def lent(self) -> list[torch.UntypedStorage]:
-        """The storages that have memory now."""
-        return list(self._homes)
-
     @property
     def stats(self) -> RecyclerStats:
         """The figures at this moment."""
@@ -373,7 +369,7 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
 
 
 def _copy_for_child() -> None:
-    storages = [storage for recycler in list(_recyclers) for storage in recycler.lent()]
+    storages = [storage for recycler in list(_recyclers) for storage in list(recycler._homes)]
     shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
 
 

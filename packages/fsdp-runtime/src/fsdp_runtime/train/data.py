@@ -96,12 +96,21 @@ def read_data(
     if not held_files:
         held_files = {name: path for name, path in train.items() if _is_held_out(name)}
         train = {name: path for name, path in train.items() if name not in held_files}
-    arrays = _open_all({**train, **held_files}, dtype)
-    sides = [_corpus(train, arrays), _corpus(held_files, arrays)]
+    files_of_both = {**train, **held_files}
+    if len({path.suffix in ARRAYS for path in files_of_both.values()}) > 1:
+        raise TrainError(
+            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
+        )
+    arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
+    sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
     if (
         min(side.num_tokens for side in sides) <= seq_len and not held_out
     ):  # too few files: hold out their ends
-        sides = _split_ends(files, arrays)
+        ends = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
+        sides = [
+            _joined([(name, arrays[name][: ends[name]]) for name in files]),
+            _joined([(name, arrays[name][ends[name] :]) for name in files]),
+        ]
     for side, label in zip(sides, ("training", "held-out"), strict=True):
         if side.num_tokens <= seq_len:
             raise TrainError(
@@ -162,15 +171,6 @@ def _is_held_out(name: str) -> bool:
     return int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64
 
 
-def _open_all(files: dict[str, Path], dtype: str) -> dict[str, Any]:
-    kinds = {path.suffix in ARRAYS for path in files.values()}
-    if len(kinds) > 1:
-        raise TrainError(
-            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
-        )
-    return {name: _open(path, dtype) for name, path in files.items()}
-
-
 def _open(path: Path, dtype: str) -> Any:
     try:
         if path.suffix == ".npy":
@@ -201,22 +201,10 @@ def _open(path: Path, dtype: str) -> Any:
     return array
 
 
-def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
-    return _joined([(name, arrays[name]) for name in files])
-
-
 def _joined(parts: list[tuple[str, Any]]) -> Corpus:
     parts = [(name, array) for name, array in parts if len(array)]
     starts = np.cumsum([0] + [len(array) for _, array in parts])
     return Corpus(tuple(array for _, array in parts), tuple(name for name, _ in parts), starts)
-
-
-def _split_ends(files: dict[str, Path], arrays: dict[str, Any]) -> list[Corpus]:
-    cut = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
-    return [
-        _joined([(name, arrays[name][: cut[name]]) for name in files]),
-        _joined([(name, arrays[name][cut[name] :]) for name in files]),
-    ]
 
 
 def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:

@@ -27,7 +27,7 @@ from fsdp_runtime.memory import StepMeter, Tuning
 from . import checkpoint as ckpt
 from .config import RunConfig
 from .data import Batches, TextData, read_data
-from .errors import TrainError, agreed, check_data, check_model, say
+from .errors import TrainError, agreed, check_agreement, check_model, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec, peak_lr
@@ -134,7 +134,7 @@ class Trainer:
             )
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
-        check_data(self.data.identity)
+        check_agreement({"--data (a digest of names and sizes)": self.data.identity})
         if not (self.splits.plain or config.hf_config):  # the vocabulary is the data's
             sizes = model_config(config, self.data.vocab_size)
             check_splits(self.splits, sizes, config.seq_len, config.accumulate)
