@@ -35,7 +35,7 @@ from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
 from .parallel.tensor_parallel import parallelize
-from .peaks import ENDS, Buffers, Moment, record, step_peaks
+from .peaks import ENDS, Moment, record, step_peaks
 from .splits import AXES, Splits
 from .systems import wrap_order
 from .traffic import traffic_lines, traffic_of
@@ -51,12 +51,6 @@ class UnitPlan(UnitMemory):
     """
 
     state: int
-
-    @property
-    def buffers(self) -> Buffers:
-        """Its buffers, for `step_peaks`."""
-        keeps, scratch = self.kept_after_forward, self.scratch
-        return Buffers(self.gathered, self.reducing, self.gradients, keeps, scratch, self.decoding)
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,9 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
         waiting += sum(sum(unit.reducing) + unit.gradients for units in stages for unit in units)
     peaks, buffers = [], 0
     for units, stage in zip(stages, passes, strict=True):
-        own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
+        own = units
+        if gathered:  # nothing is reduced after this microbatch
+            own = [replace(unit, reducing=(), gradients=0, scratch=0) for unit in units]
         waiting_shards = _shards(own) if config.accumulate > 1 else 0
         of_ends = [step_peaks(own, stage.moments, ends) for ends in ENDS]
         peaks.append([peak + waiting + waiting_shards for peak, _ in of_ends])
@@ -167,18 +163,18 @@ def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int
     meshes = make_meshes(config.splits(dist.get_world_size()), device.type)
     moments = stage_passes(config, sizes, meshes, device)[0].moments
     update = plan.gradients + (plan.optimizer_step or 0)
-    root, *layers = (unit.buffers for unit in plan.units)
+    root, *layers = plan.units
     peaks = []
     for count in range(len(layers) + 1):
         first = len(layers) - count
-        own = [root, *(replace(layer, keeps=number >= first) for number, layer in enumerate(layers))]
+        own = [root, *(replace(layer, kept_after_forward=n >= first) for n, layer in enumerate(layers))]
         peak, _ = step_peaks(own, moments, "late")
         peak += _shards(own) if config.accumulate > 1 else 0
         peaks.append(plan.at_rest + max(peak, update))
     return peaks
 
 
-def _shards(units: list[Buffers]) -> int:
+def _shards(units: list[UnitPlan]) -> int:
     """Bytes of the gradient shards of an earlier microbatch."""
     return sum(unit.gradients for unit in units)
 
