@@ -29,19 +29,19 @@ class Exchange:
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
         self._reducers: list[Reducer] = []
+        self._begins: list[int] = []  # in each row
+        width, encodes = 0, len(buffers) > 1
         for buffer in buffers:
-            assert buffer.reduction is not None
-            self._reducers.append(buffer.reduction.reducer(buffer.geometry, buffer.gathered))
-        reducers = self._reducers
-        ranks = buffers[0].mesh_view.size
-        recycler = buffers[0].recycler
-        nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
+            form, geometry, dtype = buffer.reduction, buffer.geometry, buffer.full_dtype
+            assert form is not None
+            self._reducers.append(form.reducer(geometry, buffer.gathered))
+            self._begins.append(width)
+            width += form.row_bytes(geometry, dtype)
+            encodes = encodes or form.encodes(geometry, dtype)
+        recycler, nbytes = buffers[0].recycler, buffers[0].mesh_view.size * width
         self._received = Scratch(recycler, nbytes)
-        encodes = len(reducers) > 1 or reducers[0].encodes
         self._sent = Scratch(recycler, nbytes) if encodes else None
         self._scratch = [self._received] if self._sent is None else [self._received, self._sent]
-        widths = [reducer.row_bytes for reducer in reducers]
-        self._begins = [sum(widths[:index]) for index in range(len(widths))]  # in each row
 
     @cached_property
     def _sums(self) -> list[Flats]:
