@@ -303,16 +303,6 @@ class DBuffer:
             self.check_shard("local_views")
         return self.shard_memory.views
 
-    @property
-    def materialized(self) -> bool:
-        """Whether `full` has memory."""
-        return self.gathered.present
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective was started and not yet waited for."""
-        return self.in_flight is not None
-
     def count_users(self) -> int:
         """Number of tensors that hold the gathered memory: this buffer's, and those saved by autograd."""
         return self.gathered.count_users()
@@ -324,7 +314,7 @@ class DBuffer:
         """
         view, tensors = self.mesh_view, {}
         for name, local in self.local_views.items():
-            ragged, shape = self.geometry.placement(name), self.geometry.slices[name].shape
+            ragged, shape = self.geometry.placements[name], self.geometry.slices[name].shape
             placements = [
                 ragged if axis == view.shard_axis else Replicate() for axis in range(view.mesh.ndim)
             ]

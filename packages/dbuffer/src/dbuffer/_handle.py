@@ -101,11 +101,6 @@ class Handle:
         return self
 
     @property
-    def waited(self) -> bool:
-        """Whether the buffers are free: it has completed, or failed, and `wait` said so."""
-        return self.state is HandleState.COMPLETED or self.state is HandleState.FAILED
-
-    @property
     def completed(self) -> bool:
         """Whether the collective itself has completed, so that `wait` is without delay. Does not block.
 

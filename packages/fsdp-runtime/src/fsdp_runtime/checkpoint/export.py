@@ -108,7 +108,7 @@ class Exporter:
         problem: Exception | None = None
         self.entries: list[Entry] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
-        self._dtype, self._keep, self._caller = dtype, keep, caller
+        self._dtype, self._keep = dtype, keep
         try:
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of_model(model, buffers=buffers)
