@@ -62,9 +62,7 @@ class ShardMemory:
         self.views = MappingProxyType(views)
         if geometry.gaps:
             self.gaps = geometry.gaps_in(flats)
-        self.flats = tuple(
-            flats
-        )  # last: an interrupt before leaves no shard, rather than one with no views or gaps
+        self.flats = tuple(flats)  # last: an interrupt before leaves no shard, not one without views or gaps
 
     def give(self) -> None:
         """Detach the memory: it belongs to the tensors that still view it, and is freed with the last of them."""

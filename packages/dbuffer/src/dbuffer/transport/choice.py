@@ -62,13 +62,6 @@ def transport_of(group: dist.ProcessGroup, choice: TransportChoice) -> Transport
     return known[choice]
 
 
-def collectives_of(group: dist.ProcessGroup) -> Collectives:
-    """torch.distributed's own collectives."""
-    transport = transport_of(group, "collectives")
-    assert isinstance(transport, Collectives)
-    return transport
-
-
 def may_read_peers(group: dist.ProcessGroup, choice: TransportChoice) -> bool:
     """Whether the ranks of a group may turn out to read each other's memory. Communicates nothing."""
     return group.size() > 1 and choice in ("auto", "peer_memory") and not _obstacle(group, choice)

@@ -54,10 +54,6 @@ class Corpus:
             position, file = upto, file + 1
         return out
 
-    def name_at(self, position: int) -> str:
-        """The file that holds the token at `position`."""
-        return self.names[int(np.searchsorted(self.starts, position, side="right")) - 1]
-
 
 @dataclass(frozen=True)
 class TextData:
@@ -325,8 +321,9 @@ class Batches:
         rows = np.stack([self.corpus.read(start, start + self.seq_len + 1) for start in starts])
         if rows.max() >= self.vocab_size or rows.min() < 0:
             bad = int(np.argmax((rows.max(axis=1) >= self.vocab_size) | (rows.min(axis=1) < 0)))
+            file = int(np.searchsorted(self.corpus.starts, starts[bad], side="right")) - 1
             raise TrainError(
-                f"{self.corpus.name_at(starts[bad])} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
+                f"{self.corpus.names[file]} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
         length = self.seq_len // self.slices

@@ -158,8 +158,3 @@ def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
             least = min(rows[id(parameter)] for _, parameter in apart)
             out.append({**group, "params": apart, "diagonal_above": max(least - 1, 1)})
     return out
-
-
-def peak_lr(name: str, lr: float | None) -> float:
-    """The learning rate that a run reaches after warm-up."""
-    return optimizer_spec(name).lr if lr is None else lr
