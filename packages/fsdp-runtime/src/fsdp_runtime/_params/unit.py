@@ -283,11 +283,6 @@ class Unit:
             type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
         )
 
-    @property
-    def gathered(self) -> bool:
-        """Whether all parameters are gathered or on their way."""
-        return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
-
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.
 

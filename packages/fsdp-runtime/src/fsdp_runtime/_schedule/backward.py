@@ -13,7 +13,7 @@ order of the reductions and at points that the program fixes, the same on all ra
 
 import enum
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -181,13 +181,14 @@ class Backward:
         self._run = compat.backward_id()
         self.updated = set()
 
-    def refuse_updated(self, unit: Unit) -> NoReturn:
-        """A unit's parameters were updated in this backward, which needs them as they were in forward."""
-        raise RuntimeError(
-            f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
-            "that forward runs several times, or whose outputs get gradients at different times, needs an "
-            "optimizer after backward"
-        )
+    def check_not_updated(self, unit: Unit) -> None:
+        """Raise RuntimeError if the parameters were updated in this backward, which needs them as in forward."""
+        if unit in self.updated:
+            raise RuntimeError(
+                f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
+                "that forward runs several times, or whose outputs get gradients at different times, needs an "
+                "optimizer after backward"
+            )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,9 @@ class Backward:
         options = unit.options
         differ = options.reduce_unused or unit.on_several_meshes or options.update is not None
         if last and group.plan.large and options.requires_gradient_sync and not differ:
-            self.reduce(unit, [each for each in unit.groups if _is_complete(each)])
+            gradients_of = [(each, each.gradients) for each in unit.groups]
+            complete = [each for each, own in gradients_of if own.written and own.trained <= own.written]
+            self.reduce(unit, complete)
 
     def _is_last_of(self, group: Group, param: Param) -> bool:
         """Whether this is the last gradient that the group still waits for.
@@ -295,9 +298,3 @@ class Backward:
         self.waiting.clear()
         for reduction in queue:
             reduction.abandon()
-
-
-def _is_complete(group: Group) -> bool:
-    """Whether every parameter that is trained has a gradient in the buffer."""
-    written = group.gradients.written
-    return bool(written) and group.gradients.trained <= written

@@ -165,9 +165,8 @@ class Pass:
 
     def _watch_order(self) -> None:
         """Start comparing the order of all units' collectives with the other ranks, in a root's first forward."""
-        scopes: dict[
-            dist.ProcessGroup, str
-        ] = {}  # a name of this model that is the same on the group's ranks
+        # A name of this model that is the same on the group's ranks.
+        scopes: dict[dist.ProcessGroup, str] = {}
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:
@@ -289,8 +288,8 @@ class Pass:
         if not self.in_backward:
             self.begin_backward()
         if unit not in self._in_backward_of:
-            if unit in self.backward.updated:
-                self.backward.refuse_updated(unit)
+            if self.backward.updated:
+                self.backward.check_not_updated(unit)
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
