@@ -47,7 +47,7 @@ INTEGRATIONS = [
 USUAL = "not gpu and not long"  # what `tests` runs
 _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {
-    "order_mutants": ["tools/order_mutants.py"],
+    "order_mutants": ["-m", "tools.order_mutants"],
     "multihost": ["-m", "tools.multihost"],
     **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers")},
 }
@@ -125,7 +125,7 @@ def mutants(session: nox.Session) -> None:
     """Change the sources in one place at a time and count the mutants that the tests find: tools/mutants.py."""
     _prepare(session)
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    session.run("python", "tools/mutants.py", *session.posargs)
+    session.run("python", "-m", "tools.mutants", *session.posargs)
 
 
 @nox.session
