@@ -307,6 +307,9 @@ class Trainer:
             if self.rank == 0 and config.plot and not summary["stopped"]:
                 entries = read_metrics(self.out / METRICS)
                 draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
+        if self.group is not None:  # `_give_up` has waited for every rank's last save
+            dist.destroy_process_group(self.group)
+            self.group = None
         return summary
 
     def _tune(self, budget: int, report: Report | None) -> None:
