@@ -1,5 +1,6 @@
 """Clipping as in one process: any parameters, pipeline stages, and gradients that are not as backward left them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,17 +146,25 @@ def block():
 @pytest.mark.parametrize("order", [2.0, float("inf")])
 @on_ranks(4)
 def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
+    """Norms are on dp alone, matrices on dp and tp; the row-wise bias too. By the method and by the function."""
     mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    alone = block()
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    model(x[2 * mesh.get_local_rank("dp") :][:2]).square().mean().backward()
-    alone(x).square().mean().backward()
-    with pytest.raises(NotImplementedError, match="clip_grad_norm_: parameters are on different ranks"):
-        model.clip_grad_norm_(0.5, order)
-    norm = model.clip_grad_norm_(0.5, order, copies=True)
-    same(model, alone, norm, 0.5, order)
+    for of_model in (True, False):
+        model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        alone = block()
+        model(x[2 * mesh.get_local_rank("dp") :][:2]).square().mean().backward()
+        alone(x).square().mean().backward()
+        clip = model.clip_grad_norm_ if of_model else partial(clip_grad_norm_, list(model.parameters()))
+        ranks = "clip_grad_norm_: parameters are on different ranks"
+        with pytest.raises(NotImplementedError, match=rf"{ranks}(?s:.*)copies or other parameters"):
+            clip(0.5, order)
+        with record_collectives() as record:
+            norm = clip(0.5, order, copies=True)
+        same(model, alone, norm, 0.5, order)
+        assert (
+            record.kinds == ["all_reduce"] * 2
+        )  # matrices over all ranks; norms and the row-wise bias over dp
 
 
 @on_ranks(2)
@@ -293,30 +302,3 @@ def test_plain_parameters_are_clipped_as_by_torch():
     for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(param.grad, wanted.grad)
     assert clip_grad_norm_([torch.ones(1, requires_grad=True)], 1.0) == 0
-
-
-def clip_next_to_tensor_parallel(order):
-    """Norms lie on dp alone, matrices on dp and tp; the row-wise bias too."""
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    alone = block()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    mine = x[2 * mesh.get_local_rank("dp") :][:2]
-    model(mine).square().mean().backward()
-    alone(x).square().mean().backward()
-    with pytest.raises(NotImplementedError, match="copies or other parameters"):
-        clip_grad_norm_(model.parameters(), 0.5, order)
-    with record_collectives() as record:
-        norm = clip_grad_norm_(model.parameters(), 0.5, order, copies=True)
-    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5, order)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
-    return record.kinds
-
-
-@pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_copies_count_once_next_to_parameters_that_tensor_parallelism_cuts(order):
-    kinds = run_ranks(4, clip_next_to_tensor_parallel, order)[0]
-    assert kinds == ["all_reduce"] * 2  # matrices over all ranks; norms and the row-wise bias over dp
