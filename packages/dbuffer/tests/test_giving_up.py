@@ -229,7 +229,7 @@ def one_is_killed(when):
 @pytest.mark.parametrize(("ranks", "when"), [(3, "it reads"), (3, "it is read"), (8, "it is read")])
 def test_where_a_rank_is_killed_the_others_raise_at_once(ranks, when):
     with pytest.raises(RankError) as caught:
-        run_ranks(ranks, one_is_killed, when, timeout=20)
+        run_ranks(ranks, one_is_killed, when)
     assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
     assert 0 in caught.value.causes
     for cause in caught.value.causes.values():
@@ -260,6 +260,6 @@ def one_is_killed_in_a_reduction():
 
 def test_where_a_rank_is_killed_in_a_reduction_the_one_that_adds_raises():
     with pytest.raises(RankError) as caught:
-        run_ranks(3, one_is_killed_in_a_reduction, timeout=20)
+        run_ranks(3, one_is_killed_in_a_reduction)
     assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
     assert "rank 2 of the group has ended or given up, during x" in str(caught.value.causes[0])

@@ -54,7 +54,7 @@ def test_when_a_rank_is_gone_the_others_fail_in_time_and_say_in_which_collective
     how: str, limit: float
 ) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(3, dies, how, limit, timeout=60)
+        run_ranks(3, dies, how, limit)
     messages = re.findall(r"^RuntimeError: after [\d.]+ s: .*", str(caught.value), re.MULTILINE)
     assert messages, str(caught.value)
     for message in messages:
