@@ -237,7 +237,7 @@ def threads_after(times):
         assert added()
         dist.barrier()
         del peers
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while added() and time.monotonic() < deadline:
         time.sleep(0.01)
     return added()

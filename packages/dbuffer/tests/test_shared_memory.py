@@ -338,7 +338,7 @@ def test_memory_of_ranks_that_were_killed_is_gone_though_their_children_live():
     before = shared_bytes()
     with pytest.raises(RankError):
         run_ranks(2, large_memory_and_a_child)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while shared_bytes() - before > 128 * MIB and time.monotonic() < deadline:
         time.sleep(0.1)
     assert shared_bytes() - before <= 128 * MIB  # other tests may run at the same time
