@@ -54,6 +54,8 @@ class Muon(BlockOptimizer):
         momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
+        capturable: let CUDA graphs capture `step`; a tensor lr is read on the device, and its product with an update is
+            rounded before it is added. For matrices that are whole on a rank, with method="standard", not on the CPU.
         skip_nonfinite: see `BlockOptimizer`.
 
     State: ``momentum_buffer``; with NorMuon ``second_moment``, with
@@ -71,7 +73,7 @@ class Muon(BlockOptimizer):
     """
 
     format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
-    shared_options = ("bucket_bytes",)
+    shared_options = ("bucket_bytes", "capturable")
 
     def __init__(
         self,
@@ -97,10 +99,12 @@ class Muon(BlockOptimizer):
         seed: int = 0,
         master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
+        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         check_count("bucket_bytes", bucket_bytes)
-        self.bucket_bytes = bucket_bytes
+        check_flag("capturable", capturable)
+        self.bucket_bytes, self.capturable = bucket_bytes, capturable
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -108,6 +112,7 @@ class Muon(BlockOptimizer):
             "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -134,6 +139,8 @@ class Muon(BlockOptimizer):
         if engine is None or not engine.fits(self.trained):
             self._fell_back = self.fallbacks
             engine = self._engine = MuonEngine(self.trained, self._made, self.bucket_bytes)
+            if self.capturable:
+                check_stays(engine.assignment)
         elif not self._bound:
             engine.bind(self._made)
         self._bound = True
@@ -153,6 +160,10 @@ class Muon(BlockOptimizer):
         resolve(group["ns_coefficients"], group["ns_steps"])
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
         check_choice("method", group["method"], METHODS)
+        if self.capturable and group["method"] != "standard":
+            raise ValueError(
+                f"capturable=True with method={group['method']!r}: the host checks the Gram form's results"
+            )
         check_choice("momentum_dtype", group["momentum_dtype"], _MOMENTUM_DTYPES)
         for name in ("nesterov", "normuon", "cautious_weight_decay"):
             check_flag(name, group[name])
@@ -189,6 +200,16 @@ class Muon(BlockOptimizer):
     @override
     def update(self, active: StepGradients) -> None:
         self._build().step(active)
+
+
+def check_stays(assignment: Assignment) -> None:
+    """Raise ValueError if a matrix of a capturable optimizer would be exchanged."""
+    moved = [m.name for domain in assignment.domains for m in domain.matrices if m.moved]
+    if moved:
+        raise ValueError(
+            f"capturable=True: {moved[0]} is cut over ranks, and exchanges cannot be captured; keep matrices whole "
+            "with Muon.block_policy(), or leave capturable out"
+        )
 
 
 def check_matrices(param: Param) -> None:
