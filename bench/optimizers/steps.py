@@ -157,13 +157,23 @@ def measure(
         "most": most,
         "grid": {name: {str(lr): steps for lr, steps in cells.items()} for name, cells in grid.items()},
         "chosen": chosen,
-        "curves": {name: [next(runs) for _ in seeds] for name in names},
+        "losses": {
+            name: [" ".join(f"{loss:.5f}" for _, loss in next(runs)) for _ in seeds] for name in names
+        },
+    }
+
+
+def curves_in(figures: dict[str, Any]) -> dict[str, list[Curve]]:
+    """The curves of each optimizer's seeds, from a line of losses for each run."""
+    return {
+        name: [[(EVERY * (i + 1), float(loss)) for i, loss in enumerate(line.split())] for line in lines]
+        for name, lines in figures["losses"].items()
     }
 
 
 def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The table of steps, and that of the grid."""
-    target, most, curves = figures["target"], figures["most"], figures["curves"]
+    target, most, curves = figures["target"], figures["most"], curves_in(figures)
     steps = {name: [steps_to(curve, target, most) for curve in runs] for name, runs in curves.items()}
     rows = []
     for name, values in steps.items():
@@ -212,7 +222,7 @@ def draw(path: Path, figures: dict[str, Any]) -> None:
     from ..report import plots
 
     series = {}
-    for name, runs in figures["curves"].items():
+    for name, runs in curves_in(figures).items():
         shortest = min(map(len, runs))
         means = [statistics.mean(run[i][1] for run in runs) for i in range(shortest)]
         series[name] = ([step for step, _ in runs[0][:shortest]], means)
