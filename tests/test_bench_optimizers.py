@@ -55,3 +55,13 @@ def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights
     assert full[3] == len(muon.shapes())
     assert ours[3] < full[3]
     assert ours[4] == full[4] / 2
+
+
+def test_plans_of_simulated_ranks_are_a_table_of_both_ways():
+    table = muon.plans_table(ranks=(4,), models=("llama-3-8b",))
+    assert {len(row) for row in table["rows"]} == {len(table["header"])}
+    assert [row[2] for row in table["rows"]] == [muon.OURS, muon.FULL]
+    ours, full = (float(row[3]) for row in table["rows"])
+    assert ours == pytest.approx(
+        full / 2, rel=1e-2
+    )  # 2 x 3/4 of a rank's quarter, and 3 x a quarter
