@@ -62,6 +62,4 @@ def test_plans_of_simulated_ranks_are_a_table_of_both_ways():
     assert {len(row) for row in table["rows"]} == {len(table["header"])}
     assert [row[2] for row in table["rows"]] == [muon.OURS, muon.FULL]
     ours, full = (float(row[3]) for row in table["rows"])
-    assert ours == pytest.approx(
-        full / 2, rel=1e-2
-    )  # 2 x 3/4 of a rank's quarter, and 3 x a quarter
+    assert ours == pytest.approx(full / 2, rel=1e-2)  # 2 x 3/4 of a rank's quarter, and 3 x a quarter
