@@ -130,7 +130,8 @@ def fsdp2_params(mesh, weights):
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.ParameterList([torch.nn.Parameter(weight.clone()) for weight in weights])
-    return list(fully_shard(model, mesh=mesh).parameters())
+    fully_shard(model, mesh=mesh)
+    return list(model.parameters())
 
 
 def run(request):
@@ -161,10 +162,10 @@ def run(request):
         for system, (_, optimizer) in built.items():
             with record_collectives() as record:
                 optimizer.step()
-            domains = getattr(optimizer, "assignment", None)
-            flops = max(domains.domains[0].loads) if domains else everything
+            plan = optimizer.assignment.domains[0] if hasattr(optimizer, "assignment") else None
+            flops = max(plan.loads) if plan else everything
             if system == OURS:  # the formula of the simulated ranks
-                assert len(record.kinds) == collectives_of(domains.domains[0])
+                assert len(record.kinds) == collectives_of(plan)
             exact[system] = [record.bytes_sent, len(record.kinds), flops]
         alone = [p.detach() for p in built[PLAIN][0]]
         for system, (params, _) in built.items():
@@ -232,7 +233,8 @@ def seconds(call, device, rounds=5, most=4.0):
     """The least time of a call, warm, of up to `rounds` or `most` seconds; of this thread's on CPU."""
     import torch
 
-    times, clock = [], time.perf_counter if device.type == "cuda" else time.thread_time
+    times: list[float] = []
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     while len(times) < 2 or (len(times) < rounds + 2 and sum(times) < most):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

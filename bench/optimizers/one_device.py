@@ -21,7 +21,9 @@ WIDTHS = {"Muon": (64, 172), "AdamW8bit": (256, 688)}
 
 def shapes(dim: int, inner: int) -> list[tuple[int, ...]]:
     """The matrices of two layers."""
-    return ([(dim, dim)] * 4 + [(inner, dim)] * 2 + [(dim, inner)]) * 2
+    square: tuple[int, ...] = (dim, dim)
+    layer = [square] * 4 + [(inner, dim)] * 2 + [(dim, inner)]
+    return layer * 2
 
 
 def parameters(kind: str) -> list[Any]:

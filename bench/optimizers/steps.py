@@ -147,9 +147,7 @@ def measure(
         grid: dict[str, dict[float, float]] = {name: {} for name in names}
         for name, lr in cells:
             grid[name][lr] = statistics.mean(steps_to(next(curves), target, most) for _ in grid_seeds)
-        chosen = {
-            name: min(steps, key=lambda lr, steps=steps: (steps[lr], lr)) for name, steps in grid.items()
-        }
+        chosen = {name: min((steps, lr) for lr, steps in cells.items())[1] for name, cells in grid.items()}
         requests = [(name, chosen[name], seed, target, most) for name in names for seed in seeds]
         runs = iter(list(pool.map(curve_of, requests)))
     return {
