@@ -1,5 +1,6 @@
 """Settings of the whole repository's tests: which cases `./run tests` leaves to `./run tests_full`."""
 
+import gc
 import math
 from collections import defaultdict
 
@@ -13,6 +14,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Declare the setting of the time-out plug-in, which --strict-config refuses where it is not installed."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take; needs pytest-timeout")
+
+
+def pytest_collection_finish() -> None:
+    """Take what has been imported, torch above all, out of every later garbage collection: each takes 0.1 s less."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -47,7 +47,7 @@ INTEGRATIONS = [
 USUAL = "not gpu and not long"  # what `tests` runs
 _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {
-    "order_mutants": ["tools/order_mutants.py"],
+    "order_mutants": ["-m", "tools.order_mutants"],
     "multihost": ["-m", "tools.multihost"],
     **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers")},
 }
@@ -70,10 +70,8 @@ def _find_links() -> str:
     """Wheel folders from pip's settings, separated by commas; uv reads neither pip's variables nor its files."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     configured = subprocess.run(command, capture_output=True, text=True, check=False)
-    links = os.environ.get("PIP_FIND_LINKS", "").split() + configured.stdout.split() * (
-        not configured.returncode
-    )
-    return ",".join(dict.fromkeys(links))
+    links = [] if configured.returncode else configured.stdout.split()
+    return ",".join(dict.fromkeys([*os.environ.get("PIP_FIND_LINKS", "").split(), *links]))
 
 
 def _prepare(session: nox.Session, constraint: Path = ROOT / "constraints.txt") -> None:
@@ -89,6 +87,12 @@ def _workspace(*requirements: str) -> list[str]:
     return [*editable, *(line for line in requirements if line not in PACKAGES)]
 
 
+def _prepare_tests(session: nox.Session, *requirements: str) -> None:
+    """Prepare the session; install the workspace, what its tests need, and `requirements`."""
+    _prepare(session)
+    session.install(*_workspace(*requirements, *_test_requirements(*PACKAGES)))
+
+
 def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
     """The command that runs tests on all cores. Ranks are many, so `_prepare` gives each one thread."""
     session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in one of gloo's threads prints native stacks
@@ -98,41 +102,35 @@ def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> lis
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests that need no GPU, on all cores; those marked long only if arguments for pytest are given."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    _prepare_tests(session)
     session.run(*_pytest(session, "tests", "packages", marks="not gpu" if session.posargs else USUAL))
 
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """Run what `tests` leaves out: other numbers of ranks, layouts and dtypes, parity, launches, long waits."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    _prepare_tests(session)
     session.run(*_pytest(session, "tests", "packages", marks="not gpu and long"))
 
 
 @nox.session
 def stress(session: nox.Session) -> None:
     """Run `tests` 20 times in random order, 5 of them on a loaded machine; list what failed once: tools/stress.py."""
-    _prepare(session)
-    session.install(*_workspace("pytest-random-order", *_test_requirements(*PACKAGES)))
-    command = _pytest(session, marks=USUAL)[1:]  # without `pytest`; arguments come last
-    session.run("python", "tools/stress.py", *command)
+    _prepare_tests(session, "pytest-random-order")
+    session.run("python", "tools/stress.py", *_pytest(session, marks=USUAL)[1:])  # arguments come last
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Change the sources in one place at a time and count the mutants that the tests find: tools/mutants.py."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    session.run("python", "tools/mutants.py", *session.posargs)
+    _prepare_tests(session)
+    session.run("python", "-m", "tools.mutants", *session.posargs)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
-    _prepare(session)
-    session.install(*_workspace(*COVERAGE, *_test_requirements(*PACKAGES)))
+    _prepare_tests(session, *COVERAGE)
     folder = Path(session.create_tmp()).resolve()
     session.env["COVERAGE_FILE"] = str(folder / "coverage")
     if sys.version_info >= (3, 12):
@@ -151,8 +149,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def memory(session: nox.Session) -> None:
     """Run the tests of dbuffer and fsdp-runtime so that writes into released memory are detected; slow."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    _prepare_tests(session)
     # Freed memory of 8 KiB and more is unmapped at once, so that a late access is a fault.
     tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
     environment = {"DBUFFER_DEBUG_MEMORY": "1", "GLIBC_TUNABLES": tunables}
@@ -169,8 +166,7 @@ def memory(session: nox.Session) -> None:
 @nox.parametrize("job", list(NIGHTLY), ids=list(NIGHTLY))
 def nightly(session: nox.Session, job: str) -> None:
     """Run a long check: mutants of stream order, several hosts, damaged input, killed ranks, long training, peers."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
+    _prepare_tests(session)
     if job == "peers":  # DeepSpeed's build looks for torch
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
@@ -182,8 +178,7 @@ def nightly(session: nox.Session, job: str) -> None:
 @nox.parametrize("others", list(OTHERS), ids=list(OTHERS))
 def integrations(session: nox.Session, others: str) -> None:
     """Run the tests that need other projects' packages, which `tests` skips. verl pins an older transformers."""
-    _prepare(session)
-    session.install(*_workspace(*_test_requirements(*PACKAGES), *OTHERS[others]))
+    _prepare_tests(session, *OTHERS[others])
     if others == "verl":  # compile once, not in all ranks at the same time
         session.run("python", "-c", "import verl.workers.engine")
     folder = FOLDERS["fsdp-runtime"] / "tests"
@@ -209,9 +204,8 @@ def dev(session: nox.Session) -> None:
     """Make an environment for editors, plain pytest and GPU runs: `./run dev`, in .venv, or `./run dev -- FOLDER`."""
     _prepare(session)
     folder = Path(session.posargs[0] if session.posargs else ".venv").resolve()
-    tools = ["nox", *COVERAGE, *LINT, *TYPECHECK, *BENCH]
     session.run(sys.executable, "-m", "virtualenv", str(folder), external=True)
-    wanted = _workspace(*tools, *_test_requirements(*PACKAGES))
+    wanted = _workspace("nox", *COVERAGE, *LINT, *TYPECHECK, *BENCH, *_test_requirements(*PACKAGES))
     session.run(str(folder / "bin" / "python"), "-m", "pip", "install", *wanted, external=True)
 
 
@@ -239,8 +233,7 @@ def gpu_guard(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = SOURCES
     folders = session.posargs or ["packages", "tests"]
     session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *folders)
-    out = Path(session.create_tmp()).resolve() / "gpu"
-    dry = ["bench/gpu.sh", str(out), "--dry-run", "--skip-tests"]
+    dry = ["bench/gpu.sh", str(Path(session.create_tmp()).resolve() / "gpu"), "--dry-run", "--skip-tests"]
     session.run("sh", *dry, env={"PYTHON": str(Path(session.bin) / "python")}, external=True)
 
 
@@ -271,9 +264,8 @@ def isolated(session: nox.Session, package: str) -> None:
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
-    session.run(
-        "pytest", "-n", "auto", "-m", USUAL, *settings, *(session.posargs or [str(outside / "tests")])
-    )
+    chosen = session.posargs or [str(outside / "tests")]
+    session.run("pytest", "-n", "auto", "-m", USUAL, *settings, *chosen)
 
 
 @nox.session
@@ -294,12 +286,11 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check the sources with mypy in strict mode; tests and benchmarks without asking them for annotations."""
-    _prepare(session)
-    typed = ["safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9", BENCH[0]]
-    session.install(*_workspace(*TYPECHECK, *typed, *_test_requirements(*PACKAGES)))
-    for folder in FOLDERS.values():
-        session.run("mypy", str(folder / "src"))
-    session.run("mypy", "tools")
+    _prepare_tests(
+        session, *TYPECHECK, "safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9", BENCH[0]
+    )
+    for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
+        session.run("mypy", str(folder))
     session.run("mypy", *UNTYPED, "bench")
     # Tests import helpers by name where a conftest.py puts their folder on the path, else relatively; mypy is told the
     # same, one folder at a time.
@@ -316,11 +307,9 @@ def docs(session: nox.Session) -> None:
     _prepare(session)
     session.install(*DOCS)  # sources are read, not imported: no torch; ruff formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    if session.posargs:
-        session.run("mkdocs", *session.posargs)
-        return
-    session.run("mkdocs", "build", "--strict", "--quiet")
-    session.run("python", str(ROOT / "tools" / "docs_check.py"), "site")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
+    if not session.posargs:
+        session.run("python", str(ROOT / "tools" / "docs_check.py"), "site")
 
 
 @nox.session

@@ -1,9 +1,10 @@
-"""Changes one place of a package's source at a time and counts how many of these mutants the tests find.
+"""Change one place of the sources at a time and count how many of these mutants the tests find.
 
-    nox -s mutants -- --number 40 --seed 1 [arguments for pytest]
+    nox -s mutants -- --number 40 --seed 1
 
-A mutant flips a comparison, an operator, `and`, `not` or a constant, or leaves a statement out. The tests that are run
-for it are those that name what its module defines. The tree itself is not touched: mutants live in a copy.
+A mutant flips a comparison, an operator, `and`, `not` or a constant, or leaves a statement out. Its tests are those
+that name what its module defines. The tree is not touched: a mutant is a copy of the sources, tested in a fork of a
+process with torch. `order_mutants.py` makes other changes with the same functions.
 """
 
 import argparse
@@ -12,14 +13,18 @@ import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+USUAL = "not gpu and not long"
 LEFT_OUT = ("_torch_compat", "_triton", "testing/", "train/", "integrations/", "__main__", "_cli", "_svg")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -29,9 +34,34 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
 }  # fmt: skip
 
+Change = Callable[[ast.AST], ast.AST | None]  # a node to the changed one; None if there is nothing to change
 
-def mutated(node: ast.AST) -> ast.AST | None:
-    """The node with one thing changed, or None if there is nothing to change."""
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a file.
+
+    Attributes:
+        path: the file, relative to the repository.
+        number: index among the file's places that the kind of change applies to.
+        line: its line.
+        function: qualified name of the function that it is in.
+        code, changed: source before and after.
+    """
+
+    path: Path
+    number: int
+    line: int
+    function: str
+    code: str
+    changed: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.code[:60]!r} -> {self.changed[:60]!r}"
+
+
+def changed(node: ast.AST) -> ast.AST | None:
+    """The `Change` of a random mutant."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
         return ast.Compare(node.left, [COMPARISONS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and "'" not in ast.unparse(node):
@@ -49,45 +79,141 @@ def mutated(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _is_text(node: ast.BinOp) -> bool:
-    return any(
-        isinstance(x, ast.JoinedStr) or isinstance(getattr(x, "value", 0), str) for x in ast.walk(node)
-    )
+def _places(tree: ast.Module, change: Change) -> list[tuple[ast.AST, str, ast.AST]]:
+    """Nodes of function bodies that can be changed, their function, and the changed node.
 
-
-def _in_functions(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes of function bodies, without what raises an error, whose words are not tested, and `strict=True` of zip."""
-    pending: list[tuple[ast.AST, bool]] = [(tree, False)]
+    Without errors that are raised, whose words are not tested, and `strict=True` of zip.
+    """
+    places = []
+    pending: list[tuple[ast.AST, tuple[str, ...], bool]] = [(tree, (), False)]
     while pending:
-        node, inside = pending.pop()
-        if inside:
-            yield node
-        if not isinstance(node, ast.Raise) and getattr(node, "arg", "") != "strict":
-            inside = inside or isinstance(node, ast.FunctionDef)
-            pending += [(child, inside) for child in ast.iter_child_nodes(node)]
+        node, names, inside = pending.pop()
+        if inside and (other := change(node)):
+            places.append((node, ".".join(names), other))
+        if isinstance(node, ast.Raise) or getattr(node, "arg", "") == "strict":
+            continue
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names, inside = (*names, node.name), inside or isinstance(node, ast.FunctionDef)
+        pending += [(child, names, inside) for child in ast.iter_child_nodes(node)]
+    return places
 
 
-def places() -> list[tuple[Path, int]]:
-    """Every place that can be changed: a file and the place's number in it."""
-    found = []
-    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        if not any(part in path.as_posix() for part in LEFT_OUT):
-            nodes = [node for node in _in_functions(ast.parse(path.read_text())) if mutated(node)]
-            found += [(path.relative_to(ROOT), number) for number in range(len(nodes))]
-    return found
+def mutants_of(path: Path, change: Change) -> list[Mutant]:
+    """All mutants of a file."""
+    return [
+        Mutant(path, number, getattr(node, "lineno", 0), name, ast.unparse(node), ast.unparse(other))
+        for number, (node, name, other) in enumerate(_places(ast.parse((ROOT / path).read_text()), change))
+    ]
 
 
-def mutant(path: Path, number: int) -> tuple[str, str]:
-    """The changed source, and a line that says what was changed."""
+class _Replace(ast.NodeTransformer):
+    def __init__(self, replacements: dict[ast.AST, Callable[[ast.AST], ast.AST]]) -> None:
+        self._replacements = replacements
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        visited: ast.AST = self.generic_visit(node)
+        return self._replacements[node](visited) if node in self._replacements else visited
+
+
+def write(
+    folder: Path,
+    path: Path,
+    change: Change,
+    number: int | None,
+    note: Callable[[int, ast.AST], ast.AST] | None = None,
+) -> None:
+    """Write a file's mutant into a copy of the sources; with `note`, replace every place by `note(number, node)`."""
     tree = ast.parse((ROOT / path).read_text())
-    node = [node for node in _in_functions(tree) if mutated(node)][number]
-    other = mutated(node)
-    assert other is not None
-    what = f"{path}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:60]!r} -> {ast.unparse(other)[:60]!r}"
-    replace = ast.NodeTransformer()
-    visit = replace.generic_visit
-    replace.visit = lambda at: other if at is node else visit(at)  # type: ignore[assignment]
-    return ast.unparse(ast.fix_missing_locations(replace.visit(tree))), what
+    replacements: dict[ast.AST, Callable[[ast.AST], ast.AST]] = {}
+    for index, (node, _, other) in enumerate(_places(tree, change)):
+        if note is not None:
+            replacements[node] = lambda visited, index=index: note(index, visited)  # type: ignore[misc]
+        elif index == number:
+            replacements[node] = lambda _, other=other: other  # type: ignore[misc]
+    (folder / path).write_text(ast.unparse(ast.fix_missing_locations(_Replace(replacements).visit(tree))))
+
+
+@contextmanager
+def copied_sources() -> Iterator[Path]:
+    """A copy of the packages' sources, in a temporary folder that is laid out as the repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        for source in ROOT.glob("packages/*/src"):
+            shutil.copytree(source, Path(folder) / source.relative_to(ROOT))
+        yield Path(folder)
+
+
+def import_torch() -> None:
+    """Import torch before processes are forked; our packages come from each mutant's copy."""
+    import torch
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+    import torch.utils.checkpoint
+
+    torch.set_num_threads(1)
+
+
+def status_of(
+    folder: Path, tests: list[str], limit: float, run: Callable[[list[str]], int] | None = None
+) -> int:
+    """Exit status of the tests on a copy of the sources, in a forked process; 124 after `limit` seconds.
+
+    Args:
+        folder: the copy.
+        tests: test files or node ids.
+        limit: in seconds.
+        run: called with pytest's arguments in the forked process; by default `pytest.main`.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = _run_tests(folder, tests, run)
+        finally:
+            os._exit(status)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return abs(os.waitstatus_to_exitcode(status))
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+def _run_tests(folder: Path, tests: list[str], run: Callable[[list[str]], int] | None) -> int:
+    import pytest
+
+    sources = [str(ROOT), *map(str, sorted(folder.glob("packages/*/src")))]
+    sys.path[:0] = sources
+    os.environ["PYTHONPATH"] = os.pathsep.join(sources)
+    os.chdir(ROOT)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    arguments = ["-x", "-q", "-m", USUAL, "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests]
+    return int((run or pytest.main)(arguments))
+
+
+def results(
+    mutants: list[Mutant], change: Change, tests: Callable[[Mutant], list[str]], limit: float, jobs: int
+) -> Iterator[tuple[Mutant, int]]:
+    """Each mutant, and the exit status of its tests; 0 if it has none."""
+
+    def status(mutant: Mutant) -> int:
+        chosen = tests(mutant)
+        if not chosen:
+            return 0
+        with copied_sources() as folder:
+            write(folder, mutant.path, change, mutant.number)
+            return status_of(folder, chosen, limit)
+
+    import_torch()
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from zip(mutants, pool.map(status, mutants), strict=True)
 
 
 def tests_of(path: Path, most: int) -> list[str]:
@@ -106,10 +232,8 @@ def tests_of(path: Path, most: int) -> list[str]:
             names |= {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         words = re.compile(rf"\b({'|'.join(sorted(map(re.escape, names)))})\b")
         for test in package.glob("tests/**/test_*.py"):
-            name, mentions = (
-                str(test.relative_to(ROOT)),
-                len(set(words.findall(test.read_text()))) if names else 0,
-            )
+            name, text = str(test.relative_to(ROOT)), test.read_text()
+            mentions = len(set(words.findall(text))) if names else 0
             scores[name] = scores.get(name, 0) + weight * mentions + 5 * weight * (stem in test.stem)
     return sorted((test for test in scores if scores[test]), key=lambda test: (-scores[test], test))[:most]
 
@@ -119,37 +243,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--number", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--files", type=int, default=5, help="how many test files are run for a mutant, at most"
-    )
+    parser.add_argument("--files", type=int, default=5, help="test files for a mutant, at most")
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds for a mutant; more counts as found"
     )
-    options, arguments = parser.parse_known_args()
-    found = total = 0
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".nox", "dist", "site", "__pycache__")
-        )
-        sources = os.pathsep.join(map(str, [copy, *copy.glob("packages/*/src")]))
-        for path, number in random.Random(options.seed).sample(places(), options.number):
-            changed, what = mutant(path, number)
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not long", *arguments]
-            begin = time.monotonic()
-            (copy / path).write_text(changed)
-            try:
-                ended = subprocess.run(
-                    [*command, *tests_of(path, options.files)], cwd=copy, env={**os.environ, "PYTHONPATH": sources},
-                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=options.limit, check=False,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                ended = 124
-            (copy / path).write_text((ROOT / path).read_text())
-            total, found = total + 1, found + (ended != 0)
-            verdict = {0: "LIVES", 124: "slow "}.get(ended, "found")
-            print(f"{verdict}  {time.monotonic() - begin:4.0f} s  {what}", flush=True)
-    print(f"{found} of {total} mutants found")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    options = parser.parse_args()
+    paths = sorted(path.relative_to(ROOT) for path in ROOT.glob("packages/*/src/**/*.py"))
+    kept = [path for path in paths if not any(part in path.as_posix() for part in LEFT_OUT)]
+    mutants = [mutant for path in kept for mutant in mutants_of(path, changed)]
+    sample = random.Random(options.seed).sample(mutants, options.number)
+    verdicts = {0: "LIVES", 124: "slow "}
+    statuses = []
+    for mutant, status in results(
+        sample, changed, lambda m: tests_of(m.path, options.files), options.limit, options.jobs
+    ):
+        statuses.append(status)
+        print(f"{verdicts.get(status, 'found')}  {mutant}", flush=True)
+    print(
+        f"{len(statuses) - statuses.count(0)} of {len(statuses)} mutants found, {statuses.count(124)} of them slow"
+    )
     return 0
 
 

@@ -43,23 +43,23 @@ def main(argv: list[str]) -> int:
 
 
 def outcome(name: str, bench: Bench) -> Result:
-    """What came of a case; one that has not come to its fault in time (a slow start) is wrong, with the reason."""
-    begun = time.monotonic()
+    """Outcome of a case; one that has not come to its fault in time (a slow start) is wrong, with the reason."""
+    begin = time.monotonic()
     try:
         return CASES[name](bench)
     except TimeoutError as error:
-        return Result(name, False, time.monotonic() - begun, float("nan"), "", (0, 0), str(error))
+        return Result(name, False, time.monotonic() - begin, float("nan"), "", (0, 0), str(error))
 
 
 def row(result: Result) -> str:
     """A case as a row of the table."""
-    came = "finished" if result.finished else "ended with an error"
+    outcome = "finished" if result.finished else "ended with an error"
     if result.wrong:
-        came = f"**wrong**: {result.wrong}"
+        outcome = f"**wrong**: {result.wrong}"
     valid = f"{result.valid[0]} of {result.valid[1]}"
     line = shortened(result.line).replace("|", "\\|")
     return (
-        f"| {result.case} | {came} | {result.seconds:.0f} | {result.distance:.0e} | {valid} "
+        f"| {result.case} | {outcome} | {result.seconds:.0f} | {result.distance:.0e} | {valid} "
         f"| {f'`{line}`' if line else ''} |"
     )
 

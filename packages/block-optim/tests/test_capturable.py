@@ -161,8 +161,9 @@ def test_a_capture_of_another_optimizer_raises(monkeypatch):
 @on_ranks(2)
 def test_what_would_communicate_is_refused():
     with devices.stand_in(OnItsWay):
-        with pytest.raises(ValueError, match="capturable=True: p0 is cut over ranks"):
-            Run(Muon, "shard", shapes=((8, 6),), lr=0.1, capturable=True)
+        for layout in ("shard", "replicate"):  # ranks divide the work on copies
+            with pytest.raises(ValueError, match="capturable=True: p0 travels between ranks"):
+                Run(Muon, layout, shapes=((8, 6),), lr=0.1, capturable=True)
         run = Run(AdamW, "shard", shapes=((8, 6),), lr=0.1, capturable=True)
         run.give(0)
         with pytest.raises(ValueError, match="capturable=True: ranks would agree on non-finite gradients"):

@@ -1,4 +1,4 @@
-"""What Replicate (plain DDP) costs next to a sharded layout: bytes of state, and what a step sends."""
+"""What replicated parameters (DDP) cost next to sharded ones: bytes of state, and what a step sends; printed by -s."""
 
 import logging
 
@@ -9,9 +9,11 @@ from test_presence import KINDS
 from ragged_shard.testing import record_collectives, run_ranks
 
 SHAPES = ((64, 32), (32, 64))
+ELEMENTS = 2 * 64 * 32
 
 
 def cost(name, layout):
+    """This rank's bytes of state, and of updates and gradients that a step sends."""
     logging.getLogger("block_optim").setLevel(logging.ERROR)
     kind, options = KINDS[name]
     run = Run(kind, layout, shapes=SHAPES, lr=0.1, **options).steps(0, 1)
@@ -19,16 +21,24 @@ def cost(name, layout):
     with record_collectives() as record:
         run.optimizer.step(grad_norm=1.0)
     state = sum(n for key, n in run.optimizer.state_bytes().items() if key != "step")
-    return state, sum(e.bytes_sent for e in record.events if e.kind == "all_to_all"), record.kinds
+    return state, sum(e.bytes_sent for e in record.events if e.kind != "all_reduce"), record.kinds
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon", "Shampoo", "SOAP"])
-def test_replicas_keep_all_states_and_send_nothing_shards_keep_their_own(name):
+def test_replicas_divide_what_is_done_by_matrix_and_send_each_update_once(name):
     replicas, shards = run_ranks(2, cost, name, "replicate"), run_ranks(2, cost, name, "shard")
-    print(
-        f"{name:10} Replicate {replicas[0][0]} B a rank, 0 B sent; Shard(0) {shards[0][0]} B, {shards[0][1]} B sent"
-    )
-    for state, sent, kinds in replicas:
-        assert (sent, kinds) == (0, [])
-        assert state == sum(other for other, _, _ in shards)
+    print(f"\n| `{name}` | {replicas[0][0]} | {replicas[0][1]} | {shards[0][0]} | {shards[0][1]} |", end="")
+    everything = sum(state for state, _, _ in shards)
+    if name.startswith("AdamW"):
+        assert replicas == [(everything, 0, [])] * 2
+        return
+    assert all(kinds == ["all_reduce", "all_gather"] for _, _, kinds in replicas)
+    update = {"Muon": 2, "Shampoo": 4, "SOAP": 4}[
+        name
+    ]  # bytes an element: bf16, or the dtype of the computation
+    assert sum(sent for _, sent, _ in replicas) == update * ELEMENTS
+    if name == "Muon":  # momentum stays next to the gradient
+        assert all(state == everything for state, _, _ in replicas)
+    else:
+        assert sum(state for state, _, _ in replicas) == everything
     assert (shards[0][1] > 0) == (name == "Muon")  # the others' blocks are whole under these cuts

@@ -1,4 +1,4 @@
-"""Every optimizer on every layout that torch's own `fully_shard` makes, against one process: the same bits.
+"""Every optimizer on every layout that torch's own `fully_shard` and DDP make, against one process: the same bits.
 
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_optimizer_for
@@ -99,6 +99,13 @@ def expert_parallel(model):
     return rows(model, mesh=mesh["data"])
 
 
+def replicated(model):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    distribute_module(model, mesh)
+    model.head.weight = model.embedding.weight
+    return model
+
+
 LAYOUTS = {
     "Shard(0)": (rows, (1, 2, 3, 4)),
     "CPUOffloadPolicy": (cpu_offload, (3,)),
@@ -106,6 +113,8 @@ LAYOUTS = {
     "HSDP": (hsdp, (4,)),
     "tensor parallel": (tensor_parallel, (4,)),
     "expert parallel": (expert_parallel, (4,)),
+    "DDP": (plain, (2, 3, 4)),
+    "Replicate": (replicated, (3,)),
 }
 
 
@@ -116,7 +125,7 @@ def named(model):
 def narrow(model, layout):
     """8-bit AdamW with its default block; in one process, with the blocks that this chooses in the layout."""
     options: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if torch.distributed.is_initialized() and layout not in ("DDP", "Replicate"):
         return AdamW8bit(named(model), lr=0.02, **options)
     group = {
         "params": [(n, p) for n, p in named(model) if n == "down.weight"],
@@ -126,13 +135,42 @@ def narrow(model, layout):
     return AdamW8bit([group, {"params": rest, "block": Tile(1, 256)}], lr=0.02, **options)
 
 
+def divided(layout):
+    """Options under which ranks that hold plain parameters alike divide the work."""
+    if layout != "DDP" or not torch.distributed.is_initialized():
+        return {}
+    return {"replicate_mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),))}
+
+
+def muon(model, layout, **options):
+    matrices = [(n, p) for n, p in named(model) if n in MATRICES]
+    return Muon(matrices, lr=0.02, **options, **divided(layout))
+
+
+def normuon(model, layout):
+    """Without the parameter that tensor parallelism cuts inside rows, which NorMuon refuses."""
+    if layout == "tensor parallel" and torch.distributed.is_initialized():
+        with pytest.raises(
+            ValueError, match=r"down.weight: .* cut inside rows, .*a block policy of Rows\(1\)"
+        ):
+            muon(model, layout, normuon=True)
+    names = [n for n in MATRICES if n != "down.weight" or layout != "tensor parallel"]
+    matrices = [(n, p) for n, p in named(model) if n in names]
+    return Muon(matrices, lr=0.02, normuon=True, **divided(layout))
+
+
 OPTIMIZERS = {
     "AdamW": lambda model, layout: AdamW(named(model), lr=0.02),
     "AdamW8bit": narrow,
-    "Muon": lambda model, layout: Muon([(n, p) for n, p in named(model) if n in MATRICES], lr=0.02),
-    "Shampoo": lambda model, layout: Shampoo(named(model), lr=0.02, max_preconditioner_dim=16),
-    "SOAP": lambda model, layout: SOAP(named(model), lr=0.02, max_preconditioner_dim=16),
-    "mixed_optimizer_for": lambda model, layout: mixed_optimizer_for(model, lr=0.02, verbose=False),
+    "Muon": muon,
+    "NorMuon": normuon,
+    "Shampoo": lambda model, layout: Shampoo(
+        named(model), lr=0.02, max_preconditioner_dim=16, **divided(layout)
+    ),
+    "SOAP": lambda model, layout: SOAP(named(model), lr=0.02, max_preconditioner_dim=16, **divided(layout)),
+    "mixed_optimizer_for": lambda model, layout: mixed_optimizer_for(
+        model, lr=0.02, muon=divided(layout), verbose=False
+    ),
 }
 
 

@@ -96,7 +96,7 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
         holding = agrees(tensor)
         assert (holding.axes, spanned(holding)) == (axes, 24)
         assert holding.ranks[holding.rank] == dist.get_rank()
-        along = Param(tensor, "w").holding_of(EXPERTS)
+        along = Param(tensor, "w").work_holding(EXPERTS)
         assert along.axes == needed, placements
         assert dist.get_process_group_ranks(along.group) == list(along.ranks)
         ordered = holding.in_order()

@@ -49,7 +49,7 @@ def test_a_snapshot_is_freed_when_its_job_has_completed(kind):
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
-        if worker.before:
+        if worker.snapshots:
             break
     worker._join()
     assert len(worker.before) > 1

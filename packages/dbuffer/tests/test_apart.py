@@ -81,7 +81,7 @@ def shrink_and_gather(layout, dtype, full_dtype, size):
     group = groups[dist.get_rank() // size]
     Gather([buffer]).start().wait()
     buffer.shrink(group)
-    assert not buffer.materialized
+    assert not buffer.gathered.present
     zero(buffer.shard)  # what was kept is what comes back, not the shards
     with record_collectives() as record:
         Gather([buffer]).start().wait()

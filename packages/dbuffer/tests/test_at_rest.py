@@ -74,7 +74,7 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
             assert local.codes.view(-1, codes.shape[1]).equal(codes[run.start : run.stop])
             assert local.scales.equal(scales[slice(*run.grid.scales_of(run.start, run.stop))])
             assert local.dequantize().equal(buffer.geometry.cut(name, values))
-        row = buffer.spec.wire.row_bytes(buffer.geometry)
+        row = buffer.wire.row_bytes(buffer.geometry)
         assert sum(flat.nbytes for flat in buffer.shard) == row  # and nothing else is kept
         with record_collectives() as record:
             Gather([buffer]).start().wait()

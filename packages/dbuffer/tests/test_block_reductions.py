@@ -51,7 +51,7 @@ def reduce(fmt):
             view.copy_(gradients(rank)[name])
         with record_collectives() as record:
             ReduceScatter([buffer], op="sum").start().wait()
-        row = buffer.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+        row = buffer.reduction.row_bytes(buffer.geometry, torch.float32)
         assert record.kinds == ["all_to_all"]
         assert record.bytes_sent == (size - 1) * row
         for name, view in buffer.local_views.items():
@@ -74,7 +74,7 @@ def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(ra
 @on_ranks(2)
 def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
     buffer = make(BlockReduction(STOCHASTIC), (TensorSpec("w", (512, 1024)),))
-    row = buffer.spec.reduction.row_bytes(buffer.geometry, torch.float32)
+    row = buffer.reduction.row_bytes(buffer.geometry, torch.float32)
     assert row / (4 * len(buffer.shard[0])) < 0.26
     assert row == len(buffer.shard[0]) * (1 + 4 / 256)
 

@@ -83,7 +83,7 @@ def gather(cut):
                 for planes in map(buffer.encoder._planes.runs, range(size))
             )
             row = sum(map(len, buffer.shard)) + 4 * (-(-most // 4) * 4)
-            assert buffer.spec.wire.row_bytes(buffer.geometry) == row
+            assert buffer.wire.row_bytes(buffer.geometry) == row
             assert record.kinds == ["all_gather"] * (size > 1)
             assert record.bytes_sent == (size - 1) * row
 

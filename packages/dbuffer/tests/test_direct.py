@@ -247,7 +247,7 @@ def nobody_answers():
             Gather([buffer]).start()
     finally:
         del choice._chosen[buffer.mesh_view.group]
-    assert not buffer.busy
+    assert buffer.in_flight is None
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ from dbuffer_helpers import SPECS, layout_for, make, mesh_of
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import AllReduce, DBuffer, Gather, ReduceScatter
+from dbuffer import AllReduce, DBuffer, Gather, HandleState, ReduceScatter
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, run_ranks
 
@@ -166,15 +166,15 @@ def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(wor
     for act in (buffer.release, Gather([buffer]).start, buffer.forget_neighbors):
         with pytest.raises(RuntimeError, match="under way; call wait"):
             act()
-    assert not handle.waited
+    assert handle.state is HandleState.STARTED
     handle.wait()
     handle.wait()
-    assert handle.waited
-    assert not buffer.busy
+    assert handle.state is HandleState.COMPLETED
+    assert buffer.in_flight is None
     buffer.wait()
     Gather([buffer]).start()
     buffer.wait()
-    assert not buffer.busy
+    assert buffer.in_flight is None
     buffer.release()
     buffer.release()
 

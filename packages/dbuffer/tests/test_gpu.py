@@ -26,6 +26,7 @@ from dbuffer import (
     _torch_compat,
     device_layer,
 )
+from dbuffer.transport import transport_of
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -58,9 +59,10 @@ def nccl_collectives():
     group = dist.group.WORLD
     tensors = [torch.ones(64, device="cuda", dtype=d) for d in (torch.float32, torch.bfloat16)]
     receive = [torch.zeros_like(t) for t in tensors]
-    _torch_compat.all_gather(list(zip(receive, tensors, strict=True)), group).wait()
-    _torch_compat.reduce_scatter(list(zip(receive, tensors, strict=True)), dist.ReduceOp.AVG, group).wait()
-    _torch_compat.all_reduce(receive[:1], dist.ReduceOp.SUM, group).wait()
+    transport = transport_of(group, "collectives")
+    transport.all_gather(list(zip(receive, tensors, strict=True)), "x").wait()
+    transport.reduce_scatter(list(zip(receive, tensors, strict=True)), "avg", "x").wait()
+    transport.all_reduce(receive[:1], "sum", "x").wait()
     assert all(t.eq(1).all() for t in receive)
     mesh_of()
     buffer = load(make(), {n: t.cuda() for n, t in full_tensors().items()})

@@ -90,7 +90,7 @@ def test_a_shard_asks_each_time_that_it_is_allocated(asked):
     shard = new_shard()
     assert len(asked) == 1
     shard.give()
-    shard.renew()
+    shard.allocate()
     assert len(asked) == 2
 
 

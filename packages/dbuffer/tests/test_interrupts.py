@@ -12,8 +12,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, load, peers_of, swap, zero
 
 import dbuffer
-from dbuffer import Gather, ReduceScatter
-from dbuffer._handle import HandleState
+from dbuffer import Gather, HandleState, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
 from ragged_shard.testing import run_ranks
@@ -84,7 +83,7 @@ def waits_are_interrupted():
             with contextlib.suppress(RuntimeError):
                 handle.wait()
                 assert bool((buffer.shard[0] == 3).all()), f"at {number}"  # added once
-            assert not buffer.busy
+            assert buffer.in_flight is None
             with contextlib.suppress(RuntimeError):
                 handle.wait()
             buffer = again(buffer)
@@ -108,11 +107,11 @@ def starts_are_interrupted():
             with interrupted_at(number):
                 Gather([buffer]).start()
         except Interrupted:
-            if buffer.busy:
+            if buffer.in_flight is not None:
                 with contextlib.suppress(RuntimeError):
                     buffer.wait()
                     assert bool((buffer.full[0] == 1).all()), f"at {number}"
-            assert not buffer.busy, f"at {number}"
+            assert buffer.in_flight is None, f"at {number}"
             buffer = again(buffer)
             return False
         buffer.wait()
@@ -204,12 +203,12 @@ def a_wait_is_interrupted(error):
         ring(0.2, error)
         with pytest.raises(type(error), match=r"^from the handler$"):
             handle.wait()
-        assert buffer.busy
-        assert not handle.waited
+        assert buffer.in_flight is not None
+        assert handle.state is HandleState.STARTED
         with pytest.raises(RuntimeError, match="release while a collective is under way"):
             buffer.release()
         handle.wait()
-    assert not buffer.busy
+    assert buffer.in_flight is None
     return bool((buffer.views["w"] == 3).all())
 
 
@@ -249,7 +248,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
         except RuntimeError as error:
             if "interrupted while" not in str(error):
                 said.append(f"at {number}, then: {error}")
-        assert not buffer.busy, f"at {number}"
+        assert buffer.in_flight is None, f"at {number}"
         if dist.get_rank() == 0 and handle.state is not HandleState.COMPLETED:
             buffer = again(buffer)
             load(buffer, {"w": torch.full((1024, 1024), 3.0)})

@@ -89,7 +89,7 @@ def interrupt_waits(make, start, tensors, step, without=()):
                 handle.wait()
         except Interrupted:
             found[outcome(handle, lambda: tensors(buffer), value)] += 1
-            assert not buffer.busy
+            assert buffer.in_flight is None
             try:
                 after = start(buffer, 3 * value)
             except RuntimeError:

@@ -25,7 +25,7 @@ class Silent:
 
 def test_a_request_without_an_answer_raises_with_its_name():
     silent = Silent()
-    with pytest.raises(RuntimeError, match=r"no answer to 'check' within 0\.05 s"):
+    with pytest.raises(RuntimeError, match=r"the store has not answered for 0\.05 s \(request 'check'\)"):
         PatientStore(silent, 0.05).check(["key"])  # type: ignore[arg-type]
     silent.answers.set()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dbuffer_helpers import full_tensors, load, make
 
-from dbuffer import CastOnWire, Encoder, Gather, Geometry
+from dbuffer import Encoder, Gather, Geometry
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
@@ -22,8 +22,6 @@ class Quantized:
 
 
 class QuantizedEncoder(Encoder):
-    decodes = True
-
     def __init__(self, gathered):
         self.gathered = gathered
         self.pairs = []
@@ -69,14 +67,13 @@ def test_what_travels_takes_part_in_the_alignment_check():
 
 def cast(full_dtype):
     buffer = make(full_dtype=full_dtype, alias=False)
-    encoder = CastOnWire().encoder(buffer.geometry, buffer.gathered, buffer.recycler)
     buffer.materialize()
     buffer.gathered.own[0].fill_(1)
-    ((receive, send),) = encoder.encode(buffer.shard)
+    ((receive, send),) = buffer.begin_gather()
     assert receive is buffer.gathered.raw[0]
     return send is buffer.shard[0], send is buffer.gathered.own[0], int(send.sum())
 
 
-def test_the_cast_sends_shards_themselves_where_dtypes_agree():
+def test_a_gather_sends_shards_themselves_if_dtypes_agree():
     assert run_ranks(1, cast, torch.float32) == [(True, False, 0)]
     assert run_ranks(1, cast, torch.bfloat16) == [(False, True, 0)]

@@ -28,13 +28,14 @@ class Comm:
 class OwnGather(Comm):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.note(output_tensor, input_tensor, group)
-        return collectives.compat.all_gather([(output_tensor, input_tensor)], group)  # a work, for a change
+        # A work, although it was asked not to.
+        return collectives.compat.all_gather(output_tensor, input_tensor, group=group, async_op=True)
 
 
 class OwnReduction(Comm):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.note(output_tensor, input_tensor, group)
-        collectives.compat.reduce_scatter([(output_tensor, input_tensor)], op, group).wait()
+        collectives.compat.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
 def two_steps(prepare, **options):
@@ -122,9 +123,9 @@ def groups_used(shape):
     mesh = rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     seen, usual = [], collectives.compat.reduce_scatter
 
-    def noted(pairs, op, group):
+    def noted(receive, send, *, group, **options):
         seen.append(group)
-        return usual(pairs, op, group)
+        return usual(receive, send, group=group, **options)
 
     collectives.compat.reduce_scatter = noted
     try:

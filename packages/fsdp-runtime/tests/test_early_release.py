@@ -23,7 +23,7 @@ class Watched(Body):
 
     def look(self):
         unit = member_of(self).unit
-        self.seen.append({p.name for g in unit.groups if g.buffer.materialized for p in g.params})
+        self.seen.append({p.name for g in unit.groups if g.buffer.gathered.present for p in g.params})
 
     def forward(self, batch, order=None):
         x = self.embed(batch)

@@ -160,7 +160,7 @@ def test_gathered_gradient_memory_is_free_after_backward():
     for trained in (is_bias, lambda n: True):
         freeze(model, trained)
         loss_of(model, tokens()).backward()
-        assert not any(group.gradients.buffer.materialized for group in groups)
+        assert not any(group.gradients.buffer.gathered.present for group in groups)
 
 
 @on_ranks(2)

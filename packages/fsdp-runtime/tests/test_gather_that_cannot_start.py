@@ -56,4 +56,4 @@ def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(
         assert param.equal(wanted[name]), name
     model.reshard()  # type: ignore[operator]
     groups = member_of(model).unit.groups
-    assert not any(group.buffer.materialized or group.buffer.busy for group in groups)
+    assert not any(group.buffer.gathered.present or group.buffer.in_flight is not None for group in groups)

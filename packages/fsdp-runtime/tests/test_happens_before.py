@@ -56,7 +56,7 @@ class OwnGather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return collectives.compat.all_gather([(output_tensor, input_tensor)], group)
+        return collectives.compat.all_gather(output_tensor, input_tensor, group=group, async_op=True)
 
 
 def mesh_of(*shape):

@@ -4,8 +4,14 @@ import torch
 from runtime_helpers import Watch, loss_of, seeded, shard, tokens
 from torch import nn
 
+from fsdp_runtime._params.unit import UnitState
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import run_ranks
+
+
+def gathered(block):
+    """Whether all parameters of a block are gathered or on their way."""
+    return member_of(block).unit.state in (UnitState.UNSHARDED, UnitState.GATHERING)
 
 
 def ahead(model, **options):
@@ -14,7 +20,7 @@ def ahead(model, **options):
 
     def look(index):
         def hook(module, args):
-            seen.append([i for i, block in enumerate(model.blocks) if member_of(block).unit.gathered])
+            seen.append([i for i, block in enumerate(model.blocks) if gathered(block)])
 
         return hook
 
@@ -51,7 +57,7 @@ def changes():
         backwards = ahead(model, order=[3, 2, 1, 0])
         again = ahead(model, order=[3, 2, 1, 0])
         shorter = ahead(model, order=[3, 1])
-        left = [member_of(block).unit.gathered for block in model.blocks]
+        left = [gathered(block) for block in model.blocks]
     return backwards, again, shorter, left
 
 
@@ -74,7 +80,7 @@ def in_backward():
     seen = []
     for index, block in enumerate(model.blocks):
         block.look = lambda index=index: seen.append(
-            (index, [i for i, other in enumerate(model.blocks) if member_of(other).unit.gathered])
+            (index, [i for i, other in enumerate(model.blocks) if gathered(other)])
         )
     shard(model)
     for _ in range(2):

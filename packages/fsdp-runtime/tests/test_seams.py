@@ -111,7 +111,7 @@ def memory_while_late():
 
     def closing(gradients):
         if gradients is group.gradients:
-            seen.append((len(gradients._kept), gradients.buffer.materialized))
+            seen.append((len(gradients._kept), gradients.buffer.gathered.present))
         return close(gradients)
 
     type(group.gradients).close = closing

@@ -19,54 +19,69 @@ from ragged_shard.testing import run_ranks
 AFTER = 1.0
 
 
-def train(folder, stall, transport):
+def wait_for(happened, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not happened() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def train(folder, stall, transport, after=AFTER):
     """Three steps on each rank; before the last one, one rank stalls. Returns what this rank reported."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reports: list[str] = []
+
+    def report(line):
+        reports.append(line)
+        if "missing: rank" in line:
+            (folder / "reported").touch()
+
     model: Any = fully_shard(torch.nn.Sequential(torch.nn.Linear(64, 64)), transport=transport)
     store = dist.PrefixStore("watchdog", dist.FileStore(f"{folder}/store", size))
-    with Watchdog(store, rank, size, after=AFTER, every=0.1, report=reports.append):
+    with Watchdog(store, rank, size, after=after, every=0.1, report=report):
         for step in range(3):
             if step == 2 and rank == size - 1:
-                stall()
+                stall(folder)
             model(torch.ones(2, 64)).sum().backward()
     return reports
 
 
-def sleep():
-    time.sleep(3 * AFTER)
+def sleep(folder):
+    path, until = str(folder / "reported"), time.monotonic() + 60
+    while (
+        not os.access(path, os.F_OK) and time.monotonic() < until
+    ):  # in C, so that this is the innermost function
+        time.sleep(0.02)
 
 
-def freeze():
+def freeze(folder):
     subprocess.Popen(["sh", "-c", f"sleep {6 * AFTER}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def rush():
+def rush(folder):
     """Not late at all."""
 
 
 @pytest.mark.parametrize("transport", ["collectives", pytest.param("auto", marks=pytest.mark.long)])
 def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, transport):
-    reports = run_ranks(3, train, str(tmp_path), sleep, transport)
-    (line,) = [line for of_rank in reports for line in of_rank][:1]
+    reports = run_ranks(3, train, tmp_path, sleep, transport)
+    line = next(line for of_rank in reports for line in of_rank if "missing: rank 2 (" in line)
     number = re.search(r"for all_gather of Sequential number (\d+)", line)
     assert number
     assert "ranks 0, 1 wait in it" in line
-    assert "missing: rank 2 (" in line
     assert f"and has started {int(number[1]) - 1}" in line
     assert "in sleep" in line
 
 
 @pytest.mark.long
 def test_a_frozen_rank_is_named_as_one_that_does_not_answer(tmp_path):
-    reports = run_ranks(2, train, str(tmp_path), freeze, "collectives")
+    reports = run_ranks(2, train, tmp_path, freeze, "collectives")
     assert f"; no answer in 1.2 s from rank 1 ({socket.gethostname()}): stopped, ended" in reports[0][0]
     assert not reports[1]
 
 
 def test_nothing_is_reported_while_ranks_go_on(tmp_path):
-    assert run_ranks(2, train, str(tmp_path), rush, "auto") == [[], []]
+    assert run_ranks(2, train, tmp_path, rush, "auto", after=20.0) == [[], []]
 
 
 class Store:
@@ -95,17 +110,19 @@ class Store:
         return self.values.setdefault(key, value).encode()
 
 
-def watched(store, seconds, **options):
+def first_report(store, every=0.05):
+    """The first report of a rank that makes no progress in step 7."""
     reports: list[str] = []
     fake: Any = store
-    with Watchdog(fake, 0, 2, after=0.2, every=0.05, report=reports.append, **options) as watchdog:
-        watchdog.beat("step 7")
-        time.sleep(seconds)
-    return reports
+    watchdog = Watchdog(fake, 0, 2, after=0.2, every=every, report=reports.append)
+    watchdog.beat("step 7")
+    with watchdog:
+        wait_for(lambda: reports)
+    return reports[0]
 
 
 def test_a_step_without_a_collective_is_late_too():
-    line = watched(Store(), 1.5)[0]
+    line = first_report(Store())
     assert "has made no progress" in line
     assert "in step 7" in line
     assert "test_watchdog.py" in line
@@ -114,20 +131,24 @@ def test_a_step_without_a_collective_is_late_too():
     assert line.endswith("or too busy to answer")
 
 
-def test_beats_keep_a_rank_from_being_late():
-    reports: list[str] = []
+def test_beats_keep_a_rank_from_being_late(monkeypatch):
     fake: Any = Store()
-    with Watchdog(fake, 0, 2, after=0.5, every=0.05, report=reports.append) as watchdog:
-        for step in range(10):
-            watchdog.beat(f"step {step}")
-            time.sleep(0.1)
-    assert not reports
+    watchdog = Watchdog(fake, 0, 2, after=0.5)
+    begin = time.monotonic()
+    for step in range(10):
+        monkeypatch.setattr("fsdp_runtime.watchdog.time.monotonic", lambda step=step: begin + 0.4 * step)
+        assert watchdog._late() is None
+        watchdog.beat(f"step {step}")
+    monkeypatch.setattr("fsdp_runtime.watchdog.time.monotonic", lambda: begin + 3.6 + 0.6)
+    question = watchdog._late()
+    assert question is not None
+    assert question["text"].endswith("in step 9")
 
 
 def test_a_rank_that_is_not_late_asks_the_store_one_thing_a_look():
     fake: Any = Store()
     with Watchdog(fake, 0, 2, after=60, every=0.01):
-        time.sleep(0.3)
+        wait_for(lambda: len(fake.calls) >= 5)
     assert set(fake.calls) == {"check"}
     assert fake.values.keys() == {"host/0"}
 
@@ -135,22 +156,16 @@ def test_a_rank_that_is_not_late_asks_the_store_one_thing_a_look():
 def test_without_the_store_a_late_rank_says_what_it_knows():
     store = Store()
     store.broken = True
-    fake: Any = store
-    reports: list[str] = []
-    watchdog = Watchdog(fake, 0, 2, after=0.2, every=0.3, report=reports.append)
-    watchdog.beat("step 7")
-    with watchdog:
-        time.sleep(0.8)
-    assert reports
-    assert all("the other ranks cannot be asked: connection reset by peer" in line for line in reports)
+    assert "the other ranks cannot be asked: connection reset by peer" in first_report(store, every=0.3)
 
 
-def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving():
+def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving(monkeypatch):
+    monkeypatch.setattr("fsdp_runtime.watchdog._PATIENCE", 0.1)
     store = Store()
     never = threading.Event()
     answers: list[bool] = []
     store.check = lambda keys: answers.append(never.wait(60))
-    line = watched(store, 2)[0]
+    line = first_report(store)
     assert not answers  # leaving has not waited for it
     never.set()
     assert "in step 7" in line

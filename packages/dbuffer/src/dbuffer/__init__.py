@@ -12,34 +12,24 @@ from ._collectives import AllReduce, Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from ._order import CollectiveOrder, watch_order
+from ._patient_store import PatientStore
 from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
-from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, hold_forever, shared_recycler
-from .memory.scratch import Scratch
+from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, hold_forever, shared_recycler
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
-from .wire import (
-    BlockFormat,
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    BlockQuantizedTensor,
-    BlockReduction,
-    BlocksAtRest,
-    BlocksOnWire,
-    CastOnWire,
-    CastReduction,
-    CodePlanes,
-    Encoder,
-    Noise,
-    Reducer,
-    ReductionForm,
-    RowRun,
-    RunList,
-    TileGrid,
-    WireForm,
-    empty_codes,
-    num_gathered_scales,
-)
+from .wire.blocks import BlockFormat
+from .wire.codes.at_rest import BlocksAtRest, empty_codes
+from .wire.codes.gathered import num_gathered_scales
+from .wire.codes.on_wire import BlocksOnWire
+from .wire.codes.planes import CodePlanes
+from .wire.codes.tensor import BlockQuantizedTensor
+from .wire.form import Encoder, WireForm
+from .wire.formats.fp8 import BlockFP8
+from .wire.formats.int8 import BlockInt8
+from .wire.formats.nf4 import BlockNF4
+from .wire.noise import Noise
+from .wire.reduction import BlockReduction, CastReduction, Reducer, ReductionForm
+from .wire.tiles import RowRun, RunList, TileGrid
 
 __version__ = "0.2.0"
 __all__ = [
@@ -52,7 +42,6 @@ __all__ = [
     "BlockReduction",
     "BlocksAtRest",
     "BlocksOnWire",
-    "CastOnWire",
     "CastReduction",
     "CodePlanes",
     "CollectiveOrder",
@@ -68,6 +57,7 @@ __all__ = [
     "Noise",
     "Op",
     "Pairs",
+    "PatientStore",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from ._buffer import DBuffer
-from .transport import collectives_of
-from .wire import BlockEncoder
+from .transport import Collectives
+from .wire.codes.on_wire import BlockEncoder
 
 
 def needs_amax(buffer: DBuffer) -> bool:
@@ -43,7 +43,7 @@ def share_amax(buffers: Sequence[DBuffer]) -> None:
         assert isinstance(encoder, BlockEncoder)
         encoder.write_amax(buffer.shard, piece)
     # Of bits that are not negative numbers' the order is that of the numbers, with infinity and NaN on top.
-    collectives_of(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles").wait()
+    Collectives(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles").wait()
     for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
         assert isinstance(encoder, BlockEncoder)
         encoder.read_amax(buffer.shard, piece)

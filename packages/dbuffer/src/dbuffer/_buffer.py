@@ -9,6 +9,7 @@ The collectives are `Gather`, `ReduceScatter` and `AllReduce`.
 """
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor, device_layer
+from ragged_shard import (
+    DeviceLayer,
+    RaggedDTensor,
+    device_layer,
+    equal_on_all_ranks,
+    gather_from_ranks,
+    is_cpu,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 
+from . import _torch_compat as compat
 from ._mesh import view_mesh
 from ._order import count_compared
-from ._spec import BufferSpec
-from .memory.gathered import GatheredMemory, NeighborSlices
-from .memory.geometry import geometry_of
-from .memory.recycler import Recycler, hold_forever, shared_recycler
-from .memory.scratch import Scratch
+from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
+from .memory.geometry import alignment_problem, first_difference, geometry_of
+from .memory.recycler import Recycler, Scratch, hold_forever, shared_recycler
 from .memory.shard import ShardMemory
-from .transport import TransportChoice, may_read_peers, resolved
-from .wire import BlocksAtRest, CastOnWire, CodedShard, ReductionForm, WireForm
+from .transport import Pairs, TransportChoice, may_read_peers, resolved
+from .wire.codes.at_rest import BlocksAtRest, CodedShard
+from .wire.form import WireForm
+from .wire.reduction import ReductionForm
 
 
 class DBuffer:
@@ -49,8 +60,8 @@ class DBuffer:
         full_dtype: dtype of the gathered memory: of compute, or of reductions. Defaults to `dtype`.
         shard_dim: mesh axis that shards, by name or index.
         replicate_dim: mesh axis over which shards are copies (HSDP), or None.
-        wire: format of gathers. Defaults to `CastOnWire`, the full dtype. With `BlocksAtRest` the shard holds codes
-            and scales of values in `dtype`.
+        wire: format of gathers. Defaults to the full dtype: no copy if dtypes agree, else one cast. With
+            `BlocksAtRest` the shard holds codes and scales of values in `dtype`.
         reduction: format of reductions, sent by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
         transport: "auto", "collectives", "peer_memory", or a function that makes a `Transport` of a process group.
@@ -76,7 +87,8 @@ class DBuffer:
             every rank to the same number, to continue with the bits of the run before.
         condemned: whether a failed collective may still write the memory. It is never used again.
         in_flight: the handle of a collective that has not been waited for, or None.
-        spec, shard_memory, gathered, encoder, neighbor, scratch, recycler, coded: for the collectives only.
+        wire, reduction, transport, casts, shard_memory, gathered, encoder, neighbor, scratch, recycler, coded: for the
+            collectives only.
 
     Raises:
         ValueError: mesh and layout of different sizes, a dtype or device that cannot be used, a slice or tensor
@@ -106,34 +118,22 @@ class DBuffer:
         check_ranks: bool = True,
         in_common: Mapping[str, str] | None = None,
     ) -> None:
-        view = view_mesh(mesh, shard_dim, replicate_dim)
-        layer = device_layer(device or mesh.device_type)
-        placed = layer.device if shard_device is None else torch.device(shard_device)
-        spec = BufferSpec(
-            layout=layout,
-            view=view,
-            layer=layer,
-            dtype=dtype,
-            full_dtype=full_dtype or dtype,
-            shard_device=placed,
-            pin_memory=pin_memory and placed != layer.device,
-            wire=wire or CastOnWire(),
-            reduction=reduction,
-            transport=resolved(transport),
-            alias=alias and wire is None,
-            in_common=in_common or {},
-        )
-        spec.check(compare_ranks=check_ranks)
-        recycler = recycler or shared_recycler(layer.device)
-        if recycler.device != layer.device:
-            raise ValueError(f"{name}: the recycler is on {recycler.device}, not {layer.device}")
+        self.mesh_view = view = view_mesh(mesh, shard_dim, replicate_dim)
+        self.layer = layer = device_layer(device or mesh.device_type)
+        self.device = layer.device
+        self.shard_device = layer.device if shard_device is None else torch.device(shard_device)
+        self.offloaded = self.shard_device != layer.device
+        self.layout, self.dtype, self.full_dtype = layout, dtype, full_dtype or dtype
+        self.casts = self.full_dtype != dtype
+        self.wire, self.reduction, self.transport = wire, reduction, resolved(transport)
+        self._check(in_common or {}, compare_ranks=check_ranks)
         self.name = name or layout.tensors[0].name
-        self.spec, self.recycler = spec, recycler
-        self.layout, self.mesh_view, self.layer, self.dtype = layout, view, layer, dtype
-        self.device, self.shard_device, self.full_dtype = layer.device, placed, spec.full_dtype
-        self.offloaded = spec.offloaded
+        self.recycler = recycler or shared_recycler(layer.device)
+        if self.recycler.device != layer.device:
+            raise ValueError(f"{self.name}: the recycler is on {self.recycler.device}, not {layer.device}")
         self.geometry = geometry_of(layout, view.rank)
-        self._allocate(spec, recycler)
+        self.aliased = alias and wire is None and not self.casts and not self.offloaded and view.size == 1
+        self._allocate(layer if pin_memory and self.offloaded else None)
         self.neighbor: NeighborSlices | None = None
         self.scratch: list[Scratch] = []
         self.reductions = 0
@@ -141,25 +141,92 @@ class DBuffer:
         self.condemned = False
         self._numbers: dict[dist.ProcessGroup, int] = {}
         if check_ranks:
-            for group in (view.group, view.replica_group):
-                if group is not None:
-                    self._numbers[group] = count_compared(group)
+            for group in view.groups:
+                self._numbers[group] = count_compared(group)
 
-    def _allocate(self, spec: BufferSpec, recycler: Recycler) -> None:
-        if may_read_peers(spec.view.group, spec.transport):
+    def _allocate(self, pinned_for: DeviceLayer | None) -> None:
+        geometry, wire, recycler = self.geometry, self.wire, self.recycler
+        if may_read_peers(self.mesh_view.group, self.transport):
             recycler.share()
-        self.coded = isinstance(spec.wire, BlocksAtRest)
-        if isinstance(spec.wire, BlocksAtRest):
-            self.shard_memory: ShardMemory = CodedShard(
-                self.geometry, spec.wire.format, spec.dtype, spec.shard_device
-            )
+        self.coded = isinstance(wire, BlocksAtRest)
+        if isinstance(wire, BlocksAtRest):
+            self.shard_memory: ShardMemory = CodedShard(geometry, wire.format, self.dtype, self.shard_device)
         else:
-            pinned_for = spec.layer if spec.pin_memory else None
-            self.shard_memory = ShardMemory(self.geometry, spec.dtype, spec.shard_device, pinned_for)
-        self.aliased = spec.alias and not spec.casts and not spec.offloaded and spec.view.size == 1
+            self.shard_memory = ShardMemory(geometry, self.dtype, self.shard_device, pinned_for)
         alias = self.shard_memory.flats if self.aliased else None
-        self.gathered = GatheredMemory(self.geometry, spec.full_dtype, recycler, alias)
-        self.encoder = spec.wire.encoder(self.geometry, self.gathered, recycler)
+        self.gathered = GatheredMemory(geometry, self.full_dtype, recycler, alias)
+        # None if gathers have no wire form.
+        self.encoder = None if wire is None else wire.encoder(geometry, self.gathered, recycler)
+        self._sent: Flats = ()  # in the last gather without one
+        self._pairs: Pairs = []
+
+    def _check(self, in_common: Mapping[str, str], *, compare_ranks: bool) -> None:
+        """Raise the errors that the class documents; with `compare_ranks`, on all ranks."""
+        problem = self._local_problem()
+        if compare_ranks and self.mesh_view.size * self.mesh_view.num_replicas > 1:
+            self._compare(in_common, problem)
+        if problem is not None:
+            raise problem
+
+    def _local_problem(self) -> Exception | None:
+        layout, view, device = self.layout, self.mesh_view, self.device
+        argument: object = layout
+        if not isinstance(argument, Layout):
+            return TypeError(
+                f"layout is a {type(argument).__name__}; expected a layout_planner.Layout (layout_planner.plan)"
+            )
+        first = layout.tensors[0].name
+        for dtype in (self.dtype, self.full_dtype):
+            if not isinstance(dtype, torch.dtype) or dtype.is_complex or dtype == torch.bool:
+                return ValueError(f"dtype {dtype}: buffers hold real numbers, such as torch.float32")
+        if layout.world_size != view.size:
+            return ValueError(
+                f"{first}: the layout was planned for {layout.world_size} ranks, mesh axis "
+                f"{view.shard_axis} has {view.size}; plan with world_size={view.size}"
+            )
+        if device.type != view.mesh.device_type:
+            return ValueError(
+                f"{first}: device {device} on a mesh of {view.mesh.device_type}; they must be of one kind"
+            )
+        if self.offloaded and not is_cpu(self.shard_device):
+            return ValueError(f"{first}: shard_device {self.shard_device} is neither {device} nor the CPU")
+        if self.offloaded and isinstance(self.wire, BlocksAtRest):
+            return ValueError(
+                f"{first}: codes at rest lie where they are read back, not on {self.shard_device}"
+            )
+        try:
+            sent = () if self.wire is None else self.wire.dtypes(self.dtype, self.full_dtype)
+            if self.reduction is not None:
+                self.reduction.check(self.full_dtype)
+        except ValueError as error:
+            return error
+        text = alignment_problem(layout, (self.dtype, self.full_dtype, *sent))
+        return None if text is None else ValueError(text)
+
+    def _compare(self, in_common: Mapping[str, str], problem: Exception | None) -> None:
+        layout = self.layout if isinstance(self.layout, Layout) else None
+        how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
+        settings = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
+        fingerprint = "" if layout is None else layout.fingerprint()
+        groups = self.mesh_view.groups
+        text = f"{fingerprint} {settings} {problem!r} {[*in_common.items()]}"
+        if equal_on_all_ranks(text, groups):
+            return
+        same_on_all_ranks(in_common, groups)
+        raise_on_all_ranks(problem, "DBuffer", groups=groups)
+        assert layout is not None
+        for rank, other_layout, other_settings in gather_from_ranks(
+            (dist.get_rank(), layout.to_json(), settings), groups
+        ):
+            difference = first_difference(layout, Layout.from_json(other_layout))
+            if difference is None and other_settings != settings:
+                difference = f"{settings} here, {other_settings} there"
+            if difference is not None:
+                raise ValueError(
+                    f"the ranks do not agree: {difference} (rank {rank}); plan from the same tensors everywhere"
+                )
+        # All equal to this rank's: so the others differ from each other, which cannot be.
+        raise AssertionError("digests differ, yet everything that they were made of is equal")
 
     def number_on(self, group: dist.ProcessGroup) -> int:
         """Number of buffers compared over a process group up to this one: the same on all of its ranks.
@@ -193,7 +260,11 @@ class DBuffer:
             RuntimeError: after `release`.
             ValueError: tensors are gathered as codes, without values.
         """
-        self.check_gathered_values("full")
+        self.check_gathered("full")
+        if not self.gathered.flats:
+            raise ValueError(
+                f"{self.name}: full does not apply to tensors that are gathered as codes; read them through `views`"
+            )
         return self.gathered.flats
 
     @property
@@ -232,16 +303,6 @@ class DBuffer:
             self.check_shard("local_views")
         return self.shard_memory.views
 
-    @property
-    def materialized(self) -> bool:
-        """Whether `full` has memory."""
-        return self.gathered.present
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective was started and not yet waited for."""
-        return self.in_flight is not None
-
     def count_users(self) -> int:
         """Number of tensors that hold the gathered memory: this buffer's, and those saved by autograd."""
         return self.gathered.count_users()
@@ -253,7 +314,7 @@ class DBuffer:
         """
         view, tensors = self.mesh_view, {}
         for name, local in self.local_views.items():
-            ragged, shape = self.geometry.placement(name), self.geometry.slices[name].shape
+            ragged, shape = self.geometry.placements[name], self.geometry.slices[name].shape
             placements = [
                 ragged if axis == view.shard_axis else Replicate() for axis in range(view.mesh.ndim)
             ]
@@ -279,11 +340,31 @@ class DBuffer:
         Page-locked memory is reused if no tensor holds the last shard; the host then waits for the device, once for all
         buffers whose shards were dropped before.
         """
-        self.shard_memory.renew()
+        if not self.shard_memory.flats:
+            self.shard_memory.allocate()
 
     def materialize(self) -> None:
         """Allocate `full`, uninitialised, for use on the current stream. No effect if it is allocated."""
         self.gathered.materialize()
+
+    def begin_gather(self) -> Pairs:
+        """Allocate `full`, and prepare a gather: (receive, send) pairs. None if shard and full are the same memory."""
+        self.gathered.materialize()
+        if self.aliased:
+            return []
+        shards, own = self.shard_memory.flats, self.gathered.own
+        if not shards:
+            self.check_shard("all_gather")
+        if self.encoder is not None:
+            return self.encoder.encode(shards)
+        sent = shards
+        if self.casts or self.offloaded:
+            compat.copy(own, shards, non_blocking=True)
+            sent = own
+        if sent is not self._sent:
+            self._pairs = list(zip(self.gathered.raw, sent, strict=True))
+            self._sent = sent  # last: after an interrupt the next gather lists the pairs again
+        return self._pairs
 
     def release(self) -> None:
         """Free `full`; views are valid again after the next gather. No effect if it is released.
@@ -296,7 +377,7 @@ class DBuffer:
         """
         if self.in_flight is not None:
             self.check_idle("release")
-        if self.encoder.decodes:
+        if self.encoder is not None:
             self.encoder.release()
         self.gathered.release()
 
@@ -320,15 +401,13 @@ class DBuffer:
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            kept = self.encoder.kept()
+            kept = None if self.encoder is None else self.encoder.kept()
             if kept is None and not self.gathered.flats:
                 raise RuntimeError(
                     f"{self.name}: shrink of tensors that are gathered as codes; call keep_codes_for before the gather"
                 )
-            if kept is None:
-                self.neighbor = self.gathered.slices_of(group, self.layer)
-            else:
-                self.neighbor = NeighborSlices(kept, group, self.layer.record(), coded=True)
+            slices = slices_among(self.gathered.raw, group) if kept is None else kept
+            self.neighbor = NeighborSlices(slices, group, self.layer.record(), coded=kept is not None)
         self.release()
 
     def keep_codes_for(self, group: dist.ProcessGroup | None) -> None:
@@ -337,14 +416,16 @@ class DBuffer:
         `shrink` then keeps 1/size of the codes instead of 1/size of the gathered memory. None: keep nothing. No effect
         on other buffers.
         """
-        self.encoder.keep_for(group)
+        if self.encoder is not None:
+            self.encoder.keep_for(group)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, even if its version counter has not changed.
 
         For writes that torch does not see, such as a custom kernel's. Only quantizing forms cache anything.
         """
-        self.encoder.forget()
+        if self.encoder is not None:
+            self.encoder.forget()
 
     def forget_neighbors(self) -> None:
         """Drop the slices that `shrink` kept: the next gather uses the shards."""
@@ -361,7 +442,8 @@ class DBuffer:
         self.condemned = True
         self.gathered.condemn()
         hold_forever(self.shard_memory.flats)
-        self.encoder.condemn()
+        if self.encoder is not None:
+            self.encoder.condemn()
         for scratch in self.scratch:
             scratch.condemn()
         if self.neighbor is not None:
@@ -373,14 +455,6 @@ class DBuffer:
         """Raises RuntimeError if there is no gathered memory."""
         if not self.gathered.present:
             raise RuntimeError(f"{self.name}: {what} after release; gather it or call materialize first")
-
-    def check_gathered_values(self, what: str) -> None:
-        """Raises RuntimeError if there is no gathered memory, ValueError if tensors are gathered as codes."""
-        self.check_gathered(what)
-        if not self.gathered.flats:
-            raise ValueError(
-                f"{self.name}: {what} does not apply to tensors that are gathered as codes; read them through `views`"
-            )
 
     def check_shard(self, what: str) -> None:
         """Raises RuntimeError if the shard was detached."""
@@ -400,3 +474,10 @@ class DBuffer:
             raise RuntimeError(
                 f"{self.name}: {what} while a collective is under way; call wait() on its handle first"
             )
+
+
+def _name(choice: object) -> str:
+    """A description of a choice without addresses, the same on all ranks."""
+    if isinstance(choice, str) or is_dataclass(choice):
+        return str(choice)
+    return getattr(choice, "__qualname__", type(choice).__qualname__)

@@ -46,13 +46,13 @@ class Gather:
 
     def __init__(self, buffers: Sequence[DBuffer], transport: TransportChoice | None = None) -> None:
         self._buffers = _checked(buffers, "all_gather")
-        self._choice = buffers[0].spec.transport if transport is None else resolved(transport)
+        self._choice = buffers[0].transport if transport is None else resolved(transport)
         self._label = _label(buffers)
         self._title = f"all_gather of {self._label}"
-        self._group = buffers[0].spec.view.group
-        self._layer = buffers[0].spec.layer
-        self._size = buffers[0].spec.view.size
-        self._decodes = any(buffer.encoder.decodes for buffer in buffers)
+        self._group = buffers[0].mesh_view.group
+        self._layer = buffers[0].layer
+        self._size = buffers[0].mesh_view.size
+        self._decodes = any(buffer.encoder is not None for buffer in buffers)
         self._transport: Transport | None = None
 
     def start(self, stream: Any = None, after: Events | None = None) -> Handle:
@@ -77,11 +77,7 @@ class Gather:
     def _encode_and_send(self) -> Work | None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer in self._buffers:
-            buffer.gathered.materialize()
-            if not buffer.aliased:
-                if not buffer.shard_memory.flats:
-                    buffer.check_shard("all_gather")
-                pairs += buffer.encoder.encode(buffer.shard_memory.flats)
+            pairs += buffer.begin_gather()
         if self._size == 1:
             for receive, send in pairs:  # one rank, shard and gathered memory apart by request
                 if receive.data_ptr() != send.data_ptr():
@@ -96,7 +92,7 @@ class Gather:
 
         def decode() -> None:
             for buffer in buffers:
-                if not buffer.aliased and buffer.encoder.decode():
+                if buffer.encoder is not None and buffer.encoder.decode():
                     layer.wait(layer.record(), launched_on)
 
         return decode
@@ -113,7 +109,7 @@ def _gather_neighbors(
             f"all_gather: of {[buffer.name for buffer in buffers]} only some were shrunk, or to different groups; "
             "shrink all or none of what is gathered together"
         )
-    layer = buffers[0].spec.layer
+    layer = buffers[0].layer
     what = f"the slices kept by shrink of {_label(buffers)}"
 
     def start() -> Work:
@@ -121,14 +117,15 @@ def _gather_neighbors(
         for buffer, slices in zip(buffers, kept, strict=True):
             layer.wait(slices.ready)
             buffer.gathered.materialize()
-            receive = buffer.encoder.receive() if slices.coded else buffer.gathered.raw
+            coded = buffer.encoder if slices.coded else None
+            receive = buffer.gathered.raw if coded is None else coded.receive()
             pairs += zip(receive, slices.flats, strict=True)
         return transport_of(group, choice).all_gather(pairs, what)
 
     def finish() -> None:  # after the collective, which reads the slices on another stream
         for buffer, slices in zip(buffers, kept, strict=True):
             buffer.neighbor = None
-            if slices.coded:
+            if slices.coded and buffer.encoder is not None:
                 buffer.encoder.keep_for(None)
                 buffer.encoder.decode()
 
@@ -171,16 +168,18 @@ class ReduceScatter:
                 raise ValueError(
                     f"{buffer.name}: a reduction does not apply to tensors that are gathered as codes"
                 )
-        spec = buffers[0].spec
-        self._choice = spec.transport if transport is None else resolved(transport)
-        self._group = spec.view.group if group is None else _same_ranks(group, spec.view.group)
+        self._choice = buffers[0].transport if transport is None else resolved(transport)
+        self._group = (
+            buffers[0].mesh_view.group if group is None else _same_ranks(group, buffers[0].mesh_view.group)
+        )
         self._op: Op = op
         self._scale = 1.0 if divide is None else 1.0 / divide
         self._label = _label(buffers)
         self._title = f"reduce_scatter of {self._label}"
-        self._size = buffers[0].spec.view.size
+        self._size = buffers[0].mesh_view.size
         self._transport: Transport | None = None
         self._exchange = _exchange(buffers) if self._size > 1 else None
+        self._accumulate = False  # in the reduction under way
 
     def start(self, *, accumulate: bool = False, stream: Any = None, after: Events | None = None) -> Handle:
         """Start reducing.
@@ -201,77 +200,47 @@ class ReduceScatter:
                     f"{buffer.name}: with one rank and one dtype shard and gathered memory are one, so nothing can be "
                     "accumulated into it; add gradients into the views, or build the buffer with alias=False"
                 )
+        self._accumulate = accumulate
         handle = Handle(self._title, self._buffers, self._group)
-        with self._buffers[0].spec.layer.on(stream, after):
-            if self._exchange is not None:
-                return handle.launch(self._exchange_rows, self._add_sums if accumulate else self._store_sums)
-            if accumulate:
-                return handle.launch(self._add_up, self._add)
-            return handle.launch(self._replace, self._store)
+        with self._buffers[0].layer.on(stream, after):
+            return handle.launch(self._send, self._store)
 
-    def _replace(self) -> Work | None:
+    def _send(self) -> Work | None:
         """Reduce into the shards if dtype and device allow it, else into this rank's slices of the gathered memory."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer in self._buffers:
-            straight = not (buffer.spec.casts or buffer.spec.offloaded)
-            pairs += zip(
-                buffer.shard_memory.flats if straight else buffer.gathered.own,
-                buffer.gathered.raw,
-                strict=True,
-            )
-        return self._send(pairs)
-
-    def _add_up(self) -> Work | None:
-        """Reduce into this rank's slices of the gathered memory, which are then added to the shards."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer in self._buffers:
-            pairs += zip(buffer.gathered.own, buffer.gathered.raw, strict=True)
-        return self._send(pairs)
-
-    def _exchange_rows(self) -> Work:
-        assert self._exchange is not None
-        if self._transport is None:
-            self._transport = transport_of(self._group, self._choice)
-        return self._exchange.start(self._transport, self._label)
-
-    def _store_sums(self) -> None:
-        self._take_sums(False)
-
-    def _add_sums(self) -> None:
-        self._take_sums(True)
-
-    def _take_sums(self, accumulate: bool) -> None:
-        assert self._exchange is not None
-        scale = self._scale / self._size if self._op == "avg" else self._scale
-        straight = [
-            not (accumulate or buffer.spec.offloaded) and buffer.spec.dtype == torch.float32
-            for buffer in self._buffers
-        ]
-        for buffer, in_shard, sums in zip(
-            self._buffers, straight, self._exchange.sums(straight), strict=True
-        ):
-            _store(buffer, sums, in_shard, accumulate, scale)
-
-    def _send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Work | None:
         if self._size == 1:
             return None
         if self._transport is None:
             self._transport = transport_of(self._group, self._choice)
+        if self._exchange is not None:
+            return self._exchange.start(self._transport, self._label)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for buffer in self._buffers:
+            straight = not (self._accumulate or buffer.casts or buffer.offloaded)
+            receive = buffer.shard_memory.flats if straight else buffer.gathered.own
+            pairs += zip(receive, buffer.gathered.raw, strict=True)
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
     def _store(self) -> None:
-        for buffer in self._buffers:
-            straight = not (buffer.spec.casts or buffer.spec.offloaded) and (self._size > 1 or buffer.aliased)
-            _store(buffer, buffer.gathered.own, straight, False, self._scale)
-
-    def _add(self) -> None:
-        for buffer in self._buffers:
-            _store(buffer, buffer.gathered.own, False, True, self._scale)
+        """Write what is not in the shards yet, scaled."""
+        accumulate, scale, size = self._accumulate, self._scale, self._size
+        if self._exchange is None:
+            for buffer in self._buffers:
+                straight = not (accumulate or buffer.casts or buffer.offloaded) and (
+                    size > 1 or buffer.aliased
+                )
+                _store(buffer, buffer.gathered.own, straight, accumulate, scale)
+            return
+        into_shard = [
+            not (accumulate or buffer.offloaded) and buffer.dtype == torch.float32 for buffer in self._buffers
+        ]
+        sums = self._exchange.sums(into_shard)
+        for buffer, straight, own in zip(self._buffers, into_shard, sums, strict=True):
+            _store(buffer, own, straight, accumulate, scale / size if self._op == "avg" else scale)
 
 
 def _store(buffer: DBuffer, own: Flats, straight: bool, accumulate: bool, scale: float) -> None:
     """Write the reduced slice to the shard with at most one kernel, and zero its padding."""
-    if buffer.spec.offloaded:
+    if buffer.offloaded:
         _store_offloaded(buffer, own, accumulate, scale)
         return
     shard = buffer.shard_memory.flats
@@ -319,13 +288,13 @@ class AllReduce:
         self._buffers = _checked(buffers, "all_reduce")
         _check_reduction(buffers, op, divide)
         first = buffers[0]
-        if first.spec.view.replica_group is None:
+        if first.mesh_view.replica_group is None:
             raise ValueError(
                 f"{first.name}: all_reduce needs a replicate axis; build the buffer with replicate_dim="
             )
-        if len({buffer.spec.dtype for buffer in buffers}) > 1:
+        if len({buffer.dtype for buffer in buffers}) > 1:
             raise ValueError(
-                f"all_reduce of several buffers needs one dtype, found {[(m.name, m.spec.dtype) for m in buffers]}; "
+                f"all_reduce of several buffers needs one dtype, found {[(m.name, m.dtype) for m in buffers]}; "
                 "call it once for each dtype"
             )
         self._op, self._divide = op, divide
@@ -339,29 +308,30 @@ class AllReduce:
         for buffer in self._buffers:
             buffer.check_idle("all_reduce")
             buffer.check_shard("all_reduce")
-        spec = self._buffers[0].spec
+        first = self._buffers[0]
         reduced: list[torch.Tensor] = []
 
         def start() -> Work | None:
             for buffer in self._buffers:
                 reduced.extend(
-                    flat.to(spec.layer.device) if spec.offloaded else flat
-                    for flat in buffer.shard_memory.flats
+                    flat.to(first.device) if first.offloaded else flat for flat in buffer.shard_memory.flats
                 )
-            group = spec.view.replica_group
-            if group is None or spec.view.num_replicas == 1:
+            group = first.mesh_view.replica_group
+            if group is None or first.mesh_view.num_replicas == 1:
                 return None
-            return transport_of(group, spec.transport).all_reduce(reduced, self._op, _label(self._buffers))
+            return transport_of(group, first.transport).all_reduce(reduced, self._op, _label(self._buffers))
 
         def finish() -> None:
             if self._divide is not None:
                 compat.scale(reduced, 1.0 / self._divide)
-            if spec.offloaded:
+            if first.offloaded:
                 flats = [flat for buffer in self._buffers for flat in buffer.shard_memory.flats]
                 compat.copy(flats, reduced, non_blocking=True)
 
-        handle = Handle(f"all_reduce of {_label(self._buffers)}", self._buffers, spec.view.replica_group)
-        with spec.layer.on(stream, after):
+        handle = Handle(
+            f"all_reduce of {_label(self._buffers)}", self._buffers, first.mesh_view.replica_group
+        )
+        with first.layer.on(stream, after):
             return handle.launch(start, finish)
 
 
@@ -375,7 +345,7 @@ def _same_ranks(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> dist.Pro
 
 def _exchange(buffers: Sequence[DBuffer]) -> Exchange | None:
     """The exchange of buffers with a reduction form, or None for buffers without."""
-    having = [buffer for buffer in buffers if buffer.spec.reduction is not None]
+    having = [buffer for buffer in buffers if buffer.reduction is not None]
     if having and len(having) < len(buffers):
         raise ValueError(
             f"reduce_scatter: of {[buffer.name for buffer in buffers]} only some have a reduction form; "
@@ -393,11 +363,11 @@ def _checked(buffers: Sequence[DBuffer], what: str) -> list[DBuffer]:
         raise ValueError(f"{what} needs at least one buffer, each once; got {[m.name for m in buffers]}")
     first = buffers[0]
     for buffer in buffers:
-        same = buffer.spec.view == first.spec.view and buffer.spec.transport == first.spec.transport
-        if not same or buffer.spec.layer.device != first.spec.layer.device:
+        same = buffer.mesh_view == first.mesh_view and buffer.transport == first.transport
+        if not same or buffer.layer.device != first.layer.device:
             raise ValueError(
-                f"{what}: {buffer.name} is on {buffer.spec.layer.device} and {buffer.spec.view.mesh}, "
-                f"{first.name} on {first.spec.layer.device} and {first.spec.view.mesh}; "
+                f"{what}: {buffer.name} is on {buffer.layer.device} and {buffer.mesh_view.mesh}, "
+                f"{first.name} on {first.layer.device} and {first.mesh_view.mesh}; "
                 "one call takes buffers of one mesh, device and transport"
             )
     return list(buffers)
@@ -412,7 +382,7 @@ def _check_reduction(buffers: Sequence[DBuffer], op: str, divide: float | None) 
         )
     for buffer in buffers:
         buffer.check_values("a reduction")
-        dtype = buffer.spec.full_dtype
+        dtype = buffer.full_dtype
         if not dtype.is_floating_point and (op == "avg" or divide is not None):
             raise ValueError(
                 f"{buffer.name}: an average of {dtype} is not {dtype}; use op='sum' without divide"

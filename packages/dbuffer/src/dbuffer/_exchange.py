@@ -14,9 +14,10 @@ import torch
 from ._buffer import DBuffer
 from .memory.gathered import Flats
 from .memory.geometry import Geometry
-from .memory.scratch import Scratch
+from .memory.recycler import Scratch
 from .transport import Transport, Work
-from .wire import Noise, Reducer, ReductionForm
+from .wire.noise import Noise
+from .wire.reduction import Reducer, ReductionForm
 
 
 class Exchange:
@@ -27,22 +28,25 @@ class Exchange:
 
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
-        self._reducers = reducers = [_reducer(buffer) for buffer in buffers]
-        ranks = buffers[0].spec.view.size
-        recycler = buffers[0].recycler
-        nbytes = ranks * sum(reducer.row_bytes for reducer in reducers)
+        self._reducers: list[Reducer] = []
+        self._begins: list[int] = []  # in each row
+        width, encodes = 0, len(buffers) > 1
+        for buffer in buffers:
+            form, geometry, dtype = buffer.reduction, buffer.geometry, buffer.full_dtype
+            assert form is not None
+            self._reducers.append(form.reducer(geometry, buffer.gathered))
+            self._begins.append(width)
+            width += form.row_bytes(geometry, dtype)
+            encodes = encodes or form.encodes(geometry, dtype)
+        recycler, nbytes = buffers[0].recycler, buffers[0].mesh_view.size * width
         self._received = Scratch(recycler, nbytes)
-        encodes = len(reducers) > 1 or reducers[0].encodes
         self._sent = Scratch(recycler, nbytes) if encodes else None
-        self._scratch = [s for s in (self._received, self._sent) if s is not None]
-        widths = [reducer.row_bytes for reducer in reducers]
-        self._begins = [sum(widths[:index]) for index in range(len(widths))]  # in each row
+        self._scratch = [self._received] if self._sent is None else [self._received, self._sent]
 
     @cached_property
     def _sums(self) -> list[Flats]:
-        return [
-            _sums_in(buffer) for buffer in self._buffers
-        ]  # made while gathered memory exists: torch checks it
+        # Made while gathered memory exists: torch checks it.
+        return [_sums_in(buffer) for buffer in self._buffers]
 
     def start(self, transport: Transport, label: str) -> Work:
         """Encode, and start the all-to-all."""
@@ -75,7 +79,7 @@ class Exchange:
         return results
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._buffers[0].spec.view.size, -1)
+        return flat.view(self._buffers[0].mesh_view.size, -1)
 
 
 def exchange_scratch_bytes(
@@ -94,15 +98,9 @@ def exchange_scratch_bytes(
     return nbytes if sends_gathered else 2 * nbytes
 
 
-def _reducer(buffer: DBuffer) -> Reducer:
-    form = buffer.spec.reduction
-    assert form is not None
-    return form.reducer(buffer.geometry, buffer.gathered)
-
-
 def _noise(buffer: DBuffer) -> Noise:
     """Noise of this reduction of this buffer on this rank."""
-    view = buffer.spec.view
+    view = buffer.mesh_view
     replica = 0 if view.replica_group is None else view.replica_group.rank()
     buffer.reductions += 1
     return Noise(zlib.crc32(buffer.name.encode()), buffer.reductions, replica * view.size + view.rank)

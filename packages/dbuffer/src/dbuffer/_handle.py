@@ -12,7 +12,7 @@ from . import _progress as progress
 from . import _torch_compat as compat
 from ._buffer import DBuffer
 from ._order import CollectiveOrder, watched
-from .transport.protocol import Work, is_quiet, is_under_way
+from .transport.protocol import Work
 
 
 class HandleState(enum.Enum):
@@ -88,9 +88,7 @@ class Handle:
         try:
             self._work = start()
             if self._layer.asynchronous:
-                self._event = (
-                    self._layer.record()
-                )  # all that was queued in addition, on the stream of the launch
+                self._event = self._layer.record()  # all that was queued on the stream of the launch
             self._launched = True
         except BaseException as error:
             # Some of it may have started all the same.
@@ -99,11 +97,6 @@ class Handle:
                 raise RuntimeError(f"{self.title} could not start: {error}") from error
             raise
         return self
-
-    @property
-    def waited(self) -> bool:
-        """Whether the buffers are free: it has completed, or failed, and `wait` said so."""
-        return self.state is HandleState.COMPLETED or self.state is HandleState.FAILED
 
     @property
     def completed(self) -> bool:
@@ -141,9 +134,9 @@ class Handle:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            if work is None or is_under_way(work) or compat.has_succeeded(work):
+            if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler
-            self._fail(f"failed: {error}", quiet=is_quiet(work), cause=error)
+            self._fail(f"failed: {error}", quiet=getattr(work, "quiet", False), cause=error)
             return
         finally:
             progress.waits.pop(thread, None)

@@ -14,7 +14,7 @@ class MeshView:
         mesh: as given.
         shard_axis: the axis over which buffers are cut.
         group, size, rank: of that axis, as this rank sees them.
-        replicate_axis, replica_group: the axis over which shards are copies, or None; the group of this rank's copies.
+        replica_group: this rank's group of the axis over which shards are copies, or None.
         num_replicas: 1 where there is none.
     """
 
@@ -23,7 +23,6 @@ class MeshView:
     group: dist.ProcessGroup
     size: int
     rank: int
-    replicate_axis: int | None
     replica_group: dist.ProcessGroup | None
     num_replicas: int
 
@@ -56,7 +55,6 @@ def view_mesh(mesh: DeviceMesh, shard_dim: int | str, replicate_dim: int | str |
         mesh.get_group(shard),
         mesh.size(shard),
         mesh.get_local_rank(shard),
-        replicate,
         None if replicate is None else mesh.get_group(replicate),
         1 if replicate is None else mesh.size(replicate),
     )

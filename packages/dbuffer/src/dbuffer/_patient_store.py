@@ -37,15 +37,16 @@ class PatientStore:
     def _ask(self, method: str, *arguments: Any) -> Any:
         if self._requests is None:
             self._requests = queue.SimpleQueue()
-            name = "dbuffer order store"
-            threading.Thread(target=_serve, args=(self._requests,), name=name, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._requests,), name="dbuffer store", daemon=True).start()
             weakref.finalize(self, self._requests.put, None).atexit = False  # ends the thread
         answer: _Answer = queue.SimpleQueue()
         self._requests.put((partial(getattr(self._store, method), *arguments), answer))
         try:
             value, error = answer.get(timeout=self._seconds)
         except queue.Empty:
-            raise RuntimeError(f"no answer to {method!r} within {self._seconds:g} s") from None
+            raise RuntimeError(
+                f"the store has not answered for {self._seconds:g} s (request {method!r})"
+            ) from None
         if error is not None:
             raise error
         return value
@@ -54,5 +55,6 @@ class PatientStore:
     get = partialmethod(_ask, "get")
     add = partialmethod(_ask, "add")
     check = partialmethod(_ask, "check")
+    compare_set = partialmethod(_ask, "compare_set")
     delete_key = partialmethod(_ask, "delete_key")
     num_keys = partialmethod(_ask, "num_keys")

@@ -8,6 +8,7 @@ a process group's backend and its timeout. Deprecated: `Work.is_success`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,8 +20,13 @@ from ragged_shard import CPU
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 # 2.13 deprecates the names that are the only ones in 2.11.
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+#: Collectives started inside it are one call to the backend; it yields the work to wait on.
+coalescing: Callable[..., AbstractContextManager[Any]] = _coalescing_manager
 
 # 2.13 can exchange the memory of two storages, so a block can be kept while every view of the storage stays valid.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -30,45 +36,6 @@ CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
     torch.UntypedStorage, "_swap_data_ptr_", None
 )  # type: ignore[assignment]  # only called where CAN_SWAP
-
-
-def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None) -> Any:
-    """Start gathering every `(receive, send)` in one call; the work to wait on."""
-    if len(pairs) == 1:
-        return _gather(*pairs[0], group=group, async_op=True)
-    with _coalescing_manager(group=group, async_ops=True) as works:
-        for receive, send in pairs:
-            _gather(receive, send, group=group, async_op=True)
-    return works
-
-
-def reduce_scatter(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    op: dist.ReduceOp.RedOpType,
-    group: dist.ProcessGroup | None,
-) -> Any:
-    """Start reducing every `(receive, send)` in one call; the work to wait on."""
-    if len(pairs) == 1:
-        return _scatter(*pairs[0], op=op, group=group, async_op=True)
-    with _coalescing_manager(group=group, async_ops=True) as works:
-        for receive, send in pairs:
-            _scatter(receive, send, op=op, group=group, async_op=True)
-    return works
-
-
-def all_to_all(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Start giving each rank its equal slice; the work to wait on."""
-    return dist.all_to_all_single(receive, send, group=group, async_op=True)
-
-
-def all_reduce(tensors: Tensors, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Any:
-    """Start reducing every tensor in place in one call; the work to wait on."""
-    if len(tensors) == 1:
-        return dist.all_reduce(tensors[0], op=op, group=group, async_op=True)
-    with _coalescing_manager(group=group, async_ops=True) as works:
-        for tensor in tensors:
-            dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return works
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -89,15 +56,10 @@ def is_completed(work: Any) -> bool:
     return True
 
 
-def has_failed(work: Any) -> bool:
-    """Whether a completed work failed. Deprecated in torch, which prints a line at the first call, but the only way."""
-    return not work.is_success()
-
-
 def has_succeeded(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed without an error. False if it cannot tell."""
-    works = getattr(work, "works", (work,))
-    return is_completed(work) and all(hasattr(one, "is_success") and not has_failed(one) for one in works)
+    works = getattr(work, "works", (work,))  # `is_success` is deprecated, but the only way
+    return is_completed(work) and all(hasattr(each, "is_success") and each.is_success() for each in works)
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:

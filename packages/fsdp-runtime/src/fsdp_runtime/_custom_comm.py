@@ -9,7 +9,6 @@ that the network knows. So each call here copies in and out, which the other tra
 As in FSDP2 the call is made with `async_op=False`: on a GPU the stream waits for it, on CPU the rank.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +53,6 @@ class _Custom(Collectives):
         self._comm = comm
         self._ranks = group.size()
         self._rank = group.rank()
-        self._custom_group = weakref.ref(group)  # dbuffer's table of transports must not keep groups alive
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         given: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
@@ -66,7 +64,7 @@ class _Custom(Collectives):
         return given.view(-1)
 
     def _call(self, **arguments: Any) -> None:
-        work = self._comm(**arguments, group=self._custom_group(), async_op=False)
+        work = self._comm(**arguments, group=self.group(), async_op=False)
         if work is not None:
             work.wait()
 

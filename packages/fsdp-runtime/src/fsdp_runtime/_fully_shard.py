@@ -69,6 +69,7 @@ class _Options(TypedDict, total=False):
     transport: TransportChoice | None
     planner: Planner
     quantization_policy: QuantizationPolicy | None
+    skippable: bool
 
 
 @overload
@@ -93,6 +94,7 @@ def fully_shard(
     transport: TransportChoice | None = None,
     planner: Planner = plan,
     quantization_policy: QuantizationPolicy | None = None,
+    skippable: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
 
@@ -125,6 +127,10 @@ def fully_shard(
             else "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
         quantization_policy: what is quantized, and how. Defaults to nothing.
+        skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
+            and the units inside are gathered when the nearest unit around them that is not skippable begins its
+            forward or backward, on every rank, and freed when that ends; then one small all-reduce tells which
+            parameters any rank used, and only those are reduced and get a `.grad`, on every rank.
 
     Returns:
         The module (or list), now an `FSDPModule`.
@@ -141,7 +147,7 @@ def fully_shard(
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantization_policy, count)
     takeover = _plan_takeover(modules, request, ignored_params, shard_placement_fn)
-    unit = Unit(modules, request, UnitOptions(reshard_after_forward=keep), streams)
+    unit = Unit(modules, request, UnitOptions(reshard_after_forward=keep, skippable=bool(skippable)), streams)
     ready = _allocate(Member(unit, Pass(streams)), takeover)
     _commit(takeover, ready)
     return module

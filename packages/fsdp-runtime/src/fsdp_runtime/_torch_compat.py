@@ -60,9 +60,10 @@ def outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have the run of the autograd engine that is under way call this when all its nodes are done."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+#: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[torch.Tensor], Any]]]:
@@ -97,23 +98,12 @@ def label(what: str, unit: str = "") -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"FSDP::{what} ({unit})" if unit else f"FSDP::{what}")
 
 
-def zero(tensors: list[torch.Tensor]) -> None:
-    """Set all to zero."""
-    torch._foreach_zero_(tensors)
-
-
-#: copy(to, of): copy each into its partner, casting where dtypes differ.
+# One call for a list of tensors: set all to zero; copy or add each to its partner (to, of), with a cast if dtypes
+# differ; multiply all by a 0-d tensor on their device.
+zero: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-
-
-def add(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
-    """Add each to its partner."""
-    torch._foreach_add_(to, of)
-
-
-def scale(tensors: list[torch.Tensor], by: torch.Tensor) -> None:
-    """Multiply all by a 0-d tensor on their device."""
-    torch._foreach_mul_(tensors, by)
+add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+scale: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
 
 
 def norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> torch.Tensor:

@@ -18,10 +18,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from dbuffer import times_started, waiting
+from dbuffer import PatientStore, times_started, waiting
 from ragged_shard import list_ranks
-
-_PATIENCE = 5.0  # seconds that leaving waits for a store that does not answer
 
 
 class Watchdog:
@@ -52,11 +50,12 @@ class Watchdog:
         if after <= 0 or (every is not None and every <= 0):
             raise ValueError(f"after is {after} and every {every} seconds; expected more than 0")
         self.after, self.every = after, min(5.0, after / 10) if every is None else every
-        self._store, self._world_size, self._rank, self._host = store, world_size, rank, socket.gethostname()
+        self._world_size, self._rank, self._host = world_size, rank, socket.gethostname()
+        self._patience = 2 * self.every + 1  # seconds: two looks and one more
+        self._store = PatientStore(store, self._patience)
         self._report = report or logging.getLogger("fsdp_runtime.watchdog").warning
-        self._watched, self._beat = threading.get_ident(), ("", float("inf"))
-        self._asked_at, self._round, self._lost = 0.0, -1, ""  # lost: why the store can no longer be used
-        self._ending = threading.Event()
+        self._beat, self._asked_at, self._round = ("", float("inf")), 0.0, -1
+        self._watched, self._ending = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -73,19 +72,15 @@ class Watchdog:
         self._beat = (doing, time.monotonic())
 
     def _run(self) -> None:
-        look, began = threading.Thread(), 0.0
         while not self._ending.is_set():
-            question, silent = self._late(), time.monotonic() - began
-            if not (look.is_alive() or self._lost):
-                # A thread for each look: a store that is cut off may block it for ever.
-                look = threading.Thread(target=self._look, args=(question,), daemon=True)
-                began = time.monotonic()
-                look.start()
-            elif self._lost or silent > 3 * self.every + 1:
-                self._report_alone(question, self._lost or f"the store has not answered for {silent:.0f} s")
+            question = self._late()
+            try:
+                self._look(question)
+            except Exception as error:  # the store's, of any kind: its process may be gone
+                if (question := question or self._late()) and not self._ending.is_set():
+                    why = str(error).partition("\n")[0] or type(error).__name__
+                    self._report(f"{question['text']}; the other ranks cannot be asked: {why}")
             self._ending.wait(self.every)
-        if look.is_alive():
-            look.join(_PATIENCE)
 
     def _late(self) -> dict[str, Any] | None:
         """The question to ask, if this rank is late and has not asked in the last `after` seconds."""
@@ -101,30 +96,20 @@ class Watchdog:
         self._asked_at, text = now, f"rank {self._rank} ({self._host}) {text}"
         return {"rank": self._rank, "text": text, "call": call, "ranks": ranks}
 
-    def _report_alone(self, question: dict[str, Any] | None, why: str) -> None:
-        if question is not None and not self._ending.is_set():
-            self._report(f"{question['text']}; the other ranks cannot be asked: {why}")
-
     def _look(self, question: dict[str, Any] | None) -> None:
         """Ask, if there is something to ask; answer, if another rank has asked."""
-        try:
-            if self._round < 0:
-                self._store.set(f"host/{self._rank}", self._host)
-                self._round = 0
-            key, prefix = f"question/{self._round}", f"answer/{self._round}/"
-            if question is not None:
-                asked = json.loads(self._store.compare_set(key, "", json.dumps(question)))
-            elif self._store.check([key]):
-                asked = json.loads(self._store.get(key))
-            else:
-                return
-            self._round += 1
-            self._store.set(f"{prefix}{self._rank}", json.dumps(self._place(*asked["call"])))
-            if asked["rank"] == self._rank:
-                self._report(self._answers(asked, prefix))
-        except Exception as error:  # the store's, of any kind: its process may be gone
-            self._lost = str(error).partition("\n")[0] or type(error).__name__
-            self._report_alone(question, self._lost)
+        if self._round < 0:
+            self._store.set(f"host/{self._rank}", self._host)
+            self._round = 0
+        key, prefix = f"question/{self._round}", f"answer/{self._round}/"
+        if question is None and not self._store.check([key]):
+            return
+        known = self._store.compare_set(key, "", json.dumps(question)) if question else self._store.get(key)
+        asked = json.loads(known)
+        self._round += 1
+        self._store.set(f"{prefix}{self._rank}", json.dumps(self._place(*asked["call"])))
+        if asked["rank"] == self._rank:
+            self._report(self._answers(asked, prefix))
 
     def _place(self, collective: str, number: int) -> tuple[str, str]:
         """Where this rank is: relative to the collective, and in words."""
@@ -144,8 +129,7 @@ class Watchdog:
 
     def _answers(self, asked: dict[str, Any], prefix: str) -> str:
         """The report, once all ranks have answered or their time is over."""
-        patience, places = 2 * self.every + 1, dict[int, tuple[str, str]]()  # two looks and a second
-        until = time.monotonic() + patience
+        places, until = dict[int, tuple[str, str]](), time.monotonic() + self._patience
         while (silent := set(asked["ranks"]) - set(places)) and time.monotonic() < until:
             for rank in sorted(silent):
                 if not self._ending.is_set() and self._store.check([f"{prefix}{rank}"]):
@@ -155,13 +139,12 @@ class Watchdog:
         if asked["call"][0]:
             texts.append(f"{list_ranks(inside)} wait{'s' if len(inside) == 1 else ''} in it")
         texts += [places[rank][1] for rank in sorted(places) if rank not in inside]
-        hosts: dict[str, list[int]] = {}
+        hosts = dict[str, list[int]]()
         for rank in sorted(silent):
             known = self._store.check([f"host/{rank}"])
             host = f" ({self._store.get(f'host/{rank}').decode()})" if known else ""
             hosts.setdefault(host, []).append(rank)
-        if hosts:
-            who = ", ".join(list_ranks(ranks, 16) + host for host, ranks in hosts.items())
-            reasons = "stopped, ended, cut off from the others, or too busy to answer"
-            texts.append(f"no answer in {patience:.1f} s from {who}: {reasons}")
+        who = ", ".join(list_ranks(ranks, 16) + host for host, ranks in hosts.items())
+        reasons = "stopped, ended, cut off from the others, or too busy to answer"
+        texts += [f"no answer in {self._patience:.1f} s from {who}: {reasons}"] if who else []
         return "; ".join(texts)

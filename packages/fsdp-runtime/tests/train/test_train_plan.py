@@ -9,10 +9,10 @@ import pytest
 import torch
 from train_helpers import tiny, train
 
-from fsdp_runtime.memory import LiveBytes, fake_tensors
+from fsdp_runtime.memory import LiveBytes, UnitMemory, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.peaks import Buffers, Moment, step_peaks
+from fsdp_runtime.train.peaks import Moment, step_peaks
 from fsdp_runtime.train.plan import make_plan, plan_lines
 from ragged_shard.testing import run_ranks
 
@@ -75,8 +75,10 @@ def test_only_the_runtimes_own_buffers_can_be_planned(folder):
 
 def three_layers(**changes):
     """The units of a root with three layers, and the moments of a step without activations."""
-    unit = Buffers(gathered=(100,), reducing=(100,), gradients=50, keeps=False, **changes)
-    root = Buffers(gathered=(10,), reducing=(10,), gradients=5, keeps=True)
+    fields = dict.fromkeys([field.name for field in dataclasses.fields(UnitMemory)], 0)
+    empty = UnitMemory(**{**fields, "decoding": (), "kept_after_forward": False})
+    unit = dataclasses.replace(empty, gathered=(100,), reducing=(100,), gradients=50, **changes)
+    root = dataclasses.replace(empty, gathered=(10,), reducing=(10,), gradients=5, kept_after_forward=True)
     names = [
         "enter 0",
         *(f"{what} {n}" for n in (1, 2, 3) for what in ("enter", "leave")),
@@ -104,12 +106,12 @@ def test_a_step_has_two_units_gathered_and_two_reducing():
 
 def test_layers_that_stay_gathered_are_gathered_in_addition():
     units, moments = three_layers()
-    kept = [*units[:2], dataclasses.replace(units[2], keeps=True), dataclasses.replace(units[3], keeps=True)]
+    kept = units[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in units[2:]]
     assert step_peaks(kept, moments, "late")[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
 
 
 def test_a_reduction_that_ends_at_once_counts_without_its_scratch():
-    (units, moments), (with_scratch, _) = three_layers(), three_layers(received=1000)
+    (units, moments), (with_scratch, _) = three_layers(), three_layers(scratch=1000)
     for ends in ("at once", "soon"):
         same = step_peaks(units, moments, ends) == step_peaks(with_scratch, moments, ends)
         assert same == (ends == "at once")

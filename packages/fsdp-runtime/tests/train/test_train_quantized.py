@@ -60,10 +60,7 @@ def test_products_of_codes_learn_as_plain_ones_do_and_a_plan_knows_their_memory(
     values, codes = (make_plan(tiny(folder, **sizes, **how), 256, 2) for how in (read_back, scaled))
     matrices = 2 * sum(codes.units[1].shards[1:])
     tiles = matrices / 128**2
-    assert (
-        sum(values.units[1].buffers.gathered) - sum(codes.units[1].buffers.gathered)
-        == 3 * matrices - 4 * tiles
-    )
+    assert sum(values.units[1].gathered) - sum(codes.units[1].gathered) == 3 * matrices - 4 * tiles
     assert codes.units[1].given == values.units[1].given
 
 

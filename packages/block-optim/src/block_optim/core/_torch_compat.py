@@ -34,6 +34,11 @@ foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
 foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
+# Its name from torch 2.13 on, and the one before.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor under a distributed one, the tensor itself otherwise. No view, no autograd, no communication.

@@ -1,5 +1,7 @@
 """Brings the pieces of what one rank owns to that rank, and results back: one `all_to_all_single` each way.
 
+Where every rank holds all of it (`CopyExchange`), nothing goes to owners, and one all_gather brings results back.
+
     rank 0 holds  A A . B        to_owners     rank 0 owns A:   [A from 1]
     rank 1 holds  A . B B       --------->     rank 1 owns B:   [B from 0]
                                   back         what an owner holds itself does not travel
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from block_optim.core import device as devices
+from block_optim.core._torch_compat import all_gather_single
 from block_optim.core.scratch import Scratch
 from ragged_shard import DeviceLayer, device_layer
 
@@ -121,6 +125,57 @@ class Exchange:
         return work
 
 
+class CopyExchange:
+    """The transfers of results between ranks that all hold every item, and its owner: the interface of `Exchange`.
+
+    ``owned[i, rank]`` of an own item and ``held[i]`` of another's are where it is in one buffer, which has a run for
+    each rank, as long as the longest. Items of one owner lie side by side in their order.
+
+    Args:
+        lengths: elements of each item.
+        group, rank, owners, dtype, scratch, slot: as in `Exchange`.
+
+    Attributes:
+        own: this rank's run.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        owners: Sequence[int],
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        scratch: Scratch,
+        slot: str,
+    ) -> None:
+        self._group = group
+        filled, starts = [0] * group.size(), []
+        for owner, length in zip(owners, lengths, strict=True):
+            starts.append(filled[owner])
+            filled[owner] += length
+        self._all = scratch.take(f"copies {slot}", (group.size(), max(filled)), dtype)
+        self.own = self._all[rank]
+        self.held: dict[int, torch.Tensor] = {}
+        self.owned: dict[tuple[int, int], torch.Tensor] = {}
+        for i, (owner, start, length) in enumerate(zip(owners, starts, lengths, strict=True)):
+            item = self._all[owner, start : start + length]
+            if owner == rank:
+                self.owned[i, rank] = item
+            else:
+                self.held[i] = item
+
+    def to_owners(self, lane: TransferStream) -> Wait:
+        """Nothing: owners have what they need."""
+        return nothing
+
+    def back(self, lane: TransferStream) -> Wait:
+        """Start bringing every rank's `owned` into the others' `held`; the result waits. One all_gather, in place."""
+        return lane.start(
+            lambda: all_gather_single(self._all.view(-1), self.own, group=self._group, async_op=True)
+        )
+
+
 def travels(owners: Sequence[int], lengths: Sequence[Sequence[tuple[int, int]]]) -> int:
     """Elements that an exchange moves one way, over all ranks; the same answer on every rank."""
     return sum(n for o, shares in zip(owners, lengths, strict=True) for r, n in shares if r != o)
@@ -133,29 +188,55 @@ class GradientPresence:
         group: the process group.
         count: number of parameters, the same on every rank.
         device: of the flags.
+        copies: the parameters' names where every rank holds all of them, so that all ranks or none must have a
+            gradient; a second byte for each tells. On devices that run ahead the next call raises.
     """
 
-    def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
-        self._group = group
-        self._flags = torch.zeros(count, dtype=torch.uint8, device=device)
+    def __init__(
+        self, group: dist.ProcessGroup, count: int, device: torch.device, copies: Sequence[str] = ()
+    ) -> None:
+        self._group, self._count, self._copies = group, count, copies
+        self._flags = torch.zeros(count + len(copies), dtype=torch.uint8, device=device)
+        self._pending: devices.HostFuture | None = None
 
     def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
         """Start the all_reduce of which gradients this rank has; the result waits, and returns those of any rank.
 
         If this rank has all of them, its host does not wait for the device.
+
+        Raises:
+            ValueError: on every rank, where some ranks have a gradient of a parameter that each holds whole.
         """
+        if self._pending is not None:
+            self._check(self._pending.read())
+            self._pending = None
+        absent = [not exists for exists in present] if self._copies else []
         if all(present):
-            self._flags.fill_(1)
+            self._flags[: self._count].fill_(1)
+            self._flags[self._count :].zero_()
         else:
-            self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
+            self._flags.copy_(torch.tensor([*present, *absent], dtype=torch.uint8))
         work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def result() -> list[bool]:
             if work is not None:
                 work.wait()
+            if self._copies and devices.runs_ahead(self._flags.device):
+                self._pending = devices.copy_to_host_async(self._flags)
+            elif self._copies:
+                self._check(self._flags)
             if all(present):
                 return [True] * len(present)
-            any_rank: list[bool] = (self._flags != 0).tolist()
+            any_rank: list[bool] = (self._flags[: self._count] != 0).tolist()
             return any_rank
 
         return result
+
+    def _check(self, flags: torch.Tensor) -> None:
+        both = (flags[: self._count] & flags[self._count :]).tolist()
+        if names := [name for name, differs in zip(self._copies, both, strict=True) if differs]:
+            raise ValueError(
+                f"{', '.join(names[:5])}: some ranks have a gradient and others none, although every rank holds the "
+                "whole parameter. Average gradients over the ranks before the step (DistributedDataParallel does, with "
+                "find_unused_parameters=True also of parameters that some ranks do not use)"
+            )

@@ -5,7 +5,8 @@
     several              the own check, then MAX over each process group that    4 bytes, one all_reduce for each
                          cuts a parameter, one after another
 
-Ranks along a Replicate axis hold the same gradients, so those axes are not asked.
+Ranks along a Replicate axis hold the same gradients, so those axes are not asked, unless they divide the work on the
+parameter: they then must take the same steps.
 """
 
 import math
@@ -26,13 +27,17 @@ MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each 
 
 
 def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
-    """The process groups over whose ranks some parameter is cut, in a fixed order."""
+    """The process groups over whose ranks some parameter, or the work on it, is cut, in a fixed order."""
     result: dict[str, dist.ProcessGroup] = {}
     for param in params:
         for axis in cutting_axes(param.mesh, param.placements):
             assert param.mesh is not None
             group = param.mesh.get_group(axis)
             result.setdefault(group.group_name, group)
+        mesh = param.replicas
+        if mesh is not None and not cutting_axes(param.mesh, param.placements):
+            groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+            result.update({group.group_name: group for group in groups})
     return list(result.values())
 
 

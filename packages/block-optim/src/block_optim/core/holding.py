@@ -2,7 +2,8 @@
 
     placements                               ranks that a Holding spans
     ---------------------------------------  ----------------------------------------------------------------------
-    none (a plain tensor), all Replicate     one: each rank holds all of it
+    none (a plain tensor), all Replicate     one: each rank holds all of it; those of a mesh where the caller divides
+                                             the work between them (`copies_on`)
     RaggedShard, StridedRaggedShard, Shard,  those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
     torch's _StridedShard                    expert parallelism: their product), except axes that leave what must be
                                              seen as a whole on one of their ranks, such as those of experts
@@ -45,10 +46,11 @@ class Holding:
 
     Attributes:
         mesh: the tensor's mesh; None for a plain tensor.
-        axes: the mesh axes whose ranks these are; none where each rank holds all of it.
+        axes: the mesh axes whose ranks these are; none where each rank holds all of it and works alone.
         ranks: their global ranks, in the order of everything here; () where there are no axes.
         rank: this rank's place among them.
         held: what each of them holds. They hold less than the tensor where an axis that is left out cuts it, too.
+        copies: whether each of several ranks holds all of it.
     """
 
     mesh: DeviceMesh | None
@@ -56,6 +58,7 @@ class Holding:
     ranks: tuple[int, ...]
     rank: int
     held: tuple[tuple[Piece, ...], ...]
+    copies: bool = False
 
     @classmethod
     def of_runs(cls, cuts: Sequence[int]) -> "Holding":
@@ -106,7 +109,12 @@ class Holding:
         return [part for piece in self.held[rank] for part in piece.within(start, stop)]
 
     def holders(self, *ranges: Range) -> tuple[tuple[int, int], ...]:
-        """(rank, elements) of each rank that holds some of the ranges of elements [start, stop), in their order."""
+        """(rank, elements) of each rank that holds some of the ranges of elements [start, stop), in their order.
+
+        None of them where each rank holds all.
+        """
+        if self.copies:
+            return ()
         ends, firsts = self._bounds
         first = bisect_right(ends, min(start for start, _ in ranges))
         last = bisect_left(firsts, max(stop for _, stop in ranges))
@@ -189,6 +197,17 @@ def holding_of(
     last = next((a for a in axes if isinstance(placements[a], RaggedShard)), axes[-1])
     needed = [a for a in axes if a == last or _splits(result, axes.index(a), units)]
     return result if needed == axes else _over(needed, shape, mesh, placements)
+
+
+def copies_on(mesh: DeviceMesh | None, holding: Holding) -> Holding:
+    """The holding; where it is of one rank, of all ranks of a mesh, which hold the same and divide the work."""
+    axes = [] if mesh is None else [a for a in range(mesh.ndim) if mesh.size(a) > 1]
+    if mesh is None or holding.axes or not axes:
+        return holding
+    ranks = mesh.mesh.flatten().tolist()
+    return Holding(
+        mesh, tuple(axes), tuple(ranks), ranks.index(mesh.get_rank()), holding.held * len(ranks), copies=True
+    )
 
 
 def _over(

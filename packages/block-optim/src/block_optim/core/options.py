@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 # Options of torch's optimizers that say how a step is computed, and are left out of what is loaded.
 EXECUTION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -92,6 +93,27 @@ def check_count(name: str, value: Any) -> None:
     """Raise unless a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a positive integer")
+
+
+def check_mesh(name: str, value: Any) -> DeviceMesh | None:
+    """Return a mesh in which this rank is, or None.
+
+    Raises:
+        TypeError: neither of them.
+        ValueError: a mesh of other ranks.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, DeviceMesh):
+        raise TypeError(
+            f"{name}={value!r}: expected a DeviceMesh; init_device_mesh(device_type, (world_size,)) makes one, "
+            "DeviceMesh.from_group(group, device_type) that of a process group"
+        )
+    if value.get_coordinate() is None:
+        raise ValueError(
+            f"{name}: rank {value.get_rank()} is not in {value}; give each rank the mesh that it is in"
+        )
+    return value
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

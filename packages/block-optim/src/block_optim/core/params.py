@@ -19,6 +19,7 @@ from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, share_
 from block_optim.core.holding import (
     Holding,
     Range,
+    copies_on,
     cutting_axes,
     first_element,
     holding_of,
@@ -45,6 +46,7 @@ class Param:
         local_shape, local_stride: of this rank's elements when the optimizer was given the parameter; strides of
             dimensions that have one.
         master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
+        replicas: the mesh whose ranks divide the work on it where each of them holds all of it; None: they do not.
     """
 
     __slots__ = (
@@ -55,13 +57,20 @@ class Param:
         "mesh",
         "name",
         "placements",
+        "replicas",
         "shape",
         "start",
         "tensor",
     )
 
-    def __init__(self, tensor: torch.Tensor, name: str, group: Group | None = None) -> None:
-        self.tensor, self.name = tensor, name
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        group: Group | None = None,
+        replicas: DeviceMesh | None = None,
+    ) -> None:
+        self.tensor, self.name, self.replicas = tensor, name, replicas
         self.group: Group = {} if group is None else group
         self.shape = torch.Size(tensor.shape)
         self.master: torch.Tensor | None = None
@@ -108,9 +117,14 @@ class Param:
         """
         return holding_of(self.name, self.shape, self.mesh, self.placements)
 
-    def holding_of(self, units: Sequence[Sequence[Range]]) -> Holding:
-        """`holding` without the axes that leave each of these units on one of their ranks; see `core.holding`."""
-        return holding_of(self.name, self.shape, self.mesh, self.placements, units)
+    def work_holding(self, units: Sequence[Sequence[Range]] | None = None) -> Holding:
+        """`holding` of the ranks that divide the work on the parameter.
+
+        Without the axes that leave each of ``units`` on one of their ranks (see `core.holding`); of all ranks of
+        `replicas` where no rank holds less than the others.
+        """
+        holding = holding_of(self.name, self.shape, self.mesh, self.placements, units)
+        return copies_on(self.replicas, holding)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a gradient of this parameter, plain.

@@ -16,8 +16,9 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
+from block_optim.core._torch_compat import DISTRIBUTED, load_post_hooks, load_pre_hooks, local_of
 from block_optim.core.load import check_keys, own_values, put_values
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value, reject_unsupported
 from block_optim.core.params import Group, Param
@@ -30,10 +31,14 @@ class Stateful(torch.optim.Optimizer):
 
     Attributes:
         format_options, shared_options: see `BlockOptimizer`.
+        divides_copies: whether ranks that hold the same parameter divide the work on it.
+        replicate_mesh: the ranks that hold plain parameters alike, as with DistributedDataParallel.
     """
 
     format_options: ClassVar[tuple[str, ...]] = ()
     shared_options: ClassVar[tuple[str, ...]] = ()
+    divides_copies: ClassVar[bool] = False
+    replicate_mesh: DeviceMesh | None = None
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
@@ -163,7 +168,21 @@ class Stateful(torch.optim.Optimizer):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a group has {tensor!r} among its parameters: expected a tensor")
         name = names[i] if names else f"parameter {before + i} of shape {tuple(tensor.shape)}"
-        return Param(tensor, name, group)
+        return Param(tensor, name, group, self._replicas_of(tensor, name))
+
+    def _replicas_of(self, tensor: torch.Tensor, name: str) -> DeviceMesh | None:
+        """The mesh whose ranks divide the work on a parameter where each of them holds all of it."""
+        if not self.divides_copies:
+            return None
+        if isinstance(tensor, DISTRIBUTED):
+            return tensor.device_mesh
+        mesh = self.replicate_mesh
+        if mesh is not None and mesh.device_type != tensor.device.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}, replicate_mesh is of {mesh.device_type!r} devices; give a mesh of the "
+                "parameters' device"
+            )
+        return mesh
 
     def _check_options(self, group: Group) -> None:
         """Raise ValueError if an option of a group does not fit."""

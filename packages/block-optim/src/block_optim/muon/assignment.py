@@ -24,8 +24,9 @@ class AssignedMatrix:
         param: index of the parameter in the optimizer.
         group: index of its param group.
         matrix: its place in the parameter.
-        held: (rank, elements) of each rank that holds some of it, in the order of ranks.
+        held: (rank, elements) of each rank that holds some of it, in the order of ranks; () where each holds all.
         flops: cost of its orthogonalisation.
+        copies: how many ranks hold all of it, where these divide the work; else 0.
         owner: the rank that computes it.
         bucket: number of its bucket.
     """
@@ -36,6 +37,7 @@ class AssignedMatrix:
     matrix: Matrix
     held: tuple[tuple[int, int], ...]
     flops: int
+    copies: int = 0
     owner: int = 0
     bucket: int = 0
 
@@ -48,6 +50,16 @@ class AssignedMatrix:
     def moved(self) -> int:
         """Elements that are not at the owner: they travel there, and as many back."""
         return sum(count for rank, count in self.held if rank != self.owner)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that all ranks together send for it in a step. Of copies, only updates travel, to each other rank."""
+        return SENT_BYTES * (2 * self.moved + max(self.copies - 1, 0) * self.matrix.numel)
+
+    @property
+    def owner_share(self) -> float:
+        """The share of it that its owner holds."""
+        return 1.0 if self.copies else dict(self.held).get(self.owner, 0) / self.matrix.numel
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class DomainAssignment:
     @property
     def bytes_moved(self) -> int:
         """Bytes that all ranks together send in a step, to the owners and back."""
-        return 2 * SENT_BYTES * sum(m.moved for m in self.matrices)
+        return sum(m.bytes_sent for m in self.matrices)
 
     @property
     def fingerprint(self) -> int:
@@ -98,6 +110,7 @@ class DomainAssignment:
         for rank, load in enumerate(self.loads[:most]):
             own = [m for m in self.matrices if m.owner == rank]
             owned, received = sum(m.nbytes for m in own), SENT_BYTES * sum(m.moved for m in own)
+            received += sum(m.nbytes for m in self.matrices if m.copies and m.owner != rank)
             lines.append(f"  {rank:>6}{len(own):>10}{_si(load):>10}{_si(owned):>10}{_si(received):>12}")
         lines += _more(self.num_ranks - most, "ranks")
         width = max((len(m.name) for m in self.matrices[:most]), default=4)
@@ -105,11 +118,10 @@ class DomainAssignment:
             f"  {'matrix':{width}}  {'shape':>13}{'bucket':>8}{'owner':>7}{'holds':>7}{'FLOP':>10}{'moved B':>10}"
         )
         for m in self.matrices[:most]:
-            share = dict(m.held).get(m.owner, 0) / m.matrix.numel
             shape = f"{m.matrix.rows}x{m.matrix.columns}"
             lines.append(
-                f"  {m.name:{width}}  {shape:>13}{m.bucket:>8}{m.owner:>7}{share:>7.0%}{_si(m.flops):>10}"
-                f"{_si(2 * SENT_BYTES * m.moved):>10}"
+                f"  {m.name:{width}}  {shape:>13}{m.bucket:>8}{m.owner:>7}{m.owner_share:>7.0%}{_si(m.flops):>10}"
+                f"{_si(m.bytes_sent):>10}"
             )
         return "\n".join(lines + _more(len(self.matrices) - most, "matrices"))
 
@@ -127,8 +139,11 @@ class Assignment:
 def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_bytes: int) -> DomainAssignment:
     """Owners and buckets for matrices that have neither. Pure; the same on every rank.
 
-    Buckets do not mix param groups, since options of a batch are those of its group.
+    Buckets do not mix param groups, since options of a batch are those of its group. Of copies every rank receives
+    the whole bucket, which then is ``bucket_bytes`` over all owners.
     """
+    if matrices and matrices[0].copies:
+        bucket_bytes //= num_ranks
     owners = assign([Job(m.flops, m.nbytes, m.held) for m in matrices], num_ranks)
     buckets = [0] * len(matrices)
     own: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))

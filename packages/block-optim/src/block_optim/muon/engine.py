@@ -73,30 +73,36 @@ class MuonEngine:
         # For each process group: the all_reduce of which gradients exist, and the parameters that are exchanged.
         self._presence: list[tuple[GradientPresence, list[int]]] = []
         for domain, assigned in zip(domains, assignments, strict=True):
-            exchanged, group = sorted({m.param for m in assigned.matrices if m.moved}), domain.holding.group
+            exchanged, group = (
+                sorted({m.param for m in assigned.matrices if m.bytes_sent}),
+                domain.holding.group,
+            )
             if group is not None and exchanged:
-                self._presence.append((GradientPresence(group, len(exchanged), domain.device), exchanged))
+                copies = [params[i].name for i in exchanged] if domain.holding.copies else []
+                presence = GradientPresence(group, len(exchanged), domain.device, copies)
+                self._presence.append((presence, exchanged))
 
     def _find_domains(
         self, params: Sequence[Param], states: Mapping[torch.Tensor, dict[str, torch.Tensor]]
     ) -> list[_Domain]:
-        domains: dict[tuple[torch.device, str | None], _Domain] = {}
+        domains: dict[tuple[torch.device, str | None, bool], _Domain] = {}
         numbers = {id(group): i for i, group in enumerate(self._groups)}
         for i, param in enumerate(params):
             device, matrices = param.device, matrices_in(param)
-            holding = param.holding_of([m.ranges for m in matrices])
+            holding = param.work_holding([m.ranges for m in matrices])
             self._locals.append(LocalParam(i, param, holding, states[param.tensor]))
-            key = (device, None if holding.group is None else holding.group.group_name)
+            key = (device, None if holding.group is None else holding.group.group_name, holding.copies)
             if key not in domains:
                 domains[key] = _Domain(device, holding, TransferStream(device))
             recipe = recipe_of(param.group)
             for k, m in enumerate(matrices):
                 holders = holding.holders(*m.ranges)
-                if holders:  # else it is on other ranks, along an axis without exchange
+                copies = holding.num_ranks if holding.copies else 0
+                if holders or copies:  # else it is on other ranks, along an axis without exchange
                     name = param.name if len(matrices) == 1 else f"{param.name}[{k}]"
                     flops = recipe.flops(m.rows, m.columns, device)
                     number = numbers[id(param.group)]
-                    domains[key].matrices.append(AssignedMatrix(name, i, number, m, holders, flops))
+                    domains[key].matrices.append(AssignedMatrix(name, i, number, m, holders, flops, copies))
         return list(domains.values())
 
     def _make_buckets(
@@ -111,6 +117,7 @@ class MuonEngine:
             for m in assignment.matrices:
                 by_bucket[m.bucket].append(m)
             for matrices in by_bucket:
+                matrices.sort(key=lambda m: (m.matrix.rows, m.matrix.columns))
                 group = self._groups[matrices[0].group]
                 layout = BucketLayout(
                     matrices,

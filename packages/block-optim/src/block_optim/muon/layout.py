@@ -5,6 +5,9 @@
     remote run    elements of a matrix that this rank owns and another one holds; arrives in the exchange's `owned`
     stack         this rank's whole matrices of one shape, bf16
 
+Where every rank holds all matrices, the stacks are in the exchange's buffer: there are no remote runs, and those local
+runs that are another's are only received.
+
 All of it is laid out once, in scratch memory that buckets share.
 """
 
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.core.exchange import Exchange, travels
+from block_optim.core.exchange import CopyExchange, Exchange, travels
 from block_optim.core.holding import Holding
 from block_optim.core.scratch import Scratch
 from block_optim.muon.assignment import AssignedMatrix
@@ -95,7 +98,7 @@ class BucketLayout:
     """The memory of one bucket.
 
     Args:
-        matrices: the bucket's matrices, in the assignment's order.
+        matrices: the bucket's matrices, those of one shape side by side.
         params: this rank's parameters by index.
         holding: of one of the parameters: the process group (None: nothing is exchanged), and this rank in it.
         normuon: whether second moments of rows are exchanged, too.
@@ -120,11 +123,18 @@ class BucketLayout:
         scratch: Scratch,
     ) -> None:
         self.matrices, self.rank, self.scratch, self.number = matrices, holding.rank, scratch, number
-        self.exchange: Exchange | None = None
-        self.side: Exchange | None = None
+        self.exchange: Exchange | CopyExchange | None = None
+        self.side: Exchange | CopyExchange | None = None
+        self.copies = holding.copies
         owners, lengths = [m.owner for m in matrices], [m.held for m in matrices]
-        if holding.group is not None and travels(owners, lengths):
-            slot = str(number % EXCHANGE_SLOTS)
+        slot = str(number % EXCHANGE_SLOTS)
+        if holding.group is not None and self.copies:
+            at = (holding.group, holding.rank, owners)
+            self.exchange = CopyExchange(*at, [m.matrix.numel for m in matrices], PACKED, scratch, slot)
+            if normuon:
+                rows = [m.matrix.rows + 1 for m in matrices]
+                self.side = CopyExchange(*at, rows, torch.float32, scratch, f"side {slot}")
+        elif holding.group is not None and travels(owners, lengths):
             at = (holding.group, holding.rank, owners)
             self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
             if normuon:
@@ -143,7 +153,10 @@ class BucketLayout:
             if m.owner == self.rank:
                 by_shape[m.matrix.rows, m.matrix.columns].append(i)
         total = sum(rows * columns * len(own) for (rows, columns), own in by_shape.items())
-        arena = self.scratch.take(f"stacks {self.number % STACK_SLOTS}", (total,), PACKED)
+        if isinstance(self.exchange, CopyExchange):
+            arena = self.exchange.own
+        else:
+            arena = self.scratch.take(f"stacks {self.number % STACK_SLOTS}", (total,), PACKED)
         start = 0
         for (rows, columns), own in by_shape.items():
             stop = start + rows * columns * len(own)
@@ -155,7 +168,7 @@ class BucketLayout:
     def _lay_out(self, i: int, m: AssignedMatrix, param: LocalParam) -> None:
         """Add the runs of a matrix that this rank holds or owns."""
         columns, exchange = m.matrix.columns, self.exchange
-        for rank, _ in m.held:
+        for rank in [self.rank] if self.copies else [rank for rank, _ in m.held]:
             if self.rank not in (rank, m.owner):
                 continue
             at = 0  # in the elements of this matrix that the rank sends

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_choice, check_count, check_flag, check_range
+from block_optim.core.options import check_choice, check_count, check_flag, check_mesh, check_range
 from block_optim.core.params import Group, Param
 from block_optim.muon.assignment import Assignment
 from block_optim.muon.coefficients import Coefficients, resolve
@@ -56,6 +57,7 @@ class Muon(BlockOptimizer):
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         capturable: let CUDA graphs capture `step`; a tensor lr is read on the device, and its product with an update is
             rounded before it is added. For matrices that are whole on a rank, with method="standard", not on the CPU.
+        replicate_mesh: see `BlockOptimizer`.
         skip_nonfinite: see `BlockOptimizer`.
 
     State: ``momentum_buffer``; with NorMuon ``second_moment``, with
@@ -64,8 +66,9 @@ class Muon(BlockOptimizer):
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
     that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
     and one back, together ``2 x 2 bytes x (elements not at their owners)``; NorMuon adds 8 bytes a row in
-    a second pair. Nothing if no matrix is cut. Elements are exchanged as bf16, the dtype of Newton-Schulz's input and
-    output, so nothing is lost.
+    a second pair. Where every rank holds all (replicate_mesh, Replicate placements), one all_gather a bucket instead,
+    of ``2 bytes x elements`` to each rank. Nothing if no matrix is cut or divided. Elements are exchanged as bf16,
+    the dtype of Newton-Schulz's input and output, so nothing is lost.
     A rank without gradient for a parameter that others have one for counts as zeros.
 
     Raises:
@@ -73,7 +76,8 @@ class Muon(BlockOptimizer):
     """
 
     format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
-    shared_options = ("bucket_bytes", "capturable")
+    shared_options = ("bucket_bytes", "replicate_mesh", "capturable")
+    divides_copies = True
 
     def __init__(
         self,
@@ -99,11 +103,13 @@ class Muon(BlockOptimizer):
         seed: int = 0,
         master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
+        replicate_mesh: DeviceMesh | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         check_count("bucket_bytes", bucket_bytes)
         check_flag("capturable", capturable)
+        self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
         self.bucket_bytes, self.capturable = bucket_bytes, capturable
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
@@ -204,10 +210,10 @@ class Muon(BlockOptimizer):
 
 def check_stays(assignment: Assignment) -> None:
     """Raise ValueError if a matrix of a capturable optimizer would be exchanged."""
-    moved = [m.name for domain in assignment.domains for m in domain.matrices if m.moved]
+    moved = [m.name for domain in assignment.domains for m in domain.matrices if m.bytes_sent]
     if moved:
         raise ValueError(
-            f"capturable=True: {moved[0]} is cut over ranks, and exchanges cannot be captured; keep matrices whole "
+            f"capturable=True: {moved[0]} travels between ranks, which cannot be captured; keep matrices whole "
             "with Muon.block_policy(), or leave capturable out"
         )
 

@@ -5,7 +5,7 @@
              orthogonal matrix
 
 The moments are kept where the rows are held, so that checkpoints reshard them. They go to the matrix's owner and back
-in a side exchange, followed by c.
+in a side exchange, followed by c. Where every rank holds them all, only the owner's new ones travel.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,18 @@ class RowScaling:
         with unless(skip, [rows for _, rows in places]):
             for row, rows in places:
                 rows.copy_(v[row : row + len(rows)])
-        if layout.side is not None:
+        if layout.side is None:
+            return
+        if not layout.copies:
             for rank, _ in layout.matrices[i].held:
                 if rank != layout.rank:
                     layout.side.owned[i, rank][-1].copy_(c)
+            return
+        sent = layout.side.owned[i, layout.rank]
+        sent[-1].copy_(c)
+        for run in layout.local_runs:
+            if run.number == i:
+                sent[run.side : run.side + len(run.rows)].copy_(run.rows)
 
     def scaled(self, runs: Sequence[LocalRun]) -> list[torch.Tensor]:
         """The updates of runs, fp32. Writes the moments that came back from owners."""

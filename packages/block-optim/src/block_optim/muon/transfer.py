@@ -26,7 +26,7 @@ class Transfer:
     ) -> None:
         self._layout, self._group, self._rows, self._lane = layout, group, rows, lane
         # All ranks agree on which of these have gradients, so all of them take part in a transfer.
-        self._exchanged = frozenset(m.param for m in layout.matrices if m.moved)
+        self._exchanged = frozenset(m.param for m in layout.matrices if m.bytes_sent)
         self._exchanges = [e for e in (layout.side, layout.exchange) if e is not None]
 
     def send(self, active: frozenset[int]) -> Wait:
@@ -36,13 +36,13 @@ class Transfer:
         """
         by_kind: dict[tuple[bool, torch.dtype], list[LocalRun]] = defaultdict(list)
         for run in self._layout.local_runs:
-            if run.param.index in active:
+            if run.param.index in active and (run.own or not self._layout.copies):
                 by_kind[run.param.cast, run.param.momentum.dtype].append(run)
         for runs in by_kind.values():
             self._pack(runs)
         if not self._exchanged & active:
             return nothing
-        if self._rows is not None:
+        if self._rows is not None and not self._layout.copies:
             self._rows.pack()
         waits = [e.to_owners(self._lane) for e in self._exchanges]
         return lambda: [wait() for wait in waits]

@@ -155,6 +155,9 @@ class Mixed(BlockOptimizer):
     def _host(self, group: Group) -> BlockOptimizer:
         return self._optimizers[group["algorithm"]]
 
+    def _param(self, group: Group, i: int, before: int) -> Param:
+        return self._host(group)._param(group, i, before)
+
     def _sync_options(self) -> None:
         super()._sync_options()
         for optimizer in self._optimizers.values():

@@ -7,7 +7,8 @@ A subclass's `update` is written with three helpers:
     _scatter    owned runs -> local updates                                one all_to_all_single
     _apply      weight decay, momentum, learning rate, on local elements   nothing
 
-Only strips that are not on their owner are communicated.
+Only strips that are not on their owner are communicated. Where every rank holds the whole tensor, owners have the
+gradients, and an all_gather brings updates to all.
 """
 
 import logging
@@ -87,6 +88,9 @@ class Preconditioned(BlockOptimizer):
         "master_weights",
     )
 
+    shared_options: ClassVar[tuple[str, ...]] = ("replicate_mesh",)
+    divides_copies = True
+
     @override
     def setup(self) -> None:
         self._plan = Plan()
@@ -161,17 +165,18 @@ class Preconditioned(BlockOptimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that all ranks together send in one step for blocks that are not local; 0 with the block policy."""
+        """Bytes that all ranks together send in one step: for blocks that are not local (0 with the block policy), and
+        updates between ranks that divide the work on what each of them holds."""
         return sum(exchange.bytes_per_step for exchange in self._exchanges())
 
     def _tell_cost(self) -> None:
-        cost = self.bytes_per_step
+        cost = sum(exchange.bytes_per_step for exchange in self._exchanges() if not exchange.copies)
         if cost <= self._told:
             return
         self._told = cost
         if not devices.is_first_rank():
             return
-        moving = [t for t in self._plan.tensors.values() if t.moves]
+        moving = [t for t in self._plan.tensors.values() if t.moves and not t.holding.copies]
         names = ", ".join(t.param.name for t in moving[:3]) + (", ..." if len(moving) > 3 else "")
         kind, dim = type(self).__name__, moving[0].group["max_preconditioner_dim"]
         _LOG.warning(
@@ -214,18 +219,19 @@ class Preconditioned(BlockOptimizer):
 
     def _exchanges(self) -> list[StripExchange]:
         if self._links is None:
-            by_link: dict[tuple[str, torch.dtype], list[TensorPlan]] = defaultdict(list)
+            by_link: dict[tuple[str, bool, torch.dtype], list[TensorPlan]] = defaultdict(list)
             for tensor in self._plan.tensors.values():
                 group = tensor.holding.group
                 if tensor.moves and group is not None:
-                    by_link[group.group_name, tensor.compute].append(tensor)
+                    by_link[group.group_name, tensor.holding.copies, tensor.compute].append(tensor)
             self._links = [
                 StripExchange(
                     {t.number: t.assignment for t in tensors if t.assignment is not None},
+                    [t.param.name for t in tensors],
                     dtype,
                     tensors[0].param.device,
                 )
-                for (_, dtype), tensors in by_link.items()
+                for (*_, dtype), tensors in by_link.items()
             ]
         return self._links
 

@@ -167,7 +167,7 @@ class Plan:
             if param.tensor in self.tensors:
                 continue
             grid = grid_of(tuple(param.shape), param.group)
-            holding = _elementwise_holding(param) if grid is None else param.holding.in_order()
+            holding = _elementwise_holding(param) if grid is None else param.work_holding().in_order()
             result.append(TensorPlan(param, self._added, grid, holding))
             self._added += 1
         gridded = [t for t in result if t.grid is not None]

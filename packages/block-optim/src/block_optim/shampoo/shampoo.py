@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -29,7 +30,7 @@ from block_optim.core._torch_compat import (
     local_of,
 )
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_choice, check_count, check_flag, check_range
+from block_optim.core.options import check_choice, check_count, check_flag, check_mesh, check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import portions, unless
 from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, state_dtype
@@ -77,7 +78,7 @@ class Shampoo(Preconditioned):
         factor_dtype: "float32", "bfloat16" or "float64", of factors and roots as they are kept.
         packed: keep the lower triangles of factors and roots only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
-        skip_nonfinite: see `BlockOptimizer`.
+        replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
@@ -118,8 +119,10 @@ class Shampoo(Preconditioned):
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
+        replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
+        self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
             "dampening": dampening, "nesterov": nesterov, "max_preconditioner_dim": max_preconditioner_dim,

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ from block_optim.core._torch_compat import (
     local_of,
 )
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_range
+from block_optim.core.options import check_mesh, check_range
 from block_optim.core.params import Group
 from block_optim.core.skip import unless
 from block_optim.shampoo import linalg
@@ -61,7 +62,7 @@ class SOAP(Preconditioned):
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
         packed: keep the lower triangles of factors only.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
-        skip_nonfinite: see `BlockOptimizer`.
+        replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
@@ -93,8 +94,10 @@ class SOAP(Preconditioned):
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
+        replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
+        self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,

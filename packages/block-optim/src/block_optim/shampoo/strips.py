@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from block_optim.core.assign import Job, assign, loads
-from block_optim.core.exchange import Exchange, GradientPresence, TransferStream, travels
+from block_optim.core.exchange import CopyExchange, Exchange, GradientPresence, TransferStream, travels
 from block_optim.core.holding import Holding, Range
 from block_optim.core.pieces import Piece
 from block_optim.core.scratch import Scratch
@@ -39,7 +39,7 @@ class StripAssignment:
 
     Attributes:
         owners: rank of each strip, in the holding's order: never decreasing.
-        held: (rank, elements) of each strip's holders.
+        held: (rank, elements) of each strip's holders; () where every rank holds all.
     """
 
     grid: Grid
@@ -90,7 +90,7 @@ def assign_strips(
         before.setdefault(name, [0] * holding.num_ranks)
         for strip in map(grid.strip, range(grid.num_strips)):
             held = holding.holders((strip.start, strip.stop))
-            job = Job(grid.cost(strip), strip.stop - strip.start, held, among_holders=True)
+            job = Job(grid.cost(strip), strip.stop - strip.start, held, among_holders=not holding.copies)
             by_group[name].append((number, job))
     owners: list[list[int]] = [[] for _ in tensors]
     held_by: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in tensors]
@@ -110,7 +110,8 @@ def assign_strips(
 def _ascending(owners: Sequence[int], held: Sequence[tuple[tuple[int, int], ...]]) -> tuple[int, ...]:
     """The owners of one tensor's strips in an order that never decreases, each between the strip's holders."""
     between = (
-        min(max(owner, ranks[0][0]), ranks[-1][0]) for owner, ranks in zip(sorted(owners), held, strict=True)
+        min(max(owner, ranks[0][0]), ranks[-1][0]) if ranks else owner
+        for owner, ranks in zip(sorted(owners), held, strict=True)
     )
     return tuple(accumulate(between, max))
 
@@ -119,26 +120,36 @@ class StripExchange:
     """The strips that travel over one process group in one dtype, the compute dtype, so that nothing is lost.
 
     Args:
-        tensors: the assignment of each tensor that has moving strips, by its number.
+        tensors: the assignment of each tensor that has moving strips, by its number; of copies, or none of them.
+        names: of the tensors.
         dtype: what travels.
         device: where the buffers are.
     """
 
     def __init__(
-        self, tensors: Mapping[int, StripAssignment], dtype: torch.dtype, device: torch.device
+        self,
+        tensors: Mapping[int, StripAssignment],
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         holding = next(iter(tensors.values())).holding
         assert holding.group is not None
         self._tensors, self._rank = dict(tensors), holding.rank
-        self._lane, self._presence = (
-            TransferStream(device),
-            GradientPresence(holding.group, len(tensors), device),
-        )
+        self.copies, self._lane = holding.copies, TransferStream(device)
+        self._presence = GradientPresence(holding.group, len(tensors), device, names if self.copies else ())
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
         owners = [tensors[number].owners[index] for number, index in self._strips]
+        at = (holding.group, self._rank, owners)
+        self._exchange: Exchange | CopyExchange
+        if self.copies:
+            strips = [tensors[number].grid.strip(index) for number, index in self._strips]
+            numels = [strip.stop - strip.start for strip in strips]
+            self._exchange = CopyExchange(*at, numels, dtype, Scratch(device), "strips")
+            self.bytes_per_step = (holding.num_ranks - 1) * sum(numels) * dtype.itemsize
+            return
         lengths = [tensors[number].held[index] for number, index in self._strips]
-        scratch = Scratch(device)
-        self._exchange = Exchange(holding.group, self._rank, owners, lengths, dtype, scratch, "strips")
+        self._exchange = Exchange(*at, lengths, dtype, Scratch(device), "strips")
         self.bytes_per_step = 2 * travels(owners, lengths) * dtype.itemsize
 
     @property
@@ -151,7 +162,7 @@ class StripExchange:
         return self._presence.all_reduce(present)()
 
     def gather(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> None:
-        """Bring gradients to their owners: one all_to_all_single.
+        """Bring gradients to their owners: one all_to_all_single; of copies, nothing is sent.
 
         Args:
             local: what this rank holds of each tensor that takes part, flat.
@@ -160,6 +171,8 @@ class StripExchange:
         for number in owned:
             for local_part, owned_part in self._kept(number, local[number], owned[number]):
                 owned_part.copy_(local_part)
+        if self.copies:
+            return
         for i, sent in self._exchange.held.items():
             number, index = self._strips[i]
             if number in local:

@@ -6,16 +6,14 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from ragged_shard import DeviceLayer
-
 from .. import _torch_compat as compat
 from .geometry import Geometry
-from .recycler import Recycler
+from .recycler import Recycled, Recycler
 
 Flats = tuple[torch.Tensor, ...]
 
 
-class GatheredMemory:
+class GatheredMemory(Recycled):
     """Storages that come and go, and views that stay.
 
     Attributes:
@@ -32,16 +30,14 @@ class GatheredMemory:
     def __init__(
         self, geometry: Geometry, dtype: torch.dtype, recycler: Recycler, alias: Flats | None = None
     ) -> None:
-        self._recycler = recycler
+        super().__init__(recycler)
         self.dtype = dtype
         layout = geometry.layout
         itemsize = dtype.itemsize * layout.world_size
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
         if alias is None:
             for segment in layout.segments:
                 storage = torch.UntypedStorage(0, device=recycler.device)
                 self._storages.append((storage, segment.shard_size * itemsize))
-            self.present = False
             self.materialize()
             self.flats, self.raw = self._flats(dtype), self._flats(dtype)
             own: list[torch.Tensor] = []
@@ -83,31 +79,6 @@ class GatheredMemory:
         for storage, _ in self._storages:
             users += compat.users(storage)
         return users
-
-    def materialize(self) -> None:
-        """Have memory, uninitialised, for use on the current stream."""
-        if not self.present:
-            for storage, nbytes in self._storages:
-                self._recycler.lend(storage, nbytes)
-            self.present = True
-
-    def release(self) -> None:
-        """Have none. On CUDA call it on the stream of the last use."""
-        if self.present:
-            self.present = False  # first: after an interrupt nobody reads what is half gone
-            for storage, _ in self._storages:
-                self._recycler.take_back(storage)
-
-    def condemn(self) -> None:
-        """Have none, and never use it again: a collective that failed may still write there."""
-        if self.present:
-            self.present = False
-            for storage, _ in self._storages:
-                self._recycler.quarantine(storage)
-
-    def slices_of(self, group: dist.ProcessGroup, layer: DeviceLayer) -> "NeighborSlices":
-        """Copy this rank's slices of the memory among the ranks of a smaller group."""
-        return NeighborSlices(slices_among(self.raw, group), group, layer.record())
 
 
 class NeighborSlices:

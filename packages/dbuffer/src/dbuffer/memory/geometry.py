@@ -117,10 +117,6 @@ class Geometry:
             placements[name] = RaggedShard(tuple(range(part.num_cut_dims)), self.layout.local_units(name))
         return MappingProxyType(placements)
 
-    def placement(self, name: str) -> RaggedShard:
-        """Placement of a tensor on the shard axis. Raises KeyError for an unknown name."""
-        return self.placements[name]
-
     def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor, in its local shape; a view if the tensor is contiguous."""
         part = self.slices[name]

@@ -120,10 +120,6 @@ class Recycler:
             self._high = self._low + shared.arena().size
             weakref.finalize(self, shared.trim).atexit = False
 
-    def lent(self) -> list[torch.UntypedStorage]:
-        """The storages that have memory now."""
-        return list(self._homes)
-
     @property
     def stats(self) -> RecyclerStats:
         """The figures at this moment."""
@@ -250,6 +246,57 @@ class Recycler:
         return None
 
 
+class Recycled:
+    """Storages that get memory from a recycler and return it; tensors on them stay the same objects.
+
+    Attributes:
+        present: whether there is memory.
+    """
+
+    def __init__(self, recycler: Recycler) -> None:
+        self._recycler = recycler
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
+        self.present = False
+
+    def materialize(self) -> None:
+        """Allocate uninitialised memory, for use on the current stream. No effect if there is memory."""
+        if not self.present:
+            for storage, nbytes in self._storages:
+                self._recycler.lend(storage, nbytes)
+            self.present = True
+
+    def release(self) -> None:
+        """Free the memory. On CUDA call it on the stream of the last use."""
+        if self.present:
+            self.present = False  # first: after an interrupt nothing reads what is half freed
+            for storage, _ in self._storages:
+                self._recycler.take_back(storage)
+
+    def condemn(self) -> None:
+        """Free the memory, and never use it again: a collective that failed may still write there."""
+        if self.present:
+            self.present = False
+            for storage, _ in self._storages:
+                self._recycler.quarantine(storage)
+
+
+class Scratch(Recycled):
+    """Memory that collectives use in addition to a buffer's: for encoded and for received bytes.
+
+    Attributes:
+        flat: all of it, uint8, 1-D. Without memory while not `present`.
+    """
+
+    def __init__(self, recycler: Recycler, nbytes: int) -> None:
+        super().__init__(recycler)
+        storage = torch.UntypedStorage(0, device=recycler.device)
+        self._storages.append((storage, nbytes))
+        self.materialize()
+        self.flat = torch.empty(0, dtype=torch.uint8, device=recycler.device)
+        self.flat.set_(storage, 0, (nbytes,), (1,))
+        self.release()
+
+
 class DebugRecycler(Recycler):
     """A recycler that finds writes into memory after its release. For tests; slow.
 
@@ -322,7 +369,7 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
 
 
 def _copy_for_child() -> None:
-    storages = [storage for recycler in list(_recyclers) for storage in recycler.lent()]
+    storages = [storage for recycler in list(_recyclers) for storage in list(recycler._homes)]
     shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
 
 

@@ -39,9 +39,10 @@ class ShardMemory:
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
-        self._allocate(zeroed=True)
+        self.allocate(zeroed=True)
 
-    def _allocate(self, *, zeroed: bool = False) -> None:
+    def allocate(self, *, zeroed: bool = False) -> None:
+        """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
         geometry = self._geometry
         flats: list[torch.Tensor] = []
         for index, segment in enumerate(geometry.layout.segments):
@@ -61,15 +62,8 @@ class ShardMemory:
         self.views = MappingProxyType(views)
         if geometry.gaps:
             self.gaps = geometry.gaps_in(flats)
-        self.flats = tuple(
-            flats
-        )  # last: an interrupt before leaves no shard, rather than one with no views or gaps
+        self.flats = tuple(flats)  # last: an interrupt before leaves no shard, not one without views or gaps
 
     def give(self) -> None:
-        """Let go of the memory: it belongs to the tensors that still view it, and ends with them."""
+        """Detach the memory: it belongs to the tensors that still view it, and is freed with the last of them."""
         self.flats, self.views, self.gaps = (), _NOTHING, []
-
-    def renew(self) -> None:
-        """Have memory again after `give`; uninitialised, padding too."""
-        if not self.flats:
-            self._allocate()

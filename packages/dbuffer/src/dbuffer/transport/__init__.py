@@ -9,7 +9,6 @@ Knows process groups and tensors; nothing of layouts or buffers.
 from .choice import (
     TRANSPORT_VARIABLE,
     TransportChoice,
-    collectives_of,
     may_read_peers,
     resolved,
     transport_of,
@@ -25,7 +24,6 @@ __all__ = [
     "Transport",
     "TransportChoice",
     "Work",
-    "collectives_of",
     "may_read_peers",
     "resolved",
     "transport_of",

@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
@@ -61,13 +62,6 @@ def transport_of(group: dist.ProcessGroup, choice: TransportChoice) -> Transport
     return known[choice]
 
 
-def collectives_of(group: dist.ProcessGroup) -> Collectives:
-    """torch.distributed's own collectives."""
-    transport = transport_of(group, "collectives")
-    assert isinstance(transport, Collectives)
-    return transport
-
-
 def may_read_peers(group: dist.ProcessGroup, choice: TransportChoice) -> bool:
     """Whether the ranks of a group may turn out to read each other's memory. Communicates nothing."""
     return group.size() > 1 and choice in ("auto", "peer_memory") and not _obstacle(group, choice)
@@ -87,7 +81,7 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
         return Collectives(group)
     obstacle = _obstacle(group, choice)
     if not obstacle:
-        return Direct(group, choice, _connect_if_possible if choice == "auto" else _connect)
+        return Direct(group, choice, partial(_connect, choice))
     if choice != "auto":
         raise ValueError(
             f"transport {choice!r} serves gloo groups only, and of this process group {obstacle}; choose 'auto' or "
@@ -97,18 +91,18 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     return Collectives(group)
 
 
-def _connect_if_possible(group: dist.ProcessGroup) -> PeerMemory | None:
-    peers, trouble = connect(group)
-    if trouble:
-        _log.info("process group %s: collectives; no peer memory: %s", group.group_name, trouble)
-        return None
-    _log.info("process group %s: peer_memory for large exchanges", group.group_name)
-    return PeerMemory(peers, compat.timeout_seconds(group))
+def _connect(choice: str, group: dist.ProcessGroup) -> PeerMemory | None:
+    """The connections of a group, or None if its ranks cannot map each other's memory. See `connect`.
 
-
-def _connect(group: dist.ProcessGroup) -> PeerMemory:
+    Raises:
+        ValueError: peer memory was chosen by name, and is not possible.
+    """
     peers, trouble = connect(group)
-    if trouble:
-        raise ValueError(f"transport 'peer_memory' is not possible for this process group: {trouble}")
-    _log.info("process group %s: peer_memory for large exchanges, as chosen", group.group_name)
-    return PeerMemory(peers, compat.timeout_seconds(group))
+    if not trouble:
+        chosen = "" if choice == "auto" else ", as chosen"
+        _log.info("process group %s: peer_memory for large exchanges%s", group.group_name, chosen)
+        return PeerMemory(peers, compat.timeout_seconds(group))
+    if choice != "auto":
+        raise ValueError(f"transport {choice!r} is not possible for this process group: {trouble}")
+    _log.info("process group %s: collectives; no peer memory: %s", group.group_name, trouble)
+    return None

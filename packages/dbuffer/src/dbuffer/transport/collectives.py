@@ -1,13 +1,14 @@
 """torch.distributed's own collectives, one coalesced call whatever the number of tensors."""
 
 import weakref
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
-from .protocol import Op, Pairs, Work, living
+from .protocol import Op, Pairs, Work
 
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -24,22 +25,42 @@ class Collectives:
         """One all-gather."""
         if (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
-        work: Work = compat.all_gather(pairs, living(self._group))
-        return work
+        return self._start(compat.all_gather, pairs)
 
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
         """One reduce-scatter."""
-        work: Work = compat.reduce_scatter(pairs, _OPS[op], living(self._group))
-        return work
+        return self._start(compat.reduce_scatter, pairs, op=_OPS[op])
 
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
         """One all-to-all."""
-        work: Work = compat.all_to_all(receive, send, living(self._group))
-        return work
+        return self._start(dist.all_to_all_single, [(receive, send)])
 
     def all_reduce(self, tensors: list[torch.Tensor], op: Op | Literal["max"], label: str) -> Work:
         """One all-reduce."""
-        work: Work = compat.all_reduce(tensors, _OPS[op], living(self._group))
+        return self._start(dist.all_reduce, [(tensor,) for tensor in tensors], op=_OPS[op])
+
+    def group(self) -> dist.ProcessGroup:
+        """The process group. torch would take None for the group of all ranks.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this transport is gone")
+        return group
+
+    def _start(
+        self, call: Callable[..., Any], calls: Sequence[tuple[torch.Tensor, ...]], **options: Any
+    ) -> Work:
+        group = self.group()
+        if len(calls) == 1:
+            work: Work = call(*calls[0], group=group, async_op=True, **options)
+            return work
+        with compat.coalescing(group=group, async_ops=True) as works:
+            work = works
+            for tensors in calls:
+                call(*tensors, group=group, async_op=True, **options)
         return work
 
 

@@ -8,7 +8,6 @@ rank 0  |own|   1   |   2   |   gathered             |own| + what 1 gave + what 
             '---> to 1  '---> to 2
 """
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from ragged_shard import is_cpu
 
 from .collectives import Collectives
 from .peer_memory import PeerMemory
-from .protocol import Op, Pairs, Work, living
+from .protocol import Op, Pairs, Work
 from .sums import Sum
 
 MIN_BYTES = 1 << 20  # below, peer memory saves little time
@@ -38,7 +37,6 @@ class Direct:
         self, group: dist.ProcessGroup, name: str, connect: Callable[[dist.ProcessGroup], PeerMemory | None]
     ) -> None:
         self.name = name
-        self._group = weakref.ref(group)
         self._rank, self._size = group.rank(), group.size()
         # Other ranks, starting with the one before this rank, so that not all ranks start with the same one.
         self._others = [(self._rank - step) % self._size for step in range(1, self._size)]
@@ -102,6 +100,6 @@ class Direct:
         if sum(max(receive.nbytes, send.nbytes) for receive, send in pairs) < MIN_BYTES:
             return None
         if not self._peers:
-            self._peers.append(self._connect(living(self._group)))
+            self._peers.append(self._connect(self._small.group()))
             self.name = (self._peers[0] or self._small).name
         return self._peers[0]

@@ -5,12 +5,13 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
+
+from ragged_shard import gather_from_ranks
 
 from ..memory.shared import PeerFile, arena, peer_file
 
@@ -18,8 +19,6 @@ PATIENCE = 5.0  # seconds for the others to connect, after all said that they ca
 _HELLO = struct.Struct("<Q16s")  # rank of the caller, secret of the rank it calls
 
 _ABSENT = "did not connect"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
             listener = listening.enter_context(_listener(name))
         except OSError as error:
             trouble = str(error)
-        cards = _gathered(group, _Card(name, secrets.token_bytes(16), machine(), trouble))
-        trouble = _first(f"rank {other}: {card.trouble}" for other, card in enumerate(cards) if card.trouble)
-        trouble = trouble or _elsewhere(cards)
+        cards = gather_from_ranks(_Card(name, secrets.token_bytes(16), machine(), trouble), group)
+        troubles = [f"rank {other}: {card.trouble}" for other, card in enumerate(cards) if card.trouble]
+        trouble = troubles[0] if troubles else _elsewhere(cards)
         if listener is None or trouble:
             return {}, trouble
         try:
@@ -78,7 +77,9 @@ def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
             peers = _exchange_memory(sockets)
         except OSError as error:
             trouble = str(error)
-        troubles = [f"rank {other}: {text}" for other, text in enumerate(_gathered(group, trouble)) if text]
+        troubles = [
+            f"rank {other}: {text}" for other, text in enumerate(gather_from_ranks(trouble, group)) if text
+        ]
         if troubles:  # that somebody did not come is the effect; why, another rank may know
             return {}, min(troubles, key=lambda text: _ABSENT in text)
         connections.pop_all()
@@ -93,22 +94,12 @@ def machine() -> str:
         return ""
 
 
-def _gathered(group: dist.ProcessGroup, item: T) -> list[T]:
-    items = [item] * group.size()
-    dist.all_gather_object(items, item, group=group)
-    return items
-
-
 def _elsewhere(cards: Sequence[_Card]) -> str:
     """Which rank is on another machine, as far as that is known without waiting for connections; or ""."""
     for other, card in enumerate(cards):
         if card.machine and cards[0].machine and card.machine != cards[0].machine:
             return f"rank {other} is on another machine than rank 0"
     return ""
-
-
-def _first(texts: Iterable[str]) -> str:
-    return next(iter(texts), "")
 
 
 def _listener(name: str) -> socket.socket:

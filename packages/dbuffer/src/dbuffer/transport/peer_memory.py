@@ -202,20 +202,6 @@ class PeerMemory:
         self._answering.thread.start()
         weakref.finalize(self, _shut, self._answering.bell)  # the thread ends with the group
 
-    def exchange(
-        self,
-        label: str,
-        gives: Mapping[int, Sequence[torch.Tensor]],
-        takes: Mapping[int, Sequence[torch.Tensor]],
-    ) -> PeerExchange:
-        """Start giving each peer some tensors and taking as many from it. All ranks make the same calls in order.
-
-        Args:
-            label: names the exchange; compared between the ranks.
-            gives, takes: contiguous tensors on the CPU, by peer.
-        """
-        return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout))
-
     def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> PeerExchange:
         """Start giving each peer its slices and adding those it gives to this rank's.
 
@@ -223,10 +209,23 @@ class PeerMemory:
             label, gives: as for `exchange`.
             total: this rank's slices and the order of additions; a peer gives slices of the same sizes and dtypes.
         """
-        takes = dict.fromkeys(total.peers, total.own)
-        return self._start(PeerExchange(self._answering, label, gives, takes, self._timeout, total))
+        return self.exchange(label, gives, dict.fromkeys(total.peers, total.own), total)
 
-    def _start(self, exchange: PeerExchange) -> PeerExchange:
+    def exchange(
+        self,
+        label: str,
+        gives: Mapping[int, Sequence[torch.Tensor]],
+        takes: Mapping[int, Sequence[torch.Tensor]],
+        total: Sum | None = None,
+    ) -> PeerExchange:
+        """Start giving each peer some tensors and taking as many from it. All ranks make the same calls in order.
+
+        Args:
+            label: names the exchange; compared between the ranks.
+            gives, takes: contiguous tensors on the CPU, by peer.
+            total: adds the tensors of peers up instead of copying them into `takes`.
+        """
+        exchange = PeerExchange(self._answering, label, gives, takes, self._timeout, total)
         try:
             self._answering.start(exchange)
         except BaseException:  # a signal handler's: it may have begun, and nobody will wait for it

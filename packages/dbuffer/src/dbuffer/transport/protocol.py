@@ -1,18 +1,20 @@
 """What a transport is."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
 Op = Literal["avg", "sum"]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (receive, send)
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer under way. A transport that knows more gives its works two attributes, after a RuntimeError of `wait`.
+
+    quiet        nothing accesses the tensors any more: only then may their memory be reused. By default False
+    under_way    the error was a signal handler's, not the work's: the next `wait` continues. By default False
+    """
 
     def wait(self) -> object:
         """Block until it has completed (on a GPU: make the current stream wait).
@@ -20,7 +22,7 @@ class Work(Protocol):
         May be called again where it was interrupted by an exception that is not its own.
 
         Raises:
-            RuntimeError: it failed on this rank or another. See `is_quiet` and `is_under_way`.
+            RuntimeError: it failed on this rank or another.
         """
         ...
 
@@ -66,31 +68,3 @@ class Transport(Protocol):
     def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
         """Start reducing every tensor over the ranks, in place."""
         ...
-
-
-def is_quiet(work: Work) -> bool:
-    """Whether nothing touches the tensors of a work that failed any more. Only then may their memory be reused.
-
-    A transport that knows says so with an attribute `quiet` of its works; of others nothing is known.
-    """
-    return bool(getattr(work, "quiet", False))
-
-
-def is_under_way(work: Work) -> bool:
-    """Whether a RuntimeError that `wait` raised was a signal handler's, not its own: the next `wait` goes on.
-
-    A transport that knows says so with an attribute `under_way` of its works; the others' have failed.
-    """
-    return bool(getattr(work, "under_way", False))
-
-
-def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
-    """The group, where somebody still holds it. torch would take None for the group of all ranks.
-
-    Raises:
-        RuntimeError: nobody does.
-    """
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group of this transport is gone")
-    return found

@@ -12,50 +12,57 @@ NaN or an infinity gets the scale NaN and codes 0, so every value that is read b
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from .kernels import codec
+from .kernels.codec import Coder
 from .noise import Noise
-from .tiles import RowRun, TileGrid
+from .tiles import RowRun, Runs, TileGrid
 
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
-Runs = Sequence[RowRun]
 
 
-class BlockFormat(Protocol):
-    """A format of quantized tiles. Frozen, hashable; communicates nothing, keeps no memory.
+class BlockFormat:
+    """A format of quantized tiles: one code an element and one scale a tile, unless a subclass differs.
 
-    Buffers are 1-D and contiguous: values in fp32, bf16 or fp16, codes in uint8, scales and amax in fp32. A run names
-    where in each of them it lies; what no run covers is left alone. Empty runs are served.
+    Frozen, hashable; communicates nothing, keeps no memory. Buffers are 1-D and contiguous: values in fp32, bf16 or
+    fp16, codes in uint8, scales and amax in fp32. A run names its position in each of them; what no run covers is left
+    alone. Empty runs are served.
     """
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def coder(self) -> Coder:
+        """How numbers become codes."""
+        raise NotImplementedError(f"{type(self).__name__} has no coder")
 
     @property
     def shares_amax(self) -> bool:
         """Whether a cut between rows can go through a tile; else every run of rows is a run of whole tiles."""
-        ...
+        return self.tile[0] > 1
 
     @property
     def needs_noise(self) -> bool:
-        """Whether `quantize` takes random bits."""
-        ...
+        """Whether `quantize` takes random bits. By default codes are rounded to nearest."""
+        return False
 
     def grid(self, shape: Sequence[int]) -> TileGrid:
         """The tiles of a tensor."""
-        ...
+        return TileGrid(tuple(shape), self.tile)
 
     def code_bytes(self, columns: int) -> int:
         """Bytes of the codes of one row."""
-        ...
+        return columns
 
     def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write the largest magnitude that a run holds of each tile, NaN where one is NaN, at the run's scales."""
-        ...
+        check(self, runs, values=values, amax=out)
+        codec.write_amax(runs, values, out)
 
     def quantize(
         self,
@@ -80,11 +87,30 @@ class BlockFormat(Protocol):
         Raises:
             ValueError: a run cuts a tile and there is no amax, or noise is missing or does not apply.
         """
-        ...
+        check(
+            self, runs, values=values, codes=codes, scales=scales, **({} if amax is None else {"amax": amax})
+        )
+        check_quantize(self, runs, amax, noise)
+        self._quantize(runs, values, codes, scales, amax, noise)
+
+    def _quantize(
+        self,
+        runs: Runs,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        amax: torch.Tensor | None,
+        noise: Noise | None,
+    ) -> None:
+        codec.quantize(self.coder, runs, values, codes, scales, amax, noise)
 
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of the runs' rows, rounded once to the dtype of `out`."""
-        ...
+        check(self, runs, codes=codes, scales=scales, values=out)
+        self._dequantize(runs, codes, scales, out)
+
+    def _dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        codec.dequantize(self.coder, runs, codes, scales, out)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sums over ranks, added one after another in fp32 in the order of ranks.
@@ -95,7 +121,8 @@ class BlockFormat(Protocol):
             scales: (ranks, scales).
             out: fp32.
         """
-        ...
+        check_ranks(self, runs, codes=codes, scales=scales, out=out)
+        codec.sum_ranks(self.coder, runs, codes, scales, out)
 
 
 _DTYPES = {"codes": (torch.uint8,), "scales": (torch.float32,), "amax": (torch.float32,)}

@@ -1,20 +1,15 @@
 """The wire form of a buffer: the encoding of its gathers.
 
-    CastOnWire
-      same dtype     shard ----------------------> gathered        the collective reads the shard itself
-      other dtype    shard --cast--> own slice --> gathered        one kernel, then in place
-
-`BlocksOnWire` sends codes of blocks, and their scales in a small second plane. A form is a description that any number
-of buffers share; `encoder` makes the object for one buffer.
+Without one a buffer gathers in the dtype of its gathered memory. `BlocksOnWire` sends codes of blocks, and their scales
+in a small second plane. A form is a description that any number of buffers share; `encoder` makes the object for one
+buffer.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from .. import _torch_compat as compat
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler
@@ -23,13 +18,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (receive, send), as for a tra
 
 
 class Encoder:
-    """A wire form applied to one buffer. The base class is for forms that gather straight into the gathered memory.
-
-    Attributes:
-        decodes: whether `decode` does anything.
-    """
-
-    decodes = False
+    """A wire form applied to one buffer."""
 
     def encode(self, shards: Flats) -> Pairs:
         """Prepare the collective, on the stream that launches it; the gathered memory is allocated.
@@ -49,7 +38,7 @@ class Encoder:
         Returns:
             whether it read memory other than the gathered memory, which the launching stream must not reuse earlier.
         """
-        return False
+        raise NotImplementedError
 
     def condemn(self) -> None:
         """Never use this form's memory again: a failed gather may still access it."""
@@ -82,40 +71,3 @@ class WireForm(Protocol):
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """The encoder of one buffer; its memory comes from the recycler."""
         ...
-
-
-@dataclass(frozen=True)
-class CastOnWire:
-    """Gather in the gathered dtype: no copy if dtypes are equal, else one cast of each element."""
-
-    def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The gathered dtype."""
-        return (gathered,)
-
-    def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """An encoder without memory."""
-        return _Cast(gathered, recycler.device)
-
-
-class _Cast(Encoder):
-    def __init__(self, gathered: GatheredMemory, device: torch.device) -> None:
-        self._own, self._raw, self._device = gathered.own, gathered.raw, device
-        self._sent: Flats = ()  # in the last gather
-        self._pairs: Pairs = []
-
-    def encode(self, shards: Flats) -> Pairs:
-        """Send the shards themselves, or their casts in this rank's slices."""
-        own = self._own
-        if shards[0].dtype == own[0].dtype and shards[0].device == self._device:
-            sent = shards
-        else:
-            compat.copy(own, shards, non_blocking=True)
-            sent = own
-        if sent is not self._sent:
-            self._pairs = list(zip(self._raw, sent, strict=True))
-            self._sent = sent  # last: after an interrupt the next gather lists the pairs again
-        return self._pairs
-
-    def receive(self) -> Flats:
-        """The gathered memory."""
-        return self._raw

@@ -28,15 +28,7 @@ _SUMMED = (torch.float32, torch.bfloat16)
 
 
 class Reducer(Protocol):
-    """A reduction form applied to one buffer.
-
-    Attributes:
-        row_bytes: bytes that each rank sends to each; a multiple of 16.
-        encodes: whether rows are written; otherwise gathered memory is sent.
-    """
-
-    row_bytes: int
-    encodes: bool
+    """A reduction form applied to one buffer."""
 
     def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
         """Write the rows.
@@ -123,11 +115,9 @@ class CastReduction:
 class _Cast:
     def __init__(self, form: CastReduction, geometry: Geometry, gathered: GatheredMemory) -> None:
         dtype = gathered.raw[0].dtype
-        self.row_bytes = form.row_bytes(geometry, dtype)
         self._dtype = form.dtype or dtype
         self._sizes = [segment.shard_size for segment in geometry.layout.segments]
         self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
-        self.encodes = form.encodes(geometry, dtype)
 
     def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
         """One kernel a segment."""
@@ -187,10 +177,7 @@ class BlockReduction:
 
 
 class _Blocks:
-    encodes = True
-
     def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory) -> None:
-        self.row_bytes = planes.row_bytes
         self._planes, self._format, self._rank = planes, planes.format, rank
         self._raw = gathered.raw
         self._runs: dict[tuple[int, int], tuple[list[RunList], list[RunList]]] = {}

@@ -10,7 +10,7 @@ matrix, as `layout_planner.Tile` cuts it. A 1-D tensor is one row. Scales are ro
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -127,6 +127,9 @@ class RowRun:
         """Scales of the run, those of cut tiles included."""
         first, last = self.grid.scales_of(self.start, self.stop)
         return last - first
+
+
+Runs = Sequence[RowRun]
 
 
 class RunList(tuple[RowRun, ...]):

@@ -82,10 +82,17 @@ class Slots:
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """Gradients that a reduction takes: their slots, and the parameters that got one on this rank."""
+    """Gradients that a reduction takes.
+
+    Attributes:
+        slots: where they are.
+        used: the parameters that got one on this rank.
+        used_anywhere: the numbers of those that got one on any rank, if that was asked; else None.
+    """
 
     slots: Slots
     used: Params
+    used_anywhere: frozenset[int] | None
 
 
 class GradBuffer:
@@ -95,6 +102,7 @@ class GradBuffer:
         state: see `GradState`.
         options, scaling: the unit's options, and the resulting divisions; set by `scale`.
         written: numbers of the parameters whose gradients wait for their reduction.
+        used_anywhere: numbers of those that wait on any rank, if the ranks were asked; since the last `.grad`.
         partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
     """
 
@@ -110,6 +118,7 @@ class GradBuffer:
         self._streams = streams
         self.state = GradState.IDLE
         self.written: set[int] = set()
+        self.used_anywhere: frozenset[int] | None = None
         self.partial = False
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use
@@ -281,10 +290,11 @@ class GradBuffer:
         if not self.partial:
             slots.buffer.new_shard()
         if len(written) == len(self._params):
-            return Closed(slots, self._params)
+            return Closed(slots, self._params, self.used_anywhere)
         if missing := [index for index in slots.indices if index not in written]:
             compat.zero(slots.views(missing))
-        return Closed(slots, [param for param in self._params if param.index in written])
+        used = [param for param in self._params if param.index in written]
+        return Closed(slots, used, self.used_anywhere)
 
     def reduction_of(
         self, buffers: list[DBuffer], transport: TransportChoice | None, separate: bool
@@ -309,6 +319,7 @@ class GradBuffer:
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
         self.written = set()
+        self.used_anywhere = None
         self._kept = {}
         if self.state is GradState.FILLING:
             self.buffer.wait()
@@ -323,6 +334,8 @@ class GradBuffer:
         closed.slots.buffer.release()
         self.state = GradState.IDLE
         self.partial = partial
+        if not partial:
+            self.used_anywhere = None
 
     def publish(self, closed: Closed, *, all_unused: bool) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
@@ -336,7 +349,7 @@ class GradBuffer:
         planned, slots, params = self._plan.params, closed.slots, closed.used
         views = list(slots.buffer.local_views.values()) if slots.whole else self._locals_of_runs(slots)
         if len(params) < len(self._params):
-            params = params + self._unused(slots, views, params, all_unused)
+            params = params + self._unused(closed, views, all_unused)
         grads: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for param in params:
@@ -365,18 +378,20 @@ class GradBuffer:
             slices.append(nothing.view(empty) if view is None else view.view(known.local_shape))
         return slices
 
-    def _unused(self, slots: Slots, views: list[torch.Tensor], used: Params, all_of_them: bool) -> Params:
+    def _unused(self, closed: Closed, views: list[torch.Tensor], all_of_them: bool) -> Params:
         """The trained parameters that got no gradient on this rank: all, or those to which other ranks contributed.
 
-        Contributions of others are read from this rank's shard. On CUDA that waits for the device; it happens only
-        if a parameter went unused.
+        Unless the ranks were asked, contributions of others are read from this rank's shard. On CUDA that waits for the
+        device; it happens only if a parameter went unused.
         """
-        known = {param.index for param in used}
+        known, indices = {param.index for param in closed.used}, closed.slots.indices
         missing = [
             param
             for param in self._params
-            if param.index not in known and param.index in slots.indices and param.sharded.requires_grad
+            if param.index not in known and param.index in indices and param.sharded.requires_grad
         ]
+        if closed.used_anywhere is not None:
+            return [param for param in missing if param.index in closed.used_anywhere]
         if all_of_them or not missing:
             return missing
         if self._streams.layer.capturing:

@@ -59,6 +59,7 @@ class UnitOptions:
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
     reduce_unused: bool = False
+    skippable: bool = False
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
     gather_by: TransportChoice | None = None  # None: as given to `fully_shard`
     reduce_by: TransportChoice | None = None
@@ -83,6 +84,8 @@ class Unit:
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
+        host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
+        followers: units whose host this is. It gathers and reduces them, on every rank.
         keeps_slices: whether a slice of a smaller group is kept after forward.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
@@ -104,6 +107,8 @@ class Unit:
         self.around_others = False
         self.on_several_meshes = False
         self.root = True
+        self.host: Unit | None = None
+        self.followers: tuple[Unit, ...] = ()
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
@@ -282,11 +287,6 @@ class Unit:
         return any(
             type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
         )
-
-    @property
-    def gathered(self) -> bool:
-        """Whether all parameters are gathered or on their way."""
-        return self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING
 
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.

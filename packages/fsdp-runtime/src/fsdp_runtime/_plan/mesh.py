@@ -4,7 +4,7 @@ import itertools
 import math
 import weakref
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,6 @@ class WrongCallError(ValueError, AssertionError):
     """A wrong argument for which FSDP2 raises AssertionError: scripts that catch either type go on."""
 
 
-@dataclass(frozen=True, eq=False)
 class DataMesh:
     """The data-parallel mesh of parameters of a unit. Equal to itself alone; `groups` says whether two are one.
 
@@ -42,35 +41,27 @@ class DataMesh:
         num_replicas: ranks that hold the same shard.
     """
 
-    mesh: DeviceMesh
-    spmd: DeviceMesh | None = None
-    dp_names: tuple[str, ...] = ()
-
-    hybrid: bool = field(init=False)
-    shard_size: int = field(init=False)
-    shard_rank: int = field(init=False)
-    num_replicas: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.mesh.get_coordinate() is None:
+    def __init__(
+        self, mesh: DeviceMesh, spmd: DeviceMesh | None = None, dp_names: tuple[str, ...] = ()
+    ) -> None:
+        if mesh.get_coordinate() is None:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in {self.mesh}; only the ranks of a mesh may shard over it"
+                f"rank {dist.get_rank()} is not in {mesh}; only the ranks of a mesh may shard over it"
             )
-        axis = self.mesh.ndim - 1
-        size = self.mesh.size(axis)
-        found = {"hybrid": axis == 1, "shard_size": size, "shard_rank": self.mesh.get_local_rank(axis)}
-        for name, value in {**found, "num_replicas": self.mesh.size() // size}.items():
-            object.__setattr__(self, name, value)
+        self.mesh, self.spmd, self.dp_names = mesh, spmd, dp_names
+        axis = mesh.ndim - 1
+        self.hybrid, self.shard_size, self.shard_rank = axis == 1, mesh.size(axis), mesh.get_local_rank(axis)
+        self.num_replicas = mesh.size() // self.shard_size
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """This rank's process group on each axis."""
-        return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
+        return tuple([self.mesh.get_group(axis) for axis in range(self.mesh.ndim)])
 
     @cached_property
     def simulated(self) -> bool:
         """Whether no data move (torch's fake process group)."""
-        return compat.is_simulated(self.mesh.get_group(self.mesh.ndim - 1))
+        return compat.is_simulated(self.groups[-1])
 
     @property
     def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:
@@ -89,7 +80,7 @@ class DataMesh:
         if count in (1, self.shard_size):
             return None
         # Not by the mesh: one that is equal may be left over from process groups that have been destroyed.
-        shards = self.mesh.get_group(self.mesh.ndim - 1)
+        shards = self.groups[-1]
         known = _NEIGHBORS.setdefault(shards, {})
         if count not in known:
             first = self.shard_rank - self.shard_rank % count
@@ -102,7 +93,7 @@ class DataMesh:
 
         Every rank of the shard axis must ask. Makes a process group the first time.
         """
-        shards = self.mesh.get_group(self.mesh.ndim - 1)
+        shards = self.groups[-1]
         if shards not in _REDUCTIONS:
             ranks = dist.get_process_group_ranks(shards)
             _REDUCTIONS[shards] = dist.new_group(

@@ -13,9 +13,10 @@ order of the reductions and at points that the program fixes, the same on all ra
 
 import enum
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dbuffer import AllReduce, DBuffer, Handle
 
@@ -24,6 +25,7 @@ from .._grads.buffer import WRITABLE, Closed, GradBuffer
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit
+from .._plan.mesh import DataMesh
 from .._torch.streams import Streams
 
 _NO_RUN = -1
@@ -151,6 +153,26 @@ class Reduction:
                 continue
 
 
+def find_used_anywhere(groups: list[Group]) -> None:
+    """Set `GradBuffer.used_anywhere` of groups. One all-reduce of a byte a parameter for each axis of their meshes."""
+    by_mesh: dict[DataMesh, list[GradBuffer]] = {}
+    for group in groups:
+        if group.gradients.trained:
+            by_mesh.setdefault(group.plan.data, []).append(group.gradients)
+    for data, members in by_mesh.items():
+        numbers = [(own, index) for own in members for index in sorted(own.trained)]
+        flags = torch.tensor([index in own.written for own, index in numbers], dtype=torch.uint8)
+        flags = flags.to(data.device)
+        for ranks in data.groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
+        used: dict[GradBuffer, set[int]] = {own: set(own.used_anywhere or ()) for own in members}
+        for (own, index), flag in zip(numbers, flags.tolist(), strict=True):
+            if flag:
+                used[own].add(index)
+        for own, indices in used.items():
+            own.used_anywhere = frozenset(indices) or None
+
+
 class Backward:
     """The reductions of one model.
 
@@ -181,13 +203,14 @@ class Backward:
         self._run = compat.backward_id()
         self.updated = set()
 
-    def refuse_updated(self, unit: Unit) -> NoReturn:
-        """A unit's parameters were updated in this backward, which needs them as they were in forward."""
-        raise RuntimeError(
-            f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
-            "that forward runs several times, or whose outputs get gradients at different times, needs an "
-            "optimizer after backward"
-        )
+    def check_not_updated(self, unit: Unit) -> None:
+        """Raise RuntimeError if the parameters were updated in this backward, which needs them as in forward."""
+        if unit in self.updated:
+            raise RuntimeError(
+                f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
+                "that forward runs several times, or whose outputs get gradients at different times, needs an "
+                "optimizer after backward"
+            )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -216,9 +239,16 @@ class Backward:
         del grad
         # Ranks that use different parameters must not reduce at different times.
         options = unit.options
-        differ = options.reduce_unused or unit.on_several_meshes or options.update is not None
+        differ = (
+            options.reduce_unused
+            or unit.on_several_meshes
+            or options.update is not None
+            or unit.host is not None
+        )
         if last and group.plan.large and options.requires_gradient_sync and not differ:
-            self.reduce(unit, [each for each in unit.groups if _is_complete(each)])
+            gradients_of = [(each, each.gradients) for each in unit.groups]
+            complete = [each for each, own in gradients_of if own.written and own.trained <= own.written]
+            self.reduce(unit, complete)
 
     def _is_last_of(self, group: Group, param: Param) -> bool:
         """Whether this is the last gradient that the group still waits for.
@@ -295,9 +325,3 @@ class Backward:
         self.waiting.clear()
         for reduction in queue:
             reduction.abandon()
-
-
-def _is_complete(group: Group) -> bool:
-    """Whether every parameter that is trained has a gradient in the buffer."""
-    written = group.gradients.written
-    return bool(written) and group.gradients.trained <= written

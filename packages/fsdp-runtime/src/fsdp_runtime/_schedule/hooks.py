@@ -56,17 +56,20 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
         if member.joined != Member.registered:
             member.join()
         compat.outside_transforms(passes.begin_forward, unit)
-        args, kwargs = map_tensors(_mover(unit.data.device), (args, kwargs))
+        device = unit.data.device
+        args, kwargs = map_tensors(
+            lambda t: t if t.device == device or t.is_meta else t.to(device), (args, kwargs)
+        )
     recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with compat.label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
     if torch.is_grad_enabled() and not recomputed:
-        marked = tensors_in((args, kwargs))
-        marked = [tensor for tensor in marked if tensor.requires_grad]
-        if marked:
-            args, kwargs = _mark_inputs(member, marked, (args, kwargs))
+        marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if marked:  # free the unit and reduce its gradients when the gradients of all inputs are computed
+            passed = iter(_PostBackward.apply(member, *marked))
+            args, kwargs = map_tensors(lambda t: next(passed) if t.requires_grad else t, (args, kwargs))
     return args, kwargs
 
 
@@ -93,10 +96,6 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
         return output
     with compat.label("cast_forward_outputs"):
         return map_tensors(cast_to(dtype), output)
-
-
-def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda t: t if t.device == device or t.is_meta else t.to(device)
 
 
 def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor], None]]:
@@ -169,12 +168,6 @@ def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
         return marked
 
     return mark
-
-
-def _mark_inputs(member: Member, marked: list[torch.Tensor], tree: Any) -> Any:
-    """Free the unit and reduce its gradients when the gradients of all inputs are computed."""
-    passed = iter(_PostBackward.apply(member, *marked))
-    return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
 class _PreBackward(torch.autograd.Function):

@@ -50,12 +50,40 @@ class Member:
                     continue
                 member.unit.become_inner(name if inner is member.unit.modules[0] else None)
                 member._share(self.passes)
+        if self.unit.root:
+            followers: dict[Unit, list[Unit]] = {}
+            for module in self.unit.modules:
+                _find_followers(module, self.unit, False, followers)
+            for host, units in followers.items():
+                host.followers = tuple(units)
+                for unit in units:
+                    unit.host = host
 
     def _share(self, passes: Pass) -> None:
         if self.passes is not passes:
             self.passes.units.remove(self.unit)
             self.passes = passes
             passes.units.append(self.unit)
+
+
+def _find_followers(
+    module: nn.Module, host: Unit, skippable: bool, followers: dict[Unit, list[Unit]]
+) -> None:
+    """Add the units inside a module that ranks may skip, by the nearest unit around them that no rank skips.
+
+    Args:
+        host: that unit, for what is directly inside the module.
+        skippable: whether the module is inside a unit that ranks may skip.
+    """
+    for child in module.children():
+        member = member_of(child)
+        if member is None:
+            _find_followers(child, host, skippable, followers)
+            continue
+        unit, skipped = member.unit, skippable or member.unit.options.skippable
+        if skipped and unit not in followers.setdefault(host, []):
+            followers[host].append(unit)
+        _find_followers(child, host if skipped else unit, skipped, followers)
 
 
 def member_of(module: nn.Module) -> Member | None:

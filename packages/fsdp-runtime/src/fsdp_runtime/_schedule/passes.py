@@ -2,6 +2,9 @@
 
 forward    root enters: begin_forward ... enter_forward(unit), leave_forward(unit) ... root leaves: end_forward
 backward   first output's gradient: enter_backward(unit) ... leave_backward(unit) ... engine is done: end_backward
+
+Units that ranks may skip follow the unit around them (`Unit.host`), whose steps every rank takes: it gathers them when
+it is entered, and frees and reduces them when it is left. What they do themselves communicates nothing.
 """
 
 import threading
@@ -19,7 +22,7 @@ from .. import _torch_compat as compat
 from .._params.group import Group
 from .._params.unit import Unit, UnitState
 from .._torch.streams import Streams
-from .backward import Backward
+from .backward import Backward, find_used_anywhere
 
 U = TypeVar("U")
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
@@ -140,6 +143,8 @@ class Pass:
         """The outermost unit's forward begins."""
         if self.in_backward or self._root is not None:
             self.reset()  # the pass before was cut off by an exception
+        if root.options.skippable or root.host is not None:
+            self._check_follower(root)
         with compat.label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
             if self.streams.layer.capturing:
@@ -165,9 +170,8 @@ class Pass:
 
     def _watch_order(self) -> None:
         """Start comparing the order of all units' collectives with the other ranks, in a root's first forward."""
-        scopes: dict[
-            dist.ProcessGroup, str
-        ] = {}  # a name of this model that is the same on the group's ranks
+        # A name of this model that is the same on the group's ranks.
+        scopes: dict[dist.ProcessGroup, str] = {}
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:
@@ -186,12 +190,18 @@ class Pass:
         Returns:
             whether this is a recomputation inside the unit's own backward.
         """
+        if unit.host is not None:
+            self._check_follower(unit)
+            unit.unshard(_AT_ONCE)
+            return self._recomputes(unit)
         unit.enter_module(module)
         self._ahead.discard(unit)
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
+            _gather_followers(unit)
         else:
             unit.unshard(_AT_ONCE)
+            _gather_followers(unit)
             self._order.enter(unit)
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
@@ -221,9 +231,14 @@ class Pass:
     def leave_forward(self, unit: Unit, module: nn.Module) -> bool:
         """A forward has ended. Returns whether it was a recomputation inside the unit's own backward."""
         recomputed = self._recomputes(unit)
+        if unit.host is not None:
+            return recomputed
         is_root = self._root is unit
         if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
             return recomputed
+        for follower in unit.followers:
+            if follower.reshard_after_forward:
+                follower.reshard(keep_slices=True)
         if unit.reshard_after_forward:
             unit.reshard(keep_slices=True)
             if self._nothing_ahead:
@@ -288,9 +303,16 @@ class Pass:
         """A gradient has reached a unit's output."""
         if not self.in_backward:
             self.begin_backward()
+        if unit.host is not None:
+            if unit.host not in self._in_backward_of:
+                self.enter_backward(unit.host)  # returned the follower's output as its own
+            self._check_follower(unit)
+            self._in_backward_of.add(unit)
+            unit.unshard(_AT_ONCE)
+            return
         if unit not in self._in_backward_of:
-            if unit in self.backward.updated:
-                self.backward.refuse_updated(unit)
+            if self.backward.updated:
+                self.backward.check_not_updated(unit)
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
@@ -300,6 +322,7 @@ class Pass:
             if unit.options.unshard_in_backward:
                 unit.unshard(_AT_ONCE)
                 self._ahead.discard(unit)
+                _gather_followers(unit)
             explicit = unit.options.backward_prefetch
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
@@ -319,7 +342,11 @@ class Pass:
     def leave_backward(self, unit: Unit) -> None:
         """A unit's backward has ended: free the parameters, start reducing the gradients."""
         self._in_backward_of.discard(unit)
+        if unit.host is not None:
+            return
         self._left_backward.add(unit)
+        if unit.followers:
+            self._leave_followers(unit.followers)
         if unit.options.reshard_after_backward and not unit.at_rest:
             with compat.label("post_backward_reshard", unit.name):
                 unit.reshard()
@@ -327,6 +354,29 @@ class Pass:
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
         if unit.options.requires_gradient_sync:
             self.backward.reduce(unit, unit.groups_to_reduce())
+
+    def _leave_followers(self, followers: Sequence[Unit]) -> None:
+        """Free units that ranks may skip, and reduce the gradients that any rank has of them."""
+        groups: list[Group] = []
+        for unit in followers:
+            if unit.options.reshard_after_backward and not unit.at_rest:
+                unit.reshard()
+            if unit.options.requires_gradient_sync:
+                groups += unit.groups
+        find_used_anywhere(groups)
+        for unit in followers:
+            if unit.options.requires_gradient_sync:
+                self.backward.reduce(unit, [g for g in unit.groups if g.gradients.used_anywhere])
+
+    def _check_follower(self, unit: Unit) -> None:
+        """Raise RuntimeError if a unit that ranks may skip is not gathered: other ranks may not gather it now."""
+        if unit.state in _PRESENT or unit.state is UnitState.GATHERING:
+            return
+        host = "another unit that is not" if unit.host is None else unit.host.name
+        raise RuntimeError(
+            f"{unit.name} is skippable: every rank gathers it with {host}, and it has to run inside its forward. "
+            "Call its unshard() on every rank to run it by itself, or shard it without skippable=True"
+        )
 
     def _end_backward(self) -> None:
         with compat.label("root_post_backward_callback"):
@@ -344,6 +394,12 @@ class Pass:
         for unit in reversed(self.units):
             if self._has_work_left(unit):
                 self.leave_backward(unit)
+        for unit in self.backward.waiting:
+            if unit.host is not None and unit.options.requires_gradient_sync:
+                raise RuntimeError(
+                    f"{unit.name} is skippable, and got gradients after the backward of {unit.host.name}, which "
+                    "reduces them, had ended; let its output depend on that one's inputs"
+                )
         self._left_backward.clear()
         if self.backward.is_last and not self.backward.by_hand:
             self.publish()
@@ -359,9 +415,10 @@ class Pass:
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """Like `leave_backward`, for pipeline schedules that split backward and write `.grad` without running hooks."""
-        for param in unit.params:
-            if param.unsharded is not None and param.unsharded.grad is not None:
-                self.backward.accept(unit, param)
+        for each in (unit, *unit.followers):
+            for param in each.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    self.backward.accept(each, param)
         self.leave_backward(unit)
 
     def gather_for_backward(self, units: Iterable[Unit]) -> None:
@@ -375,8 +432,11 @@ class Pass:
     def _has_work_left(self, unit: Unit) -> bool:
         """Whether this unit's post-backward is missing or incomplete at the end of backward."""
         options = unit.options
+        if unit.host is not None:
+            return False
         return (
             unit in self._in_backward_of
+            or (bool(unit.followers) and unit not in self._left_backward)
             or unit in self.backward.waiting
             or (options.reduce_unused and unit not in self._left_backward)
             or (options.reshard_after_backward and not unit.at_rest)
@@ -398,3 +458,8 @@ class Pass:
         with self._comparing:
             for order in self._compared:
                 order.discard()
+
+
+def _gather_followers(unit: Unit) -> None:
+    for follower in unit.followers:
+        follower.gather(_AT_ONCE)

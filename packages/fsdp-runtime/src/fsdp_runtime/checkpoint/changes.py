@@ -103,17 +103,16 @@ def changed_ranges(
     found: list[tuple[int, int]] = []
     layout = run.group.plan.layout
     for entry in run.members:
-        assert entry.param is not None
-        spec = layout.spec(entry.param.name)
-        first, last = max(low, entry.offset), min(low + values.numel(), entry.offset + spec.numel)
+        spec, offset = layout.spec(entry.place.name), entry.place.offset
+        first, last = max(low, offset), min(low + values.numel(), offset + spec.numel)
         if first >= last:
             continue
-        inside = first - entry.offset
+        inside = first - offset
         # By its place: where the layout is another one since, the copy is of other elements.
         differs = exported.swap((entry.name, inside), values[first - low : last - low])
         every = [(inside, inside + last - first)]
         ranges = every if differs is None else _blocks(spec, inside, differs)
-        found += [(start + entry.offset, stop + entry.offset) for start, stop in ranges]
+        found += [(start + offset, stop + offset) for start, stop in ranges]
     return found
 
 

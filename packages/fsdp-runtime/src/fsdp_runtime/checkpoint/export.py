@@ -108,7 +108,7 @@ class Exporter:
         problem: Exception | None = None
         self.entries: list[Entry] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
-        self._dtype, self._keep, self._caller = dtype, keep, caller
+        self._dtype, self._keep = dtype, keep
         try:
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of_model(model, buffers=buffers)
@@ -172,7 +172,7 @@ class Exporter:
         """What differs from the last export."""
         valid = all(gather_from_ranks(exported.complete))
         exported.begin(valid=valid)
-        whole = [run for run in self._runs if _cut_by_others(run)]
+        whole = [run for run in self._runs if run.cut_by_others]
         single = [*self._single, *(entry for run in whole for entry in run.members)]
         with torch.no_grad():
             mine = {e.name for e in single if has_changed(e, self.dtype_of(e), exported)}
@@ -185,17 +185,14 @@ class Exporter:
                 for part in parts:
                     yield from map(_as_changed, self._whole_run(part))
             else:
-                yield from self._changed_in(run, exported)
+                with torch.no_grad():
+                    found = _exchange(run, receivers_of(run, self._ranks), exported)
+                while found:
+                    yield from _by_tensor(run, *found.pop(0))
         for entry in self._single:
             if entry.name in changed:
                 yield from map(_as_changed, self._whole_entry(entry))
         exported.end()
-
-    def _changed_in(self, run: Run, exported: ExportedParams) -> Iterator[ChangedBlocks]:
-        with torch.no_grad():
-            found = _exchange(run, receivers_of(run, self._ranks), exported)
-        while found:
-            yield from _by_tensor(run, *found.pop(0))
 
 
 def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:
@@ -204,10 +201,6 @@ def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:
     size = dist.get_world_size() if dist.is_initialized() else 1
     if ranks is not None and (not ranks or any(not 0 <= rank < size for rank in ranks)):
         raise ValueError(f"ranks is {ranks}; expected some of the global ranks 0 to {size - 1}")
-
-
-def _cut_by_others(run: Run) -> bool:
-    return any(plan.cut_by_others for plan in run.group.plan.params)
 
 
 def _as_changed(pair: tuple[str, torch.Tensor]) -> ChangedBlocks:
@@ -273,13 +266,14 @@ def _give(
 
 def _by_tensor(run: Run, ranges: list[tuple[int, int]], values: torch.Tensor) -> Iterator[ChangedBlocks]:
     """The changed blocks of one rank, tensor by tensor."""
-    begins = [entry.offset for entry in run.members]
+    begins = [entry.place.offset for entry in run.members]
     found: dict[int, list[tuple[int, int]]] = {}
     for start, stop in ranges:
         found.setdefault(bisect.bisect_right(begins, start) - 1, []).append((start, stop))
     at = 0
     for index, own in found.items():
         entry, count = run.members[index], sum(stop - start for start, stop in own)
-        inside = tuple((start - entry.offset, stop - entry.offset) for start, stop in own)
+        offset = entry.place.offset
+        inside = tuple((start - offset, stop - offset) for start, stop in own)
         yield ChangedBlocks(entry.name, tuple(entry.tensor.shape), inside, values[at : at + count])
         at += count

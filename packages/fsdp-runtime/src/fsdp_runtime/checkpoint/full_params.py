@@ -56,7 +56,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             with torch.no_grad():
                 found = [(param, _written(param)) for param, _ in whole]
                 for param, value in found:
-                    _write_back(param, value)
+                    param.group.write_back(param, param.group.plan.geometry.cut(param.name, value))
     finally:
         for unit in units:
             unit.closed = ""
@@ -84,7 +84,7 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
             yield param, sharded.full_tensor()
         return
     entries = [Entry(param.name, param.sharded.detach(), param) for param in group.params]
-    entries.sort(key=lambda entry: (entry.segment, entry.offset))
+    entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
     by_name = {param.name: param for param in group.params}
     most = sum(segment.shard_size for segment in group.plan.layout.segments) * group.plan.data.shard_size * 8
     for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most):
@@ -104,8 +104,3 @@ def _written(param: Param) -> torch.Tensor:
         )
     plain: torch.Tensor = value.detach()
     return plain
-
-
-def _write_back(param: Param, value: torch.Tensor) -> None:
-    """Copy this rank's slice into the shard."""
-    param.group.write_back(param, param.group.plan.geometry.cut(param.name, value))

@@ -1,6 +1,6 @@
-"""Full state dicts of a model and its optimizers: whole, plain tensors, on rank 0 or on all ranks.
+"""Loads full state dicts of a model and its optimizers: whole, plain tensors, from rank 0 or from all ranks.
 
-`ragged_shard` moves them tensor by tensor; here parameters on the meta device get memory first.
+`ragged_shard` moves them tensor by tensor, also the other way; here parameters on the meta device get memory first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,31 +12,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ragged_shard
+from ragged_shard import full_optimizer_state_dict as get_full_optimizer_state_dict
+from ragged_shard import full_state_dict as get_full_state_dict
 
 from .targets import give_memory, targets_of
 
+__all__ = [
+    "get_full_optimizer_state_dict",
+    "get_full_state_dict",
+    "set_full_optimizer_state_dict",
+    "set_full_state_dict",
+]
 _SET = "set_full_state_dict"
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-def get_full_state_dict(
-    model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
-) -> dict[str, torch.Tensor]:
-    """A model's parameters and buffers as whole, plain tensors with memory of their own; every rank calls it.
-
-    Tensor by tensor: each rank receives what it lacks (the traffic of an all-gather); with `rank0_only` ranks send
-    their own bytes to rank 0, and others get `{}`. Weights that are kept as codes are read back to values.
-
-    Args:
-        model: sharded or not; it may not be on meta.
-        rank0_only: for rank 0 alone.
-        cpu_offload: move each tensor to the CPU as soon as it is there, so that one at a time is on a device.
-
-    Raises:
-        ValueError: a tensor on meta; with `rank0_only` one on a mesh that does not begin at rank 0.
-        TypeError: an entry of the state dict that is not a tensor.
-    """
-    return ragged_shard.full_state_dict(model, rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
 def set_full_state_dict(
@@ -92,25 +80,6 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         raise ValueError(
             f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such names)"
         )
-
-
-def get_full_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    rank0_only: bool = False,
-    cpu_offload: bool = False,
-) -> dict[str, Any]:
-    """The states of torch's or block_optim's optimizers by parameter name, as `get_full_state_dict` does it.
-
-    In the format of torch's `get_optimizer_state_dict`, so that it loads into the same optimizer anywhere.
-
-    Raises:
-        ValueError: as `get_full_state_dict`.
-    """
-    return ragged_shard.full_optimizer_state_dict(
-        model, optimizers, rank0_only=rank0_only, cpu_offload=cpu_offload
-    )
 
 
 def set_full_optimizer_state_dict(

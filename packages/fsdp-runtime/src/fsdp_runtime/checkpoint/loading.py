@@ -97,9 +97,8 @@ class _Plan:
     """What to read: each tensor with its pieces, under each of its names."""
 
     work: list[tuple[str, list[Piece]]] = field(default_factory=list)
-    checks: list[tuple[str, str, list[Piece]]] = field(
-        default_factory=list
-    )  # (first name, other name, pieces)
+    # (first name, other name, pieces)
+    checks: list[tuple[str, str, list[Piece]]] = field(default_factory=list)
     scales: dict[str, Stored] = field(default_factory=dict)
     tile: tuple[int, int] = (1, 1)
     missing: tuple[str, ...] = ()

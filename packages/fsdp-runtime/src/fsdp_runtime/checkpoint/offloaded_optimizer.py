@@ -14,7 +14,7 @@
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,22 +29,10 @@ from .._torch.tree import local_tensor, tensors_in
 from .offload import HostCopy
 
 # Those that update each parameter by itself, so that buckets of them can be updated one after the other.
-_KNOWN = tuple(
-    getattr(torch.optim, name)
-    for name in [
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "Adamax",
-        "AdamW",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    ]
-)
+_KNOWN = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
 _ALIGNMENT = 16
 _BUCKET_BYTES = 1 << 28
 
@@ -272,16 +260,16 @@ class _OffloadedStates:
         """Start bringing a bucket's states; returns the event after which they are there."""
         for copy in bucket.copies:
             copy.allocate()
-        with self._layer.on(self._copies, [self._layer.record()]):
-            for copy in bucket.copies:
-                copy.fetch()
-        return self._layer.record(self._copies)
+        return self._copy(copy.fetch for copy in bucket.copies)
 
     def _send(self, bucket: _Bucket) -> Any:
         """Start copying a bucket's states to the CPU; returns the event after which they are there."""
+        return self._copy(copy.send for copy in bucket.copies)
+
+    def _copy(self, starts: Iterable[Callable[[], None]]) -> Any:
         with self._layer.on(self._copies, [self._layer.record()]):
-            for copy in bucket.copies:
-                copy.send()
+            for start in starts:
+                start()
         return self._layer.record(self._copies)
 
     def _free(self, bucket: _Bucket, sent: Any) -> None:
@@ -492,7 +480,7 @@ def _wrapped(like: Any, local: torch.Tensor) -> torch.Tensor:
     elif isinstance(like, DTensor):
         with (
             torch.no_grad()
-        ):  # in which to_local is the tensor itself; from_local would move it to the mesh's device
+        ):  # to_local is then the tensor itself; from_local would move it to the mesh's device
             found = torch.empty_like(like, device=local.device)
             found.to_local().set_(local)
     wrapped: torch.Tensor = found

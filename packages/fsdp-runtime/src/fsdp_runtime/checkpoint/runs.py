@@ -6,9 +6,8 @@
 The pieces of a run, rank by rank, are its tensors one after the other, so that they arrive where they belong.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -40,9 +39,14 @@ class Run:
         return self.members[0].group
 
     @property
+    def cut_by_others(self) -> bool:
+        """Whether another parallelism cuts one of the group's tensors."""
+        return any(plan.cut_by_others for plan in self.group.plan.params)
+
+    @property
     def segment(self) -> int:
         """In which segment."""
-        return self.members[0].segment
+        return self.members[0].place.segment
 
     def piece(self, rank: int) -> tuple[int, int]:
         """The elements of the segment that a rank of the shard axis holds of the run."""
@@ -65,11 +69,12 @@ def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], mos
     runs: list[Run] = []
     members: list[Entry] = []
     for index, entry in enumerate(entries):
-        dtype, end = dtypes[index], entry.offset + math.prod(_shape(entry))
+        dtype, place, end = dtypes[index], entry.place, entry.place.offset + entry.place.numel
         if members:
-            same = entry.group is members[0].group and entry.segment == members[0].segment
+            before = members[0].place
+            same = members[0].group is entry.group and place.segment == before.segment
             same = same and dtype is dtypes[index - 1]
-            if not same or (end - members[0].offset) * dtype.itemsize > most:
+            if not same or (end - before.offset) * dtype.itemsize > most:
                 runs.append(_run(members, dtypes[index - 1]))
                 members = []
         members.append(entry)
@@ -79,25 +84,19 @@ def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], mos
 
 
 def _run(members: list[Entry], dtype: torch.dtype) -> Run:
-    first, last = members[0], members[-1]
-    layout = first.group.plan.layout
+    first, last = members[0].place, members[-1].place
+    run = Run(tuple(members), dtype, first.offset, last.offset + last.numel)
+    layout = run.group.plan.layout
     segment = layout.segments[first.segment]
     if len(members) == len(segment.names):  # all of it, with the padding: one all-gather
-        return Run(tuple(members), dtype, 0, segment.shard_size * layout.world_size)
-    return Run(tuple(members), dtype, members[0].offset, last.offset + math.prod(_shape(last)))
-
-
-def _shape(entry: Entry) -> tuple[int, ...]:
-    assert entry.param is not None
-    return entry.param.shape
+        return replace(run, start=0, stop=segment.shard_size * layout.world_size)
+    return run
 
 
 def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     """Which ranks of the shard axis receive; None: all."""
-    if ranks is None or any(plan.cut_by_others for plan in run.group.plan.params):
-        return (
-            None  # a tensor that another parallelism cut is gathered over that afterwards, by all its ranks
-        )
+    if ranks is None or run.cut_by_others:  # such a tensor is gathered over that afterwards, by all its ranks
+        return None
     members = dist.get_process_group_ranks(axis_of(run.group))
     found = [index for index, rank in enumerate(members) if rank in ranks]
     return None if len(found) == len(members) else found
@@ -156,8 +155,8 @@ def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
     for entry in run.members:
         param = entry.param
         assert param is not None
-        first = entry.offset - run.start
-        view = full[first : first + math.prod(param.shape)].view(param.shape)
+        first = entry.place.offset - run.start
+        view = full[first : first + entry.place.numel].view(param.shape)
         if param.other is None:
             yield entry.name, view
             continue

@@ -99,7 +99,10 @@ class _Files:
         self._group_of = {name: index for index, group in enumerate(self._groups) for name in group}
         self._sizes = [self._sizes_of(group) for group in self._groups]
         bins = _split([sum(sizes.values()) for sizes in self._sizes], limit)
-        self.paths = [folder / _file_name(number, len(bins)) for number in range(len(bins))]
+        count, names = len(bins), ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        self.paths = [folder / name for name in names]
         self._bins = list(zip(self.paths, bins, strict=True))
         self._last_of = {members[-1]: path for path, members in self._bins if members}
         self._waiting: dict[int, dict[str, torch.Tensor]] = {}
@@ -194,10 +197,6 @@ def _split(sizes: list[int], limit: int) -> list[list[int]]:
         bins[-1].append(index)
         filled += size
     return bins
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _attempt(act: Callable[[], object]) -> str | None:

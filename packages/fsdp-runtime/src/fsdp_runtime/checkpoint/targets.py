@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from dbuffer import TensorSlice
 from ragged_shard import Box
 
 from .. import _torch_compat as compat
@@ -162,21 +163,15 @@ class Entry:
 
     @property
     def group(self) -> Group:
-        """Of a parameter that is gathered with its group."""
+        """Group of a parameter that is gathered with its group."""
         assert self.param is not None
         return self.param.group
 
     @property
-    def segment(self) -> int:
-        """The segment of the group's layout that it is in."""
+    def place(self) -> TensorSlice:
+        """Position in the group's memory of a parameter that is gathered with its group."""
         assert self.param is not None
-        return self.group.plan.geometry.slices[self.param.name].segment
-
-    @property
-    def offset(self) -> int:
-        """Where it begins in the gathered segment."""
-        assert self.param is not None
-        return self.group.plan.geometry.slices[self.param.name].offset
+        return self.param.group.plan.geometry.slices[self.param.name]
 
 
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
@@ -216,4 +211,4 @@ def _by_group(model: nn.Module, names: dict[int, str]) -> Iterator[Entry]:
                 for param in group.params
                 if id(param.sharded) in names
             ]
-            yield from sorted(found, key=lambda entry: (entry.segment, entry.offset))
+            yield from sorted(found, key=lambda entry: (entry.place.segment, entry.place.offset))

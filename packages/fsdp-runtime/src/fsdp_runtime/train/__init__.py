@@ -44,9 +44,7 @@ _MODULES = {
 }
 
 
-def __getattr__(
-    name: str,
-) -> Any:  # imported when used: the command says what is not installed, and has --help
+def __getattr__(name: str) -> Any:  # imported when used: the command reports what is missing, and has --help
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -381,18 +381,15 @@ def newest_intact(run: Path) -> tuple[Path, list[str]]:
     Raises:
         TrainError: on every rank: there is none.
     """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     damaged: list[str] = []
     for candidate in gather_from_ranks(checkpoints_of(run))[0]:
-        damage = sorted({line for lines in gather_from_ranks(_damage_of_share(candidate)) for line in lines})
+        damage_of_all = gather_from_ranks(find_damage(candidate, rank, world_size))
+        damage = sorted({line for lines in damage_of_all for line in lines})
         if not damage:
             return candidate, damaged
         damaged.append(f"{candidate} is damaged: {shortened(damage)}")
     raise TrainError("; ".join(damaged) or f"--resume: {run} has no complete checkpoint")
-
-
-def _damage_of_share(checkpoint: Path) -> list[str]:
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return find_damage(checkpoint, rank, world_size)
 
 
 def shortened(lines: list[str], most: int = 200) -> str:

@@ -54,10 +54,6 @@ class Corpus:
             position, file = upto, file + 1
         return out
 
-    def name_at(self, position: int) -> str:
-        """The file that holds the token at `position`."""
-        return self.names[int(np.searchsorted(self.starts, position, side="right")) - 1]
-
 
 @dataclass(frozen=True)
 class TextData:
@@ -96,12 +92,21 @@ def read_data(
     if not held_files:
         held_files = {name: path for name, path in train.items() if _is_held_out(name)}
         train = {name: path for name, path in train.items() if name not in held_files}
-    arrays = _open_all({**train, **held_files}, dtype)
-    sides = [_corpus(train, arrays), _corpus(held_files, arrays)]
+    files_of_both = {**train, **held_files}
+    if len({path.suffix in ARRAYS for path in files_of_both.values()}) > 1:
+        raise TrainError(
+            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
+        )
+    arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
+    sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
     if (
         min(side.num_tokens for side in sides) <= seq_len and not held_out
     ):  # too few files: hold out their ends
-        sides = _split_ends(files, arrays)
+        ends = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
+        sides = [
+            _joined([(name, arrays[name][: ends[name]]) for name in files]),
+            _joined([(name, arrays[name][ends[name] :]) for name in files]),
+        ]
     for side, label in zip(sides, ("training", "held-out"), strict=True):
         if side.num_tokens <= seq_len:
             raise TrainError(
@@ -162,19 +167,15 @@ def _is_held_out(name: str) -> bool:
     return int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64
 
 
-def _open_all(files: dict[str, Path], dtype: str) -> dict[str, Any]:
-    kinds = {path.suffix in ARRAYS for path in files.values()}
-    if len(kinds) > 1:
-        raise TrainError(
-            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
-        )
-    return {name: _open(path, dtype) for name, path in files.items()}
-
-
 def _open(path: Path, dtype: str) -> Any:
     try:
         if path.suffix == ".npy":
-            array = _map_npy(path)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != 1:
+                found = (
+                    f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
+                )
+                raise TrainError(f"{path} holds {found}, expected integer tokens (n,)")
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
                 raise TrainError(
@@ -188,51 +189,18 @@ def _open(path: Path, dtype: str) -> Any:
                     f"{path} is not text (it has zero bytes): leave it out, by a glob for instance"
                 )
             array = np.frombuffer(raw, dtype=np.uint8)
-    except (OSError, ValueError) as error:
+    except TrainError:
+        raise
+    except Exception as error:  # a header is Python source: numpy raises what its parser does
         reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
         raise TrainError(f"cannot read {path}: {reason}") from error
     return array
-
-
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-
-def _map_npy(path: Path) -> Any:
-    """Map the array of a .npy file; archives and pickles are refused.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is no .npy file.
-        TrainError: it holds anything but integers in one dimension.
-    """
-    try:
-        with path.open("rb") as file:
-            shape, _, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
-        # Before it is mapped: numpy divides by the size of an element, and a signal ends the process where that is 0.
-        if dtype.kind in "iu" and len(shape) == 1 and shape[0] >= 0:
-            return np.lib.format.open_memmap(path, mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # a header is Python source: numpy raises what its tokenizer and parser do
-        raise ValueError(type(error).__name__) from error
-    raise TrainError(f"{path} holds {dtype} of shape {shape}, expected integer tokens (n,)")
-
-
-def _corpus(files: dict[str, Path], arrays: dict[str, Any]) -> Corpus:
-    return _joined([(name, arrays[name]) for name in files])
 
 
 def _joined(parts: list[tuple[str, Any]]) -> Corpus:
     parts = [(name, array) for name, array in parts if len(array)]
     starts = np.cumsum([0] + [len(array) for _, array in parts])
     return Corpus(tuple(array for _, array in parts), tuple(name for name, _ in parts), starts)
-
-
-def _split_ends(files: dict[str, Path], arrays: dict[str, Any]) -> list[Corpus]:
-    cut = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
-    return [
-        _joined([(name, arrays[name][: cut[name]]) for name in files]),
-        _joined([(name, arrays[name][cut[name] :]) for name in files]),
-    ]
 
 
 def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
@@ -353,8 +321,9 @@ class Batches:
         rows = np.stack([self.corpus.read(start, start + self.seq_len + 1) for start in starts])
         if rows.max() >= self.vocab_size or rows.min() < 0:
             bad = int(np.argmax((rows.max(axis=1) >= self.vocab_size) | (rows.min(axis=1) < 0)))
+            file = int(np.searchsorted(self.corpus.starts, starts[bad], side="right")) - 1
             raise TrainError(
-                f"{self.corpus.name_at(starts[bad])} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
+                f"{self.corpus.names[file]} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
         length = self.seq_len // self.slices

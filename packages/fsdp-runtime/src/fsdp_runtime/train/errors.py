@@ -141,15 +141,6 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         raise TrainError(str(error)) from None
 
 
-def check_data(identity: str) -> None:
-    """`check_agreement` on what the data files are called and their sizes.
-
-    Raises:
-        TrainError: they differ.
-    """
-    check_agreement({"--data (a digest of names and sizes)": identity})
-
-
 def check_model(model: nn.Module) -> None:
     """`check_agreement` on parameters, in their order.
 

@@ -22,9 +22,8 @@ class OptimizerSpec:
     extra: tuple[tuple[str, Any], ...] = ()
     routed: bool = False  # it takes matrices only: `block_optim.mixed_optimizer_for` sends the rest to AdamW
     takes_norm: bool = False  # step(grad_norm=...)
-    rotates: bool = (
-        False  # in a basis of each dimension: not that of the vocabulary, few of whose rows get a gradient
-    )
+    # In a basis of each dimension: not that of the vocabulary, few of whose rows get a gradient.
+    rotates: bool = False
 
 
 _BETAS = ("betas", (0.9, 0.95))
@@ -159,8 +158,3 @@ def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
             least = min(rows[id(parameter)] for _, parameter in apart)
             out.append({**group, "params": apart, "diagonal_above": max(least - 1, 1)})
     return out
-
-
-def peak_lr(name: str, lr: float | None) -> float:
-    """The learning rate that a run reaches after warm-up."""
-    return optimizer_spec(name).lr if lr is None else lr

@@ -4,14 +4,14 @@ Moments: ``enter`` and ``leave`` of forward, ``backward`` (a gradient has reache
 a unit's first parameter), ``done`` (of the first layer's backward; those of others are done when the next begins).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from fsdp_runtime.memory import LiveBytes, fake_tensors
+from fsdp_runtime.memory import LiveBytes, UnitMemory, fake_tensors
 
 Reductions = Literal["at once", "soon", "late"]  # when they end: see `step_peaks`
 ENDS: tuple[Reductions, ...] = get_args(Reductions)
@@ -24,22 +24,6 @@ class Moment:
     what: str
     unit: int  # 0 is the root, layers follow in order
     live: int
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """A unit's buffers on one rank, in bytes, one for each segment."""
-
-    gathered: tuple[int, ...]
-    reducing: tuple[int, ...]
-    gradients: int  # the shard that a reduction leaves
-    keeps: bool  # stays gathered between forward and backward
-    received: int = 0  # scratch of the reduction, besides the gathered gradients
-    decoding: tuple[int, ...] = ()  # of codes that were gathered, until they are read back
-
-    def without_gradients(self) -> "Buffers":
-        """A copy for a microbatch after which nothing is reduced."""
-        return replace(self, reducing=(), gradients=0, received=0)
 
 
 def record(
@@ -130,7 +114,7 @@ class _Recorder:
         return hook
 
 
-def step_peaks(units: list[Buffers], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
+def step_peaks(units: Sequence[UnitMemory], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
     """The most bytes of a step with activations, buffers and new gradient shards; and of buffers alone.
 
     One unit is gathered ahead; one reduction runs while backward continues. Released buffers stay in the pool until
@@ -151,10 +135,10 @@ def step_peaks(units: list[Buffers], moments: list[Moment], ends: Reductions) ->
     return peak, buffers
 
 
-def _used(units: list[Buffers], moment: Moment, ends: Reductions) -> tuple[int, int]:
+def _used(units: Sequence[UnitMemory], moment: Moment, ends: Reductions) -> tuple[int, int]:
     """Bytes of the buffers in use at a moment; and of new gradient shards and scratch."""
     what, unit, last = moment.what, moment.unit, len(units) - 1
-    kept = {number for number in range(1, last + 1) if units[number].keeps}
+    kept = {number for number in range(1, last + 1) if units[number].kept_after_forward}
     gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
     if what == "enter":
         ahead = min(unit + 1, last)
@@ -179,7 +163,7 @@ def _used(units: list[Buffers], moment: Moment, ends: Reductions) -> tuple[int, 
         else set()
     )
     shards = 0 if what in ("enter", "leave") else sum(each.gradients for each in units[unit + 1 :])
-    scratch = units[running].received if running and ends != "at once" else 0
+    scratch = units[running].scratch if running and ends != "at once" else 0
     buffers = [
         *(size for number in gathered for size in units[number].gathered),
         *(size for number in encoded for size in units[number].decoding),

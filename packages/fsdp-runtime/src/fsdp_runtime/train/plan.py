@@ -11,7 +11,7 @@ recorded on fake tensors; `step_peaks` adds the buffers in use at each moment. T
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -28,14 +28,14 @@ from ragged_shard.testing import simulated_ranks
 from .config import RunConfig
 from .data import read_data
 from .errors import TrainError
-from .hardware import device_memory, pick_device
+from .hardware import pick_device
 from .launch import pick_ranks, start_ranks
 from .model import ModelConfig, Transformer, losses_from
 from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
 from .parallel.tensor_parallel import parallelize
-from .peaks import ENDS, Buffers, Moment, record, step_peaks
+from .peaks import ENDS, Moment, record, step_peaks
 from .splits import AXES, Splits
 from .systems import wrap_order
 from .traffic import traffic_lines, traffic_of
@@ -52,12 +52,6 @@ class UnitPlan(UnitMemory):
 
     state: int
 
-    @property
-    def buffers(self) -> Buffers:
-        """Its buffers, for `step_peaks`."""
-        keeps, scratch = self.kept_after_forward, self.scratch
-        return Buffers(self.gathered, self.reducing, self.gradients, keeps, scratch, self.decoding)
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -66,9 +60,7 @@ class MemoryPlan:
     units: tuple[UnitPlan, ...]
     buffers: int  # the most bytes of gathered buffers
     activations: int  # the most bytes of activations and temporaries
-    pass_peaks: tuple[
-        int, int, int
-    ]  # the most of both, with gradients: reductions over at once, soon and late
+    pass_peaks: tuple[int, int, int]  # of both with gradients: reductions end at once, soon or late
     optimizer_step: int | None  # temporaries; None: not known
 
     @property
@@ -139,14 +131,15 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     passes = stage_passes(config, sizes, meshes, device)
     passes_held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
     waiting = (passes_held - 1) * sum(stage.kept for stage in passes) // len(passes)
-    gathered = (
-        splits.pp > 1 and passes_held < len(passes) * config.accumulate
-    )  # a forward follows the first backward
+    # A forward follows the first backward.
+    gathered = splits.pp > 1 and passes_held < len(passes) * config.accumulate
     if gathered:  # gradients are reduced after the last microbatch, of all units
         waiting += sum(sum(unit.reducing) + unit.gradients for units in stages for unit in units)
     peaks, buffers = [], 0
     for units, stage in zip(stages, passes, strict=True):
-        own = [unit.buffers.without_gradients() if gathered else unit.buffers for unit in units]
+        own = units
+        if gathered:  # nothing is reduced after this microbatch
+            own = [replace(unit, reducing=(), gradients=0, scratch=0) for unit in units]
         waiting_shards = _shards(own) if config.accumulate > 1 else 0
         of_ends = [step_peaks(own, stage.moments, ends) for ends in ENDS]
         peaks.append([peak + waiting + waiting_shards for peak, _ in of_ends])
@@ -170,18 +163,18 @@ def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int
     meshes = make_meshes(config.splits(dist.get_world_size()), device.type)
     moments = stage_passes(config, sizes, meshes, device)[0].moments
     update = plan.gradients + (plan.optimizer_step or 0)
-    root, *layers = (unit.buffers for unit in plan.units)
+    root, *layers = plan.units
     peaks = []
     for count in range(len(layers) + 1):
         first = len(layers) - count
-        own = [root, *(replace(layer, keeps=number >= first) for number, layer in enumerate(layers))]
+        own = [root, *(replace(layer, kept_after_forward=n >= first) for n, layer in enumerate(layers))]
         peak, _ = step_peaks(own, moments, "late")
         peak += _shards(own) if config.accumulate > 1 else 0
         peaks.append(plan.at_rest + max(peak, update))
     return peaks
 
 
-def _shards(units: list[Buffers]) -> int:
+def _shards(units: list[UnitPlan]) -> int:
     """Bytes of the gradient shards of an earlier microbatch."""
     return sum(unit.gradients for unit in units)
 
@@ -248,28 +241,22 @@ def stage_passes(config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: 
         cross_entropy, aux = losses_from(out, targets)
         return cross_entropy + config.model.aux_weight * aux
 
+    passes = []
     with loss_parallel() if splits.tp > 1 else nullcontext():
-        return [_pass(partial(build, number), run, rows, length, device) for number in numbers]
-
-
-def _pass(build: Callable[[], nn.Module], run: Any, rows: int, length: int, device: torch.device) -> Pass:
-    moments = record(build, wrap_order, run, rows, length, device)
-    kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
-    return Pass(moments, kept[0])
+        for number in numbers:
+            moments = record(partial(build, number), wrap_order, run, rows, length, device)
+            kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
+            passes.append(Pass(moments, kept[0]))
+    return passes
 
 
 def _unit_plan(
     module: nn.Module, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> UnitPlan:
-    state = sum(_local_bytes(value) for param in params for value in optimizer.state[param].values())
+    values = [value for param in params for value in optimizer.state[param].values()]
+    local = [value.to_local() if hasattr(value, "to_local") else value for value in values]
+    state = sum(value.nbytes for value in local if isinstance(value, torch.Tensor))
     return UnitPlan(**vars(unit_memory(module)), state=state)
-
-
-def _local_bytes(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return local.numel() * local.element_size()
 
 
 def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, takes_norm: bool) -> int | None:
@@ -336,25 +323,21 @@ def megabytes(nbytes: int | None) -> str:
 
 def split_config(config: RunConfig, asked: Mapping[str, int]) -> RunConfig:
     """The run with other splits: a number for each of `AXES`."""
-    hsdp, tp, pp, cp, ep = (asked[axis] for axis in AXES)
-    return dataclasses.replace(config, hsdp=hsdp, tp=tp, pp=pp, cp=cp, ep=ep)
+    changes: dict[str, Any] = {axis: asked[axis] for axis in AXES}
+    return dataclasses.replace(config, **changes)
 
 
 def candidates(config: RunConfig, world_size: int) -> list[Splits]:
     """Every split of the ranks that the run allows, in no order."""
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     experts = divisors if config.model.num_experts else [1]
-    asked = product(divisors, divisors, divisors, divisors, experts)
-    return [split for sizes in asked for split in _allowed(config, sizes, world_size)]
-
-
-def _allowed(config: RunConfig, asked: tuple[int, ...], world_size: int) -> list[Splits]:
-    chosen = split_config(config, dict(zip(AXES, asked, strict=True)))
-    try:
-        chosen.check(world_size)
-    except TrainError:
-        return []
-    return [chosen.splits(world_size)]
+    allowed = []
+    for sizes in product(divisors, divisors, divisors, divisors, experts):
+        chosen = split_config(config, dict(zip(AXES, sizes, strict=True)))
+        with suppress(TrainError):
+            chosen.check(world_size)
+            allowed.append(chosen.splits(world_size))
+    return allowed
 
 
 _GIB = 1 << 30
@@ -449,14 +432,6 @@ def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
         )
 
 
-def memory_limit(config: RunConfig, gib: float | None) -> tuple[float, str]:
-    """Bytes that a rank may hold, and who says so."""
-    if gib is not None:
-        return gib * _GIB, "--memory"
-    total = device_memory(pick_device(config.device))
-    return (_ASSUMED_GIB * _GIB, "assumed; no GPU here") if total is None else (total, "this GPU's")
-
-
 def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float | None) -> list[str]:
     """A Markdown table of the splits that fit in memory, those that send the fewest bytes first.
 
@@ -468,7 +443,11 @@ def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float |
         gib: GiB that a rank may hold; None takes this machine's GPU.
     """
     traffics = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
-    limit, whose = memory_limit(config, gib)
+    limit, whose = _ASSUMED_GIB * _GIB, "assumed; no GPU here"
+    if gib is not None:
+        limit, whose = gib * _GIB, "--memory"
+    elif pick_device(config.device).type == "cuda":
+        limit, whose = torch.cuda.get_device_properties(0).total_memory, "this GPU's"
     rows: list[str] = []
     planned = 0
     for splits, traffic in sorted(traffics, key=lambda pair: pair[1].total):

@@ -116,16 +116,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            if _is_entry(entry):
+            known = isinstance(entry, dict) and entry.get("kind") in ("train", "held_out")
+            if known and type(entry.get("step")) is int and isinstance(entry.get("loss"), float):
                 entries.append(entry)
     return entries
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether an entry has a kind, a step and a loss."""
-    if not isinstance(entry, dict) or entry.get("kind") not in ("train", "held_out"):
-        return False
-    return type(entry.get("step")) is int and isinstance(entry.get("loss"), float)
 
 
 def losses(entries: list[dict[str, Any]], kind: str) -> tuple[list[int], list[float]]:

@@ -24,7 +24,6 @@ from ragged_shard import distribute_like, is_cpu
 
 from .config import FLOAT8, RunConfig
 from .errors import TrainError
-from .hardware import multiplies_fp8
 from .model import losses_of
 from .optimizers import declared_blocks, parse_block_option
 
@@ -221,9 +220,9 @@ class Float8(FullyShard):
         """Convert what can be, then shard."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=True, emulate=not multiplies_fp8(self.device)
-        )
+        # GPUs multiply FP8 matrices from compute capability 8.9 on.
+        multiplies = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 9)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=not multiplies)
         for layer in wrap_order(model):
             convert_to_float8_training(layer, config=config, module_filter_fn=_takes_float8)
         super().shard(model)
@@ -349,8 +348,6 @@ def not_installed(system: str) -> str | None:
         return "not installed (pip install deepspeed)"
     if system in FLOAT8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed (pip install --no-deps torchao)"
-    if system in ("ddp", "fsdp2", *FLOAT8) and not dist.is_available():
-        return "this torch was built without torch.distributed"
     return None
 
 

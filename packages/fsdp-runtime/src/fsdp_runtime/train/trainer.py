@@ -27,10 +27,10 @@ from fsdp_runtime.memory import StepMeter, Tuning
 from . import checkpoint as ckpt
 from .config import RunConfig
 from .data import Batches, TextData, read_data
-from .errors import TrainError, agreed, check_data, check_model, say
+from .errors import TrainError, agreed, check_agreement, check_model, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
-from .optimizers import make_optimizer, optimizer_spec, peak_lr
+from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
@@ -134,7 +134,7 @@ class Trainer:
             )
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
-        check_data(self.data.identity)
+        check_agreement({"--data (a digest of names and sizes)": self.data.identity})
         if not (self.splits.plain or config.hf_config):  # the vocabulary is the data's
             sizes = model_config(config, self.data.vocab_size)
             check_splits(self.splits, sizes, config.seq_len, config.accumulate)
@@ -272,7 +272,9 @@ class Trainer:
                 self._held_out(report)
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
-                measured = self._meter if self._measures(first) else None
+                asked = config.measure and self.step + 1 == min(MEASURED_STEP, config.steps)
+                tuned = config.memory_budget is not None and self.step == first
+                measured = self._meter if asked or tuned else None
                 self.beat(f"step {self.step + 1}")
                 with measured.step() if measured else contextlib.nullcontext():
                     sums = self._train_step()
@@ -305,12 +307,10 @@ class Trainer:
             if self.rank == 0 and config.plot and not summary["stopped"]:
                 entries = read_metrics(self.out / METRICS)
                 draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
+        if self.group is not None:  # `_give_up` has waited for every rank's last save
+            dist.destroy_process_group(self.group)
+            self.group = None
         return summary
-
-    def _measures(self, first: int) -> bool:
-        """True if this step's live bytes are counted."""
-        asked = self.config.measure and self.step + 1 == min(MEASURED_STEP, self.config.steps)
-        return asked or (self.config.memory_budget is not None and self.step == first)
 
     def _tune(self, budget: int, report: Report | None) -> None:
         """Choose what stays gathered, once the optimizer has its state. Collective."""
@@ -328,7 +328,8 @@ class Trainer:
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""
         config = self.config
-        lr = config.learning_rate(self.step, peak_lr(config.optimizer, config.lr))
+        peak = optimizer_spec(config.optimizer).lr if config.lr is None else config.lr
+        lr = config.learning_rate(self.step, peak)
         set_learning_rate(self.optimizer, lr)
         torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
         self.system.begin_step(self.model, self.step)

@@ -110,7 +110,8 @@ class CodedShard(ShardMemory):
         self._planes = CodePlanes(geometry.layout, format)
         super().__init__(geometry, dtype, device, None)
 
-    def _allocate(self, *, zeroed: bool = False) -> None:
+    def allocate(self, *, zeroed: bool = False) -> None:
+        """Allocate codes and scales."""
         planes = self._planes
         sizes = (*planes.code_bytes, 4 * planes.num_scales)
         flats = tuple([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])

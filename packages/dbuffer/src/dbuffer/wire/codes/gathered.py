@@ -10,8 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from ...memory.recycler import Recycler
-from ...memory.scratch import Scratch
+from ...memory.recycler import Recycler, Scratch
 from ..tiles import RowRun
 from .planes import CodePlanes
 from .tensor import BlockQuantizedTensor

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ... import _torch_compat as compat
 from ...memory.gathered import Flats, GatheredMemory, slices_among
 from ...memory.geometry import Geometry
-from ...memory.recycler import Recycler, hold_forever
-from ...memory.scratch import Scratch
+from ...memory.recycler import Recycler, Scratch, hold_forever
 from ..blocks import VALUES, BlockFormat
 from ..form import Encoder, Pairs
 from .gathered import GatheredCodes
@@ -101,8 +100,6 @@ class BlockDecoder(Encoder):
         scratch: receive buffers, from the start of a gather until they are dequantized; codes that are not, until the
             buffer is released.
     """
-
-    decodes = True
 
     def __init__(
         self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool

@@ -75,9 +75,8 @@ class CodePlanes:
 
     @cached_property
     def _shared(self) -> tuple[int, list[list[tuple[int, int, int]]]]:
-        firsts: dict[
-            tuple[int, int, int], int
-        ] = {}  # (segment, the tensor's offset there, band) -> first tile
+        # (segment, the tensor's offset there, band) -> first tile
+        firsts: dict[tuple[int, int, int], int] = {}
         count, pieces = 0, []
         for by_segment in self._runs:
             shared = []

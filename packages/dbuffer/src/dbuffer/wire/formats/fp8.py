@@ -10,15 +10,15 @@ from typing import Literal
 
 import torch
 
+from ..blocks import BlockFormat
 from ..kernels.codec import Scratch
 from ..noise import Noise
-from .coded import CodedBlocks
 
 TOP = 448.0  # e4m3's largest number
 
 
 @dataclass(frozen=True)
-class BlockFP8(CodedBlocks):
+class BlockFP8(BlockFormat):
     """e4m3 codes with one fp32 scale a tile.
 
     |value read back - value| <= max(|value| / 16, scale / 1024). A value within 4 % of fp32's largest may be read back

@@ -9,15 +9,15 @@ from typing import Literal
 
 import torch
 
+from ..blocks import BlockFormat
 from ..kernels.codec import Scratch
 from ..noise import Noise, random_bits
-from .coded import CodedBlocks
 
 TOP = 127.0
 
 
 @dataclass(frozen=True)
-class BlockInt8(CodedBlocks):
+class BlockInt8(BlockFormat):
     """Codes -127..127 with one fp32 scale for each `size` consecutive elements of a row.
 
     |value read back - value| <= block's amax / 254 to nearest (ties to even), amax / 127 stochastically.

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blocks import Runs
+from ..blocks import BlockFormat
 from ..kernels import codec, launch
 from ..kernels.codec import Scratch
 from ..noise import Noise
-from ..tiles import Bands, RowRun
-from .coded import CodedBlocks
+from ..tiles import Bands, RowRun, Runs
 
 GROUP = 256  # blocks that share an fp32 scale
 LEVELS = (
@@ -35,7 +34,7 @@ MIDDLES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
 
 
 @dataclass(frozen=True)
-class BlockNF4(CodedBlocks):
+class BlockNF4(BlockFormat):
     """16 levels with an 8-bit scale for each `size` consecutive elements of a row, and an fp32 scale for 256 of those.
 
     |value read back - value| <= 0.152 block scales, half of the widest step; a block scale is at least the block's

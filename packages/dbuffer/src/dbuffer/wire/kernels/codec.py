@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 
-from ..blocks import Runs
 from ..noise import Noise
-from ..tiles import Bands, RowRun, chunks_of
+from ..tiles import Bands, RowRun, Runs, chunks_of
 from . import launch
 
 CHUNK = 1 << 17  # elements

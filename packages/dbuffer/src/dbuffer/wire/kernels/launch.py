@@ -1,17 +1,14 @@
 """Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ragged_shard import has_triton
 
 from ..noise import Noise, signed
-from ..tiles import RowRun, RunList, bands_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ..tiles import RowRun, RunList, Runs, bands_of
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST = 16384  # elements of a tile that one program can hold
@@ -53,7 +50,7 @@ class Table:
         return self.piece_of.numel()
 
 
-def tables_of(tile: tuple[int, int], runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
+def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[Table]:
     """Tables for all runs; kept by a `RunList`."""
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
@@ -135,7 +132,7 @@ def _as_int16(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
 
 
-def amax(tile: tuple[int, int], runs: "Sequence[RowRun]", values: torch.Tensor, out: torch.Tensor) -> None:
+def amax(tile: tuple[int, int], runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     """`BlockFormat.amax`."""
     for table in tables_of(tile, runs, values.device):
         _launch(
@@ -146,7 +143,7 @@ def amax(tile: tuple[int, int], runs: "Sequence[RowRun]", values: torch.Tensor, 
 def quantize(
     tile: tuple[int, int],
     coder: Any,  # a `codec.Coder`
-    runs: "Sequence[RowRun]",
+    runs: Runs,
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -168,7 +165,7 @@ def quantize(
 def sum_ranks(
     tile: tuple[int, int],
     coder: Any,  # a `codec.Coder`
-    runs: "Sequence[RowRun]",
+    runs: Runs,
     codes: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
@@ -189,14 +186,16 @@ def write_pairs(
     size: int,
     group: int,
     middles: torch.Tensor,
-    runs: "Sequence[RowRun]",
+    runs: Runs,
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     amax: torch.Tensor,
 ) -> None:
     """`BlockNF4.quantize`: blocks of `size`, of which `group` share an fp32 scale, whose amax is known."""
-    for table in _block_tables(size, runs, values.device):
+    constants = pair_constants(size)
+    each = constants["BLOCKS"]
+    for table in _flat_tables(runs, values.device, item=size, unit=16, each=each, constants=constants):
         _launch(
             "write_pairs", table,
             _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
@@ -208,13 +207,14 @@ def read_pairs(
     size: int,
     group: int,
     levels: torch.Tensor,
-    runs: "Sequence[RowRun]",
+    runs: Runs,
     codes: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """`BlockNF4.dequantize`: blocks of `size`, of which `group` share an fp32 scale."""
-    for table in _pair_tables(runs, out.device):
+    constants = {"PAIRS": PAIRS, "num_warps": 4}
+    for table in _flat_tables(runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
         _launch(
             "read_pairs", table,
             codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
@@ -228,39 +228,34 @@ def pair_constants(size: int) -> dict[str, Any]:
     return {"SIZE": size, "SPAN": span, "BLOCKS": _WRITTEN // span, "num_warps": 4}
 
 
-def _block_tables(size: int, runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
-    """Tables for runs of rows that lie on 16 elements, and for others; kept by a `RunList`."""
-    kept = runs.tables if isinstance(runs, RunList) else {}
-    key = (device, "blocks")
-    if key not in kept:
-        constants = pair_constants(size)
-        found = []
-        for vector in (True, False):
-            on_16 = [run for run in runs if (run.grid.columns % 16 == run.values % 16 == 0) is vector]
-            counts = [(run.stop - run.start) * -(-run.grid.columns // size) for run in on_16]
-            found += _flat_table(on_16, counts, constants["BLOCKS"], {**constants, "VECTOR": vector}, device)
-        kept[key] = found
-    return list(kept[key])
+def _flat_tables(
+    runs: Runs, device: torch.device, *, item: int, unit: int, each: int, constants: dict[str, Any]
+) -> list[Table]:
+    """Tables for runs of rows of items, those whose columns and values lie on 16 elements and others.
 
+    Kept by a `RunList`.
 
-def _pair_tables(runs: "Sequence[RowRun]", device: torch.device) -> list[Table]:
-    """Tables for runs whose pairs lie on 16 elements without gaps, and for others; kept by a `RunList`."""
+    Args:
+        item: elements of an item.
+        unit: columns must be multiples of it to lie on 16 elements.
+        each: items that a program does.
+        constants: what the kernel is compiled for.
+    """
     kept = runs.tables if isinstance(runs, RunList) else {}
-    key = (device, "pairs")
+    key = (device, unit)
     if key not in kept:
-        found = []
+        tables = []
         for vector in (True, False):
-            constants = {"VECTOR": vector, "PAIRS": PAIRS, "num_warps": 4}
-            same = [run for run in runs if (run.grid.columns % 2 == run.values % 16 == 0) is vector]
-            counts = [(run.stop - run.start) * -(-run.grid.columns // 2) for run in same]
-            found += _flat_table(same, counts, PAIRS, constants, device)
-        kept[key] = found
+            same = [run for run in runs if (run.grid.columns % unit == run.values % 16 == 0) is vector]
+            counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
+            tables += _flat_table(same, counts, each, {**constants, "VECTOR": vector}, device)
+        kept[key] = tables
     return list(kept[key])
 
 
 def _flat_table(
-    runs: "Sequence[RowRun]",
-    counts: "Sequence[int]",
+    runs: Runs,
+    counts: list[int],
     each: int,
     constants: dict[str, Any],
     device: torch.device,

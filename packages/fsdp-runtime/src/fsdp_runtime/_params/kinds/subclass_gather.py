@@ -85,8 +85,6 @@ class SubclassGather(Encoder):
         make_hook: makes the hooks of unsharded parameters.
     """
 
-    decodes = True
-
     def __init__(
         self,
         name: str,

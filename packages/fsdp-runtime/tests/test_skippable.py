@@ -1,0 +1,236 @@
+"""Units that some ranks skip: no hang, and the gradients of one process that ran every rank's part."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_runtime import FSDPModule, fully_shard
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+
+WIDTH = 7
+PARTS = ("tower", "experts.0", "experts.1")
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x, parts):
+        x = self.first(x)
+        for i, expert in enumerate(self.experts):
+            if f"experts.{i}" in parts:
+                x = x + expert(x).tanh()
+                if "twice" in parts:
+                    x = x + expert(x).tanh()
+        return x
+
+
+class Model(nn.Module):
+    """A tower for some inputs, and blocks in which some experts have no token."""
+
+    def __init__(self, recompute=False):
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.tower = Tower()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x, parts):
+        h = self.embed(x)
+        if "tower" in parts:
+            h = h + self.tower(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, parts, use_reentrant=False) if self.recompute else block(h, parts)
+        return self.head(h)
+
+
+def sharded(model, **options):
+    for layer in model.tower.layers:
+        fully_shard(layer, **options)
+    fully_shard(model.tower, skippable=True, **options)
+    for block in model.blocks:
+        for expert in block.experts:
+            fully_shard(expert, skippable=True, **options)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def inputs(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def full(tensor):
+    return None if tensor is None else tensor.full_tensor()
+
+
+# What each rank runs, step by step; the same on one process for all ranks in turn.
+STEPS: list[list[tuple[str, ...]]] = [
+    [("tower", "experts.0"), ("experts.0", "experts.1"), ()],
+    [(), ("tower", "experts.1", "twice"), ("tower",)],
+    [("experts.0",), ("experts.0", "twice"), ()],
+    [(), (), ()],
+    [PARTS, PARTS, PARTS],
+]
+
+
+def ran(steps, *, recompute=False, accumulate=False, mesh_shape=None, **options):
+    """Gradients after each step (None where there is none), and parameters at the end, of this rank's parts."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if mesh_shape:
+        options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    model: Any = sharded(made(recompute=recompute), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    gradients = []
+    for number, parts in enumerate(steps):
+        model.set_requires_gradient_sync(not accumulate or number % 2 == 1 or number == len(steps) - 1)
+        model(inputs(number, rank), parts[rank]).square().mean().backward()
+        if not accumulate or number % 2 == 1 or number == len(steps) - 1:
+            gradients.append({n: full(p.grad) for n, p in model.named_parameters()})
+            locally = {n: p.grad is None for n, p in model.named_parameters()}
+            everywhere: list[Any] = [None] * world
+            dist.all_gather_object(everywhere, locally)
+            assert everywhere == [locally] * world
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, {n: full(p.detach()) for n, p in model.named_parameters()}
+
+
+def alone(steps, world, *, accumulate=False):
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    gradients = []
+    for number, parts in enumerate(steps):
+        for rank in range(world):
+            (model(inputs(number, rank), parts[rank]).square().mean() / world).backward()
+        if not accumulate or number % 2 == 1 or number == len(steps) - 1:
+            gradients.append(
+                {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, dict(model.named_parameters())
+
+
+def check(results, expected):
+    for gradients, params in results:
+        for own, reference in zip(gradients, expected[0], strict=True):
+            assert {n for n, g in own.items() if g is None} == {n for n, g in reference.items() if g is None}
+            for name, grad in reference.items():
+                if grad is not None:
+                    torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-7, msg=name)
+        for name, param in expected[1].items():
+            torch.testing.assert_close(params[name], param, rtol=1e-4, atol=1e-5, msg=name)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "collectives": {"transport": "collectives"},
+    "recomputed blocks": {"recompute": True},
+    "accumulated": {"accumulate": True},
+    "kept after forward": {"reshard_after_forward": False},
+    "HSDP": {"mesh_shape": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process_and_none_where_no_rank_used_a_parameter(case):
+    world = 4 if "mesh_shape" in CASES[case] else 3
+    steps = [[*parts, ("tower",)][:world] for parts in STEPS]
+    expected = alone(steps, world, accumulate=CASES[case].get("accumulate", False))
+    check(run_ranks(world, ran, steps, **CASES[case]), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_at_other_world_sizes(world):
+    steps = [[*parts, ("tower",)][:world] for parts in STEPS]
+    check(run_ranks(world, ran, steps), alone(steps, world))
+
+
+@on_ranks(3)
+def test_an_evaluation_of_which_some_ranks_skip_parts_follows():
+    model = sharded(made())
+    parts = STEPS[0][dist.get_rank()]
+    with torch.no_grad():
+        first = model(inputs(0, 0), parts)
+        second = model(inputs(0, 0), parts)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, made()(inputs(0, 0), parts))
+
+
+@on_ranks(2)
+def test_a_step_costs_one_small_all_reduce_for_each_unit_around():
+    def counted(skippable):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1], skippable=skippable)
+        fully_shard(model)
+        for _ in range(2):
+            with record_collectives() as record:
+                model(torch.ones(2, 4)).sum().backward()
+        return sorted(record.kinds), sum(e.bytes_sent for e in record.events if e.kind == "all_reduce")
+
+    plain, declared = counted(False), counted(True)
+    assert declared[0] == sorted([*plain[0], "all_reduce"])
+    assert declared[1] - plain[1] <= 2 * 2  # a byte for weight and bias
+
+
+@on_ranks(2)
+def test_a_skippable_unit_outside_its_model_is_refused_before_it_communicates():
+    model = sharded(made())
+    model(inputs(0, 0), ()).sum().backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=r"tower is skippable: every rank gathers it with Model.*unshard\(\)"
+        ):
+            model.tower(inputs(0, 0))
+    dist.barrier()
+    model.tower.unshard()
+    for layer in model.tower.layers:
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
+    if dist.get_rank() == 0:
+        model.tower(inputs(0, 0))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_the_outermost_unit_is_no_skippable_one():
+    model = fully_shard(nn.Linear(3, 3), skippable=True)
+    with pytest.raises(RuntimeError, match=r"Linear is skippable: .* shard it without skippable=True"):
+        model(torch.ones(1, 3))
+
+
+@on_ranks(3)
+def test_mixed_precision_and_wide_and_narrow_parameters():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(made(), mp_policy=policy)
+    model(inputs(0, 0), STEPS[0][dist.get_rank()]).sum().backward()
+    assert model.tower.layers[0].weight.grad is not None
+    assert model.tower.unused.grad is None
