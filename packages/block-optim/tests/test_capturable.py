@@ -147,6 +147,33 @@ def test_values_of_the_host_that_a_graph_would_keep_are_refused():
         weight.grad = torch.ones(4, 4)
         with pytest.raises(ValueError, match="grad_norm: capturable=True needs a tensor"):
             optimizer.step(grad_norm=1.0)
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+        optimizer.step()
+    with pytest.raises(
+        ValueError, match="lr: capturable=True needs a tensor"
+    ):  # here the CPU is the host again
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "Muon", "Mixed"])
+def test_the_memory_of_a_captured_step_is_kept(case, monkeypatch):
+    def kept(optimizer):
+        inner = getattr(optimizer, "optimizers", {"": optimizer}).values()
+        rules = [getattr(o, name, None) for o in inner for name in ("_rule", "_wide", "_narrow")]
+        return [x for o in (*inner, *filter(None, rules)) for x in getattr(o, "_captured", [])]
+
+    with devices.stand_in(OnItsWay):
+        run = run_of(case, torch.tensor(0.1), capturable=True)
+        run.step(0)
+        assert kept(run.optimizer) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            run.step(1)
+            run.step(2)
+        captured = kept(run.optimizer)
+        assert len(captured) == {"AdamW8bit": 2, "Mixed": 4}.get(case, 1)
+        run.step(3, without=(1,))
+        assert kept(run.optimizer) == captured
 
 
 def test_a_capture_of_another_optimizer_raises(monkeypatch):
@@ -213,5 +240,5 @@ def test_the_table_of_scalars_has_the_same_numbers_with_the_rate_on_the_device(d
     assert torch.equal(table_of(*rates), table_of(*(float(rate) for rate in rates)))
     table = Scalars(torch.device("cpu"), 1)
     monkeypatch.setattr(launches.devices, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="take a step first"):
+    with pytest.raises(RuntimeError, match="take a step before capturing"):
         table.update([Hyper(rates[0], False, 0.9, 0.99, 1e-8, 0.1, False)], [torch.tensor(1.0)])

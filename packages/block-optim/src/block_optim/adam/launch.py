@@ -71,14 +71,19 @@ class Scalars:
         self.rates = torch.zeros(kinds, 8, dtype=torch.float32, device=device)
         self._options: torch.Tensor | None = None
         self._seen: list[Hyper] | None = None
+        self._was_captured = False
 
     def update(self, hypers: list[Hyper], counters: list[torch.Tensor]) -> None:
         """Fill the table for the counts, which are 0-d and on the device."""
         torch.stack(counters, out=self.counts)
         on_host = [h.on_host for h in hypers]
+        self._was_captured |= devices.is_capturing()
         if on_host != self._seen:
-            if devices.is_capturing():
-                raise RuntimeError("options changed before a CUDA graph captures the step: take a step first")
+            if self._was_captured:  # a graph reads this table
+                raise RuntimeError(
+                    "a CUDA graph captures a step whose options no step had before, or had captured one with others: "
+                    "take a step before capturing, and change nothing but an lr that is a tensor"
+                )
             rows = [[*_fixed(h), h.beta1, h.beta2, h.lr, float(h.lr_in_fp32)] for h in on_host]
             self._options = torch.tensor(rows, dtype=torch.float64).to(self._device, non_blocking=True)
             self.rates[:, :5].copy_(self._options[:, :5])

@@ -9,6 +9,7 @@ import torch
 from block_optim.adam.launch import Launch, Scalars
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
+from block_optim.core import device as devices
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Group, Param
 from block_optim.core.runs import find_runs
@@ -214,6 +215,7 @@ class Rule(Generic[EntryT]):
 
     def __init__(self, *, capturable: bool = False) -> None:
         self._capturable = capturable
+        self._captured: list[StepPlan[EntryT]] = []  # their tables and scratch are in CUDA graphs
         self._entries: dict[torch.Tensor, EntryT] = {}
         self._counts = Counts([])
         self._plan: StepPlan[EntryT] | None = None
@@ -242,6 +244,8 @@ class Rule(Generic[EntryT]):
         plan = self._plan
         if plan is None or plan.version != active.version or plan.rounding != rounding_of(plan.groups):
             plan = self._plan = self._plan_of(active)
+        if devices.is_capturing() and plan not in self._captured:
+            self._captured.append(plan)
         plan.step(active)
 
 

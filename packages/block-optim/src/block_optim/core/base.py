@@ -231,6 +231,9 @@ class BlockOptimizer(Stateful):
             raise RuntimeError(
                 f"a CUDA graph captures a step of {type(self).__name__}: build it with capturable=True"
             )
+        for group in self.param_groups if self.capturable else ():
+            if isinstance(group["lr"], torch.Tensor):
+                check_on_device("lr", group["lr"])
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from block_optim.core import device as devices
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_count, check_flag, check_mesh, check_range
@@ -132,6 +133,7 @@ class Muon(BlockOptimizer):
     @override
     def setup(self) -> None:
         self._engine: MuonEngine | None = None
+        self._captured: list[MuonEngine] = []  # their buffers are in CUDA graphs
         self._fell_back = 0
         self._bound = False
 
@@ -205,7 +207,10 @@ class Muon(BlockOptimizer):
 
     @override
     def update(self, active: StepGradients) -> None:
-        self._build().step(active)
+        engine = self._build()
+        if devices.is_capturing() and engine not in self._captured:
+            self._captured.append(engine)
+        engine.step(active)
 
 
 def check_stays(assignment: Assignment) -> None:
