@@ -28,6 +28,10 @@ COMMANDS = {
     "optimizer": ("optimizers.step", "block-optim: time of an AdamW step"),
     "optimizer_distance": ("optimizers.distance", "block-optim: how far 8-bit AdamW ends up from fp32"),
     "meshes": ("optimizers.meshes", "block-optim: whether the mesh decides the precision of 8-bit states"),
+    "one_device": (
+        "optimizers.one_device",
+        "block-optim: steps on plain tensors, next to torch's and torchao's",
+    ),
     "steps": ("optimizers.steps", "block-optim: steps of each optimizer to one loss, over ten seeds"),
     "kernels": ("optimizers.kernels", "block-optim: what the Triton kernels compile to, without a GPU"),
     "muon": ("optimizers.muon", "block-optim: Muon's step, Newton-Schulz, plans for large models"),

@@ -1,6 +1,6 @@
 """block-optim: whether the mesh decides the precision of 8-bit states, in torchao's AdamW8bit and in ours.
 
-python -m bench meshes      prints a table; needs torchao
+python -m bench meshes      prints a table and writes bench/results/meshes.json; needs torchao
 
 One weight of 64 x 96 on torch's `fully_shard`, replicated over two ranks, mesh (2, 1), or cut in two, mesh (1, 2).
 Both optimizers take the same two gradients. The difference is the largest between the weights of the two meshes.
@@ -8,6 +8,7 @@ Both optimizers take the same two gradients. The difference is the largest betwe
 
 from typing import Any
 
+from ..common import store
 from ..common.ranks import launch
 
 SHAPE = (64, 96)
@@ -58,9 +59,17 @@ def main(arguments: list[str]) -> None:
     if arguments:
         raise SystemExit(__doc__)
     first, second = (launch(states_on, 2, {"mesh": mesh}) for mesh in MESHES)
-    print(
-        "| optimizer | states on mesh (2, 1) | on mesh (1, 2) | weights differ by |\n| --- | --- | --- | ---: |"
-    )
+    rows = []
     for name, (dtype, weight) in first.items():
         other, twin = second[name]
-        print(f"| {name} | {dtype} | {other} | {(weight - twin).abs().max().item():.1e} |")
+        rows.append([name, dtype, other, f"{(weight - twin).abs().max().item():.1e}"])
+    table = {
+        "title": "8-bit AdamW on meshes that replicate and that cut",
+        "text": "States of torchao's AdamW8bit and of ours on torch's fully_shard, and the largest difference"
+        " between the weights of the two meshes after two steps.",
+        "header": ["optimizer", "states on mesh (2, 1)", "on mesh (1, 2)", "weights differ by"],
+        "rows": rows,
+        "exact": True,
+    }
+    store.print_tables([table])
+    print(f"written to {store.save('meshes', {'tables': [table]})}")

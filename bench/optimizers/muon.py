@@ -1,33 +1,39 @@
-"""block-optim's Muon: a step next to one full_tensor() a matrix and to torch.optim.Muon, and plans of large models.
+"""block-optim: Muon's step on torch's fully_shard, compared with one full_tensor() a matrix; plans of large models.
 
-python -m bench muon        the same figures as tables; --ranks 4 for more ranks
+python -m bench muon     prints tables and writes bench/results/muon.json; 2 and 4 real ranks, 64 to 1024 simulated
 
-Steps: the 28 matrices of four Llama-style layers (3.2M parameters) on real gloo ranks of one thread each. All systems
-alternate in the same processes and are given the same gradients; their parameters agree to the bit afterwards.
+Steps: the 14 matrices of two Llama-style layers (0.1M parameters) on real gloo ranks of one thread each. All systems
+alternate in the same processes and get the same gradients.
 
-    owners, ragged     Muon on ragged parameters as a planner lays them out: contiguous, cut anywhere between rows
-    owners, Shard(0)   Muon on DTensors cut in even rows, as FSDP2 has them
-    owners, whole      Muon where each matrix lies whole on one rank: nothing travels
-    full_tensor        as it is written by hand: each rank gathers every update (in bf16) and orthogonalises all of it
-    torch, plain       torch.optim.Muon on unsharded copies: no communication, all of the work on every rank
+    ours, fully_shard  Muon on the parameters of torch's `fully_shard`, cut in even rows
+    ours, ragged       Muon on ragged parameters as a planner lays them out: contiguous, cut anywhere between rows
+    ours, whole        Muon where each matrix is whole on one rank: nothing travels
+    full_tensor        as it is written by hand, on `fully_shard`: each rank gathers every update (in bf16) and
+                       orthogonalises all of it
+    torch, plain       torch.optim.Muon in one process, here on every rank: no communication, all of the work
+
+Sent are bytes of the busiest rank to others; FLOPs are Newton-Schulz's of the busiest rank; deviation is the largest
+difference of a weight from torch.optim.Muon's in one process. Matrices are small since a CPU without bf16 units
+multiplies bf16 matrices at about 1 GFLOP/s; the counts are formulas in the shapes, checked by tests.
 
 Newton-Schulz: FLOP per second of `block_optim.orthogonalize`, as a share of what one large product of the same dtype
 reaches on the same device (a GPU where there is one, else one CPU core); 1 is all that the device can do.
 
-Plans: `Muon.assignment` of rank 0 of that many on a fake process group, the same on any machine. Per step and rank: GiB
-received by one full_tensor() a matrix and by ours, TFLOP of the most loaded rank, and its ratio to the mean, for
-longest-first owners and for owners by turns.
+Simulated ranks: `Muon.assignment` of rank 0 of that many on a fake process group, the same on any machine, for
+matrices of real models cut in even rows. Sent are a rank's bytes on average; collectives are two for each bucket and
+two that agree on gradients, as real ranks confirm. "By turns" is the imbalance of owners that take turns.
 """
 
 import statistics
 import time
 
-from ..common import store
+from ..common import machine, store
 from ..common.history import recorded_as
 from ..common.ranks import fake_ranks, launch
 
-DIM, FFN, LAYERS = 256, 688, 4
-SYSTEMS = ("owners, ragged", "owners, Shard(0)", "owners, whole", "full_tensor", "torch, plain")
+DIM, FFN, LAYERS = 64, 172, 2
+OURS, FULL, PLAIN = "ours, fully_shard", "full_tensor", "torch, plain"
+SYSTEMS = (OURS, "ours, ragged", "ours, whole", FULL, PLAIN)
 MODELS = {  # (layers, matrices of a layer)
     "llama-3-8b": (32, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
     "llama-3-70b": (80, [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]),
@@ -35,7 +41,7 @@ MODELS = {  # (layers, matrices of a layer)
 
 
 def shapes():
-    """Four layers: query, key, value and output; gate, up and down."""
+    """Two layers: query, key, value and output; gate, up and down."""
     return ([(DIM, DIM)] * 4 + [(FFN, DIM)] * 2 + [(DIM, FFN)]) * LAYERS
 
 
@@ -48,14 +54,14 @@ def layouts(system, mesh):
     from ragged_shard import RaggedShard
 
     world = mesh.size()
-    if system == "owners, whole":
+    if system == "ours, whole":
         ranks = itertools.cycle(range(world))
         return [
             RaggedShard((0,), tuple(int(r == rank) for r in range(world)))
             for _, rank in zip(shapes(), ranks, strict=False)
         ]
-    if system != "owners, ragged":
-        return [None if system == "torch, plain" else Shard(0) for _ in shapes()]
+    if system != "ours, ragged":
+        return [None if system == PLAIN else Shard(0) for _ in shapes()]
     # One buffer of equal parts, all matrices of a layer one after the other, cut between rows as near as it can be.
     found = []
     for layer in range(LAYERS):
@@ -107,21 +113,29 @@ def build(system, mesh, weights, grads, lr=0.02):
         make = torch_distribute if type(placement) is Shard else distribute_tensor
         return make(value.clone(), mesh, [placement])
 
+    on_fsdp2 = fsdp2_params(mesh, weights) if system in (OURS, FULL) else None
     params = []
-    for weight, grad, placement in zip(weights, grads, layouts(system, mesh), strict=True):
-        param = torch.nn.Parameter(put(weight, placement))
-        param.grad = put(grad, placement)
+    for i, placement in enumerate(layouts(system, mesh)):
+        param = torch.nn.Parameter(put(weights[i], placement)) if on_fsdp2 is None else on_fsdp2[i]
+        param.grad = put(grads[i], placement)
         params.append(param)
-    kind = {"full_tensor": AllGatherMuon, "torch, plain": torch.optim.Muon}.get(system, Muon)
-    options = {"bucket_bytes": 1 << 20} if kind is Muon else {}
+    kind = {FULL: AllGatherMuon, PLAIN: torch.optim.Muon}.get(system, Muon)
+    options = {"bucket_bytes": 1 << 16} if kind is Muon else {}
     return params, kind(params, lr=lr, **options)
 
 
-def run(request):
-    """On a rank: medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs; the most of any rank.
+def fsdp2_params(mesh, weights):
+    """Parameters of these values, as torch's `fully_shard` makes them."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
 
-    All systems end with the same bits.
-    """
+    model = torch.nn.ParameterList([torch.nn.Parameter(weight.clone()) for weight in weights])
+    fully_shard(model, mesh=mesh)
+    return list(model.parameters())
+
+
+def run(request):
+    """Medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs, deviation: the most of any rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -134,34 +148,37 @@ def run(request):
     built = {system: build(system, mesh, weights, grads) for system in SYSTEMS}
     wall: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     cpu: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    for turn in range(request["rounds"] + 2):
+    for turn in range(request["rounds"] + 1):
         for system, (_, optimizer) in built.items():
             dist.barrier()
             began = time.perf_counter(), time.process_time()
             optimizer.step()
-            if turn >= 2:
+            if turn:
                 wall[system].append((time.perf_counter() - began[0]) * 1e3)
                 cpu[system].append((time.process_time() - began[1]) * 1e3)
-    exact, first = {}, None
+    exact = {}
     everything = sum(flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in shapes())
-    for system, (params, optimizer) in built.items():
-        with record_collectives() as record:
-            optimizer.step()
-        domains = getattr(optimizer, "assignment", None)
-        flops = max(domains.domains[0].loads) if domains else everything
-        exact[system] = [record.bytes_sent, len(record.kinds), flops]
-        with torch.no_grad():
+    with torch.no_grad():
+        for system, (_, optimizer) in built.items():
+            with record_collectives() as record:
+                optimizer.step()
+            plan = optimizer.assignment.domains[0] if hasattr(optimizer, "assignment") else None
+            flops = max(plan.loads) if plan else everything
+            if system == OURS:  # the formula of the simulated ranks
+                assert len(record.kinds) == collectives_of(plan)
+            exact[system] = [record.bytes_sent, len(record.kinds), flops]
+        alone = [p.detach() for p in built[PLAIN][0]]
+        for system, (params, _) in built.items():
             full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
-        first = first or full
-        assert all(torch.equal(a, b) for a, b in zip(full, first, strict=True)), f"{system} ends elsewhere"
+            exact[system].append(max(float((a - b).abs().max()) for a, b in zip(full, alone, strict=True)))
     medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), *exact[s]] for s in SYSTEMS]
     most = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return dict(zip(SYSTEMS, most.tolist(), strict=True))
 
 
-def on_ranks(world_size, rounds=8):
-    """The slowest rank's figures of each system."""
+def on_ranks(world_size, rounds=3):
+    """The largest figures of any rank, for each system."""
     return launch(run, world_size, {"rounds": rounds}, timeout=600.0)
 
 
@@ -189,7 +206,7 @@ def plan_of(model, world_size):
 
 
 def counts(model, world_size):
-    """What a plan says: GiB received a rank by full_tensor and by ours, TFLOP, imbalance of ours and of turns."""
+    """What a plan says: GiB sent a rank, collectives and TFLOP of ours and of full_tensor; imbalances."""
     plan = plan_of(model, world_size)
     everything = sum(m.nbytes for m in plan.matrices) * (world_size - 1) / world_size
     turns = [0] * world_size
@@ -198,18 +215,27 @@ def counts(model, world_size):
     return {
         "all_gather_gib": everything / 2**30,
         "owners_gib": plan.bytes_moved / world_size / 2**30,
+        "collectives": collectives_of(plan),
+        "matrices": len(plan.matrices),
         "tflop": max(plan.loads) / 1e12,
+        "all_tflop": sum(plan.loads) / 1e12,
         "imbalance": plan.imbalance,
         "turns_imbalance": max(turns) * world_size / sum(turns),
     }
 
 
-def seconds(call, device, rounds=5):
-    """The least time of a call, warm; of this thread's on CPU, where others may be running."""
+def collectives_of(plan):
+    """Two exchanges for each bucket, and two small all-reduces: are gradients finite, and which are there."""
+    return 2 * plan.num_buckets + 2
+
+
+def seconds(call, device, rounds=5, most=4.0):
+    """The least time of a call, warm, of up to `rounds` or `most` seconds; of this thread's on CPU."""
     import torch
 
-    times, clock = [], time.perf_counter if device.type == "cuda" else time.thread_time
-    for _ in range(rounds + 2):
+    times: list[float] = []
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    while len(times) < 2 or (len(times) < rounds + 2 and sum(times) < most):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = clock()
@@ -217,7 +243,7 @@ def seconds(call, device, rounds=5):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(clock() - began)
-    return min(times[2:])
+    return min(times[1:])
 
 
 def flops_of(rows, columns, device, method):
@@ -239,15 +265,15 @@ def newton_schulz_shares():
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = {"standard": torch.bfloat16, "gram": torch.float16 if device.type == "cuda" else torch.float32}
-    large = 8192 if device.type == "cuda" else 768
+    large = 8192 if device.type == "cuda" else 512
     limits = {}
     for method, dtype in dtypes.items():
         a = torch.randn(large, large, device=device).to(dtype)
         out = torch.empty_like(a)
         limits[method] = 2 * large**3 / seconds(lambda a=a, out=out: torch.mm(a, a, out=out), device)
-    scale = 8 if device.type == "cuda" else 1
+    scale = 16 if device.type == "cuda" else 1
     times = []
-    for rows, columns, count in ((512, 512, 1), (512, 2048, 1), (128, 128, 16)):
+    for rows, columns, count in ((256, 256, 1), (256, 1024, 1), (64, 64, 16)):
         rows, columns = rows * scale, columns * scale
         flops = {method: flops_of(rows, columns, device, method) for method in dtypes}
         for method, dtype in dtypes.items():
@@ -306,47 +332,106 @@ class MuonSteps:
         return on_ranks(2)
 
     def track_time_ratio(self, found, system):
-        return found[system][0] / found["full_tensor"][0]
+        return found[system][0] / found[FULL][0]
 
     def track_cpu_ratio(self, found, system):
-        return found[system][1] / found["full_tensor"][1]
+        return found[system][1] / found[FULL][1]
 
     def track_bytes_sent(self, found, system):
         return found[system][2]
 
 
-def main(arguments):
-    """Print the tables."""
-    parser = store.parser_of("muon", __doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    world_size = parser.parse_args(arguments).ranks
-    results = on_ranks(world_size, rounds=15)
-    print(f"{world_size} gloo ranks, {len(shapes())} matrices, medians of the slowest rank\n")
-    rows = []
-    for system, (wall, cpu, sent, collectives, flops) in results.items():
-        times = (f"{wall:.1f}", f"{cpu:.1f}", f"{wall / results['full_tensor'][0]:.2f}")
-        rows.append([system, *times, f"{sent / 2**20:.2f}", f"{collectives:.0f}", f"{flops / 1e9:.2f}"])
-    header = [
-        "system",
-        "step ms",
-        "CPU ms",
-        "of full_tensor",
-        "sent MiB",
-        "collectives",
-        "GFLOP, busiest rank",
+def steps_tables(results):
+    """The tables of exact counts and of times, of `{ranks: on_ranks(ranks)}`."""
+    exact, times = [], []
+    for ranks, systems in results.items():
+        for system, (wall, cpu, sent, collectives, flops, deviation) in systems.items():
+            row = [f"{sent / 2**20:.3f}", f"{collectives:.0f}", f"{flops / 1e9:.3f}", f"{deviation:.1e}"]
+            exact.append([str(ranks), system, *row])
+            ratio = wall / systems[FULL][0]
+            times.append([str(ranks), system, f"{wall:.1f}", f"{cpu:.1f}", f"{ratio:.2f}"])
+    return [
+        {
+            "title": "Muon's step on fully_shard, real ranks",
+            "text": f"{len(shapes())} matrices of widths {DIM} and {FFN}; the busiest rank's bytes, collectives and"
+            " Newton-Schulz work, and the largest difference of a weight from torch.optim.Muon's in one process. dion's"
+            " and torchtitan's Muon are not in the table: neither could be installed where it was made.",
+            "header": [
+                "ranks",
+                "system",
+                "sent MiB",
+                "collectives",
+                "GFLOP, busiest rank",
+                "largest deviation",
+            ],
+            "rows": exact,
+            "exact": True,
+        },
+        {
+            "title": "Time of Muon's step, real ranks",
+            "text": "The same steps, all systems alternating on two cores; medians of the slowest rank.",
+            "header": ["ranks", "system", "step ms", "CPU ms", "of full_tensor"],
+            "rows": times,
+        },
     ]
-    print(store.table(header, rows))
-    device, shares = newton_schulz_shares()
-    rows = [[*cells, f"{rate:.3f}", f"{share:.2f}"] for *cells, rate, share in shares]
-    header = [f"Newton-Schulz on {device}", "method", "dtype", "TFLOP/s", "of limit"]
-    print(f"\n{store.table(header, rows)}\n")
+
+
+def plans_table(ranks=(64, 1024), models=tuple(MODELS)):
+    """The table of simulated ranks."""
     rows = []
-    for model in MODELS:
-        for ranks in (64, 512, 1024):
-            c = counts(model, ranks)
-            gib = (f"{c['all_gather_gib']:.2f}", f"{c['owners_gib']:.3f}")
+    for model in models:
+        for world_size in ranks:
+            c = counts(model, world_size)
+            first = [model, str(world_size)]
             load = (f"{c['tflop']:.1f}", f"{c['imbalance']:.2f}", f"{c['turns_imbalance']:.2f}")
-            rows.append([model, ranks, *gib, *load])
-    header = ["model", "ranks", "GiB received a rank, full_tensor", "owners", "most TFLOP"]
-    print(store.table([*header, "max / mean load, longest first", "by turns"], rows))
+            rows.append([*first, OURS, f"{c['owners_gib']:.3f}", str(c["collectives"]), *load])
+            load = (f"{c['all_tflop']:.1f}", "1.00", "")
+            rows.append([*first, FULL, f"{c['all_gather_gib']:.3f}", str(c["matrices"]), *load])
+    header = [
+        "model",
+        "ranks",
+        "system",
+        "sent GiB a rank",
+        "collectives",
+        "TFLOP, busiest rank",
+        "max / mean load",
+        "by turns",
+    ]
+    return {
+        "title": "Muon's step on fully_shard, simulated ranks",
+        "text": "From the assignment of owners: matrices of real models, cut in even rows.",
+        "header": header,
+        "rows": rows,
+        "exact": True,
+    }
+
+
+def shares_table():
+    """The table of Newton-Schulz's speed."""
+    device, shares = newton_schulz_shares()
+    return {
+        "title": f"Newton-Schulz, {device}",
+        "text": "FLOP per second, and as a share of one large product's of the same dtype.",
+        "header": ["matrices", "method", "dtype", "TFLOP/s", "of limit"],
+        "rows": [[*cells, f"{rate:.4f}", f"{share:.2f}"] for *cells, rate, share in shares],
+    }
+
+
+def all_tables():
+    """The tables, each when it is measured."""
+    yield from steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)})
+    yield plans_table()
+    yield shares_table()
+
+
+def main(arguments):
+    """Print the tables and save them. Counts are exact; the file says if the machine was too busy for the times."""
+    store.parser_of("muon", __doc__).parse_args(arguments)
+    busy, calibration = machine.busy_share(), [machine.calibrate() for _ in range(4)]
+    tables = []
+    for table in all_tables():
+        store.print_tables([table])
+        tables.append(table)
+    noise = machine.verdict(busy, calibration, [])
+    print(f"written to {store.save('muon', {'tables': tables}, noise=noise)}")
     return 0

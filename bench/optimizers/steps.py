@@ -1,9 +1,9 @@
 """block-optim: steps that each optimizer takes to one held-out loss, over ten seeds.
 
-python -m bench steps                all of it: the grid of learning rates, ten seeds at the best, bench/results/steps.json
+python -m bench steps                the grid of learning rates, ten seeds at the best; writes bench/results/steps.json
 python -m bench steps --plot FILE    also draws the mean curves (needs matplotlib); --redraw: from the saved figures
 
-A small form of modded-nanogpt's optimizer track: model, data, batch size and target are fixed, and the optimizer is what
+A small form of modded-nanogpt's optimizer track: model, data, batch size and target are fixed, the optimizer
 changes. A Llama-style model (0.1M parameters, bytes) learns the source of Python's standard library in fp32 on one CPU
 core. The rule of the hidden matrices changes; embedding, head and norms have the same AdamW everywhere. Learning rates
 rise over the first steps and then stay constant, so that the step at which a loss is reached does not depend on the
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options a
     ),
     "Muon": ({"algorithm": "muon"}, (1e-2, 2e-2, 4e-2, 8e-2)),
     "NorMuon": ({"algorithm": "muon", "normuon": True}, (1e-2, 2e-2, 4e-2, 8e-2)),
-    "SOAP": ({"algorithm": "soap"}, (2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "SOAP": ({"algorithm": "soap"}, (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
     "Shampoo": ({"algorithm": "shampoo"}, (2e-3, 4e-3, 8e-3, 1.6e-2)),
 }
 BASELINE = "AdamW"
@@ -70,9 +70,10 @@ def held_out_tokens(data: Any) -> tuple[Any, Any]:
 
 
 def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
-    """Held-out losses of one run (optimizer, learning rate, seed), until it is below the target or has taken MOST steps.
+    """Held-out losses of one run, until it is below the target or has taken the most steps.
 
-    The request ends with the target and the most steps.
+    Args:
+        request: optimizer, learning rate, seed, target, most steps.
     """
     import torch
 
@@ -110,11 +111,12 @@ def steps_to(curve: Curve, target: float, most: int) -> float:
 
 
 def by_the_rule(curves: list[Curve], target: float) -> int | None:
-    """The first step at which the mean loss is below the target by three standard errors; None if there is none."""
-    for step in sorted({step for curve in curves for step, _ in curve}):
-        losses = [loss for curve in curves for s, loss in curve if s == step]
-        if len(losses) < len(curves):
-            return None  # a run has ended before
+    """The first step at which the mean loss is below the target by three standard errors; None if there is none.
+
+    A run that has ended below the target counts with its last loss, which makes the mean too high at most.
+    """
+    for i in range(max(map(len, curves))):
+        step, losses = EVERY * (i + 1), [curve[min(i, len(curve) - 1)][1] for curve in curves]
         margin = 3 * statistics.stdev(losses)
         if target - statistics.mean(losses) >= margin / math.sqrt(len(losses)):
             return step
@@ -145,9 +147,7 @@ def measure(
         grid: dict[str, dict[float, float]] = {name: {} for name in names}
         for name, lr in cells:
             grid[name][lr] = statistics.mean(steps_to(next(curves), target, most) for _ in grid_seeds)
-        chosen = {
-            name: min(steps, key=lambda lr, steps=steps: (steps[lr], lr)) for name, steps in grid.items()
-        }
+        chosen = {name: min((steps, lr) for lr, steps in cells.items())[1] for name, cells in grid.items()}
         requests = [(name, chosen[name], seed, target, most) for name in names for seed in seeds]
         runs = iter(list(pool.map(curve_of, requests)))
     return {
@@ -155,13 +155,23 @@ def measure(
         "most": most,
         "grid": {name: {str(lr): steps for lr, steps in cells.items()} for name, cells in grid.items()},
         "chosen": chosen,
-        "curves": {name: [next(runs) for _ in seeds] for name in names},
+        "losses": {
+            name: [" ".join(f"{loss:.5f}" for _, loss in next(runs)) for _ in seeds] for name in names
+        },
+    }
+
+
+def curves_in(figures: dict[str, Any]) -> dict[str, list[Curve]]:
+    """The curves of each optimizer's seeds, from a line of losses for each run."""
+    return {
+        name: [[(EVERY * (i + 1), float(loss)) for i, loss in enumerate(line.split())] for line in lines]
+        for name, lines in figures["losses"].items()
     }
 
 
 def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The table of steps, and that of the grid."""
-    target, most, curves = figures["target"], figures["most"], figures["curves"]
+    target, most, curves = figures["target"], figures["most"], curves_in(figures)
     steps = {name: [steps_to(curve, target, most) for curve in runs] for name, runs in curves.items()}
     rows = []
     for name, values in steps.items():
@@ -188,9 +198,9 @@ def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "title": f"Steps to a held-out loss of {target}, {count} seeds",
-            "text": "A Llama-style model of 0.1M parameters on bytes of Python's standard library; the rule of the hidden"
-            " matrices changes, the rest has AdamW. *t*: difference to AdamW's mean over its standard error. *By the"
-            " rule*: the first step at which the mean loss is below the target by three standard errors.",
+            "text": "A Llama-style model of 0.1M parameters on bytes of Python's standard library; the rule of the"
+            " hidden matrices changes, the rest has AdamW. *t*: difference to AdamW's mean over its standard error."
+            " *By the rule*: the first step at which the mean loss is below the target by three standard errors.",
             "header": ["optimizer", "lr", "mean steps", "standard deviation", "t", "by the rule"],
             "rows": rows,
             "exact": True,
@@ -210,7 +220,7 @@ def draw(path: Path, figures: dict[str, Any]) -> None:
     from ..report import plots
 
     series = {}
-    for name, runs in figures["curves"].items():
+    for name, runs in curves_in(figures).items():
         shortest = min(map(len, runs))
         means = [statistics.mean(run[i][1] for run in runs) for i in range(shortest)]
         series[name] = ([step for step, _ in runs[0][:shortest]], means)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common import store
 from ..counts import counts
-from ..systems.adapters import SYSTEMS
+from ..systems.adapters import SYSTEMS, label_of
 from ..times import speed
 from . import plots
 from .plots import Panel
@@ -49,7 +49,7 @@ def speed_section(folder: Path, drawings: Path | None) -> list[str]:
 
 
 def _losses(figures: dict[str, Any]) -> str:
-    first = {SYSTEMS[name].label: losses[-1] for name, losses in figures["losses"].items()}
+    first = {label_of(name): losses[-1] for name, losses in figures["losses"].items()}
     agreed = ", ".join(f"{name} {loss:.5f}" for name, loss in first.items())
     return (
         f"Losses after {len(next(iter(figures['losses'].values())))} steps, checked before timing: {agreed}."

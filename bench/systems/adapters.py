@@ -381,3 +381,11 @@ SYSTEMS = {
     "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
     "megatron-fsdp": System("Megatron-FSDP", _megatron, _megatron_can),
 }
+
+# Systems that are gone, of results that are still there.
+RETIRED = {"ours-sends": "fsdp_runtime, sends only"}
+
+
+def label_of(name: str) -> str:
+    """The name of a system in tables, also of one that is gone."""
+    return SYSTEMS[name].label if name in SYSTEMS else RETIRED[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..common import machine, store
 from ..common.ranks import launch
-from ..systems.adapters import OPTIMIZERS, SYSTEMS
+from ..systems.adapters import OPTIMIZERS, label_of
 from ..systems.workloads import WORKLOADS
 from . import footprint, rounds
 
@@ -94,7 +94,7 @@ def as_table(figures: dict[str, Any]) -> str:
         memory = figures["memory"].get(name, {})
         rows.append(
             [
-                SYSTEMS[name].label,
+                label_of(name),
                 f"{t['tokens_per_second']:,.0f}",
                 *(
                     f"{t[f'wall_ratio_{peer}']:.2f}" if f"wall_ratio_{peer}" in t else ""
@@ -108,7 +108,7 @@ def as_table(figures: dict[str, Any]) -> str:
         )
     lines = [store.table(header, rows)]
     for name, reason in figures["skipped"].items():
-        lines.append(f"\n{SYSTEMS[name].label} is not in the table: {reason}.")
+        lines.append(f"\n{label_of(name)} is not in the table: {reason}.")
     return "\n".join(lines)
 
 

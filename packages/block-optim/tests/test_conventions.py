@@ -65,7 +65,7 @@ def test_a_state_dict_of_torchs_muon_is_taken_with_its_options():
 
 
 @every_kind
-@pytest.mark.parametrize("option", ["lrr", "amsgrad", "foreach", "capturable"])
+@pytest.mark.parametrize("option", ["lrr", "amsgrad", "foreach", "differentiable"])
 def test_an_argument_that_does_not_exist_is_a_type_error(case, option):
     kind = Mixed if case == "Mixed" else KINDS[case][0]
     with pytest.raises(TypeError, match=f"{kind.__name__}.*'{option}'"):

@@ -30,6 +30,8 @@ class AdamW(BlockOptimizer):
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
             stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
+        capturable: let CUDA graphs capture `step`: step counts are on the device, and a tensor lr is read there. Not
+            for parameters on the CPU, nor with stochastic_rounding.
         master_weights: keep fp32 copies of narrower parameters (state ``master_param``), and round them to nearest.
         skip_nonfinite: see `BlockOptimizer`.
 
@@ -37,7 +39,7 @@ class AdamW(BlockOptimizer):
         ValueError: an option or parameter that does not fit, named.
     """
 
-    shared_options = ("fused",)
+    shared_options = ("fused", "capturable")
     format_options = ("master_weights",)
 
     def __init__(
@@ -53,13 +55,15 @@ class AdamW(BlockOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
+        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
-        self.fused = bool(fused)
+        check_flag("capturable", capturable)
+        self.fused, self.capturable = bool(fused), capturable
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
-            "seed": seed, "master_weights": master_weights,
+            "seed": seed, "master_weights": master_weights, "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -71,7 +75,7 @@ class AdamW(BlockOptimizer):
 
     @override
     def setup(self) -> None:
-        self._rule = AdamWRule(fused=self.fused)
+        self._rule = AdamWRule(fused=self.fused, capturable=self.capturable)
 
     @override
     def check_options(self, group: Group) -> None:

@@ -15,7 +15,7 @@ from block_optim.adam.rule import AdamWRule, check_dense
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_count
+from block_optim.core.options import check_count, check_flag
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
 
@@ -53,13 +53,14 @@ class AdamW8bit(BlockOptimizer):
             follow from global shapes and, only where the last dimension is cut, from the mesh; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        stochastic_rounding, seed, master_weights, capturable: as in `AdamW`.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
+    shared_options = ("capturable",)
     format_options = ("block", "min_8bit_numel", "master_weights")
     requires_blocks = True
 
@@ -78,12 +79,16 @@ class AdamW8bit(BlockOptimizer):
         seed: int = 0,
         master_weights: bool = False,
         maximize: bool = False,
+        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
+        check_flag("capturable", capturable)
+        self.capturable = capturable
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -101,8 +106,8 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def setup(self) -> None:
-        self._wide = AdamWRule(fused=has_fused_adamw)
-        self._narrow = QuantizedRule()
+        self._wide = AdamWRule(fused=has_fused_adamw, capturable=self.capturable)
+        self._narrow = QuantizedRule(capturable=self.capturable)
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._rules: dict[int, QuantizeRule | bool] = {}

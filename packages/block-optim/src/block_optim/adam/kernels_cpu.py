@@ -39,6 +39,7 @@ class RunSlice:
     Attributes:
         kind: which of the step's rates.
         origin: for stochastic rounding; None: to nearest.
+        options: in a capturable step the number of its options, by which fused calls are shared; else -1.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class RunSlice:
         lists: tuple[Tensors, Tensors, Tensors],
         counter: torch.Tensor,
         origin: Origin | None,
+        options: int = -1,
     ) -> None:
         self.run, self.kind, self.counter, self.origin = run, kind, counter, origin
+        self.options = options
         self.numel = run.numel
         self.bounds: tuple[int, int] | None = None
         if len(run.members) > 1 or not lists[0][run.members[0]].is_contiguous():
@@ -75,6 +78,7 @@ class RunSlice:
             self.run,
             stop - start,
         )
+        result.options = self.options
         result.origin = self.origin and replace(self.origin, element=self.origin.element + start)
         base = 0 if self.bounds is None else self.bounds[0]
         result.bounds = (base + start, base + stop)
@@ -171,6 +175,8 @@ class ListKernel:
         self.kinds = [s.kind for s in batch.slices]
         self.roots = batch.like("roots")
         self.single = len(batch.slices) == 1 and is_cpu(batch.params[0].device)
+        self.capturable = batch.slices[0].options >= 0
+        self.updates = batch.like("updates") if self.capturable else []
 
     @staticmethod
     def over(slices: list[RunSlice], grad_dtype: torch.dtype) -> "list[ListKernel]":
@@ -188,7 +194,13 @@ class ListKernel:
         batch = self.batch
         chosen = [step.rates[kind] for kind in self.kinds]
         params, grads = batch.load(step, [hyper.maximize for hyper, _ in chosen])
-        if self.single:
+        if self.capturable:
+            lists = (params, grads, batch.firsts, batch.seconds, self.roots)
+            for tensors, update, (_, rates) in zip(
+                zip(*lists, strict=True), self.updates, chosen, strict=True
+            ):
+                _step_one(*tensors, rates, update)
+        elif self.single:
             _step_one(params[0], grads[0], batch.firsts[0], batch.seconds[0], self.roots[0], chosen[0][1])
         else:
             _step_list(params, grads, batch.firsts, batch.seconds, self.roots, [r for _, r in chosen])
@@ -202,13 +214,18 @@ def _step_one(
     second: torch.Tensor,
     root: torch.Tensor,
     rates: Rates,
+    update: torch.Tensor | None = None,
 ) -> None:
+    """The ops for one slice; with scratch for the ``update`` if the step size is on the device."""
     if rates.decay is not None:
         param.mul_(rates.decay)
     first.lerp_(grad, rates.first)
     second.mul_(rates.beta2).addcmul_(grad, grad, value=rates.second)
     torch.sqrt(second, out=root).div_(rates.root).add_(rates.eps)
-    param.addcdiv_(first, root, value=-rates.step_size)
+    if update is None:
+        param.addcdiv_(first, root, value=-rates.step_size)
+    else:
+        param.addcdiv_(torch.mul(first, -rates.step_size, out=update), root)
 
 
 def _step_list(
@@ -227,12 +244,12 @@ def _step_list(
 
 
 class FusedKernel:
-    """torch's fused kernel, for slices of the same options and count."""
+    """torch's fused kernel, for slices of the same options, and of the same count unless it is on the device."""
 
     def __init__(self, batch: _Batch, tails: "_Tails | None" = None) -> None:
         self.batch = batch
         self.kind = batch.slices[0].kind
-        self.counters = [batch.slices[0].counter] * len(batch.slices)  # of one kind, so they are the same
+        self.counters = [s.counter for s in batch.slices]
         self.tails = tails
 
     @staticmethod
@@ -241,8 +258,8 @@ class FusedKernel:
         device, dtype = slices[0].param.device, slices[0].first.dtype
         narrow = slices[0].param.dtype != dtype or grad_dtype != dtype
         kernels = []
-        for kind in dict.fromkeys(s.kind for s in slices):
-            same = [s for s in slices if s.kind == kind]
+        for shared in dict.fromkeys(_shared(s) for s in slices):
+            same = [s for s in slices if _shared(s) == shared]
             tails = [s.range(s.numel - s.numel % VECTOR, s.numel) for s in same if s.numel % VECTOR]
             bodies = [s.range(0, s.numel - s.numel % VECTOR) for s in same if s.numel >= VECTOR]
             if not is_cpu(device):
@@ -280,6 +297,11 @@ class FusedKernel:
         if self.tails is not None:
             self.tails.store([params, grads, batch.firsts, batch.seconds])
         batch.store()
+
+
+def _shared(s: RunSlice) -> tuple[bool, int]:
+    """Equal for slices that share a fused call."""
+    return (True, s.options) if s.options >= 0 else (False, s.kind)
 
 
 class _Tails:

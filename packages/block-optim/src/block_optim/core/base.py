@@ -21,6 +21,7 @@ from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients
+from block_optim.core.options import check_capturable
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.core.precision import refresh_masters, store_masters
@@ -58,6 +59,8 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
+        capturable: whether CUDA graphs can capture `step`: step counts and the count of skipped steps are then on the
+            device, and a step in which the host would have to read them or a flag raises.
         divides_copies: whether ranks that hold a whole parameter alike divide the work on it: those of a DTensor's
             mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
@@ -68,6 +71,7 @@ class BlockOptimizer(Stateful):
     """
 
     requires_blocks: ClassVar[bool] = False
+    capturable: bool = False
     # GradScaler then leaves found_inf and grad_scale here instead of waiting for them.
     _step_supports_amp_scaling = True
 
@@ -81,6 +85,7 @@ class BlockOptimizer(Stateful):
     def _reset(self) -> None:
         self._collector = Collector()
         self._skipped = 0
+        self._skipped_on_device: torch.Tensor | None = None  # of a capturable optimizer
         self._flags = PendingFlags()
         self._cut_groups: list[dist.ProcessGroup] | None = None
         self._check = GradientCheck()
@@ -89,6 +94,9 @@ class BlockOptimizer(Stateful):
     def _bind(self) -> None:
         self._collector.forget()
         self._cut_groups = None
+        if self.capturable and self._skipped_on_device is None and self._params:
+            device = next(iter(self._params)).device
+            self._skipped_on_device = torch.zeros((), dtype=torch.float32, device=device)
         super()._bind()
 
     # ---------------------------------------------------------------- what a subclass may define
@@ -170,7 +178,16 @@ class BlockOptimizer(Stateful):
             raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
         return {**defaults, **options}
 
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        check_capturable(group, self.capturable)
+
     def _make_states(self, params: list[Param]) -> None:
+        for param in params if self.capturable else ():
+            if not devices.runs_ahead(param.device):
+                raise ValueError(
+                    f"{param.name}: capturable=True needs parameters on an accelerator, this one is on the CPU"
+                )
         if self.requires_blocks:
             self.check_blocks(params)
         super()._make_states(params)
@@ -188,7 +205,8 @@ class BlockOptimizer(Stateful):
     def skipped_steps(self) -> int:
         """Steps skipped because of non-finite gradients, since construction. On CUDA: waits for the device."""
         self._read_flags(wait=True)
-        return self._skipped
+        counted = self._skipped_on_device
+        return self._skipped + (0 if counted is None else int(counted))
 
     def _read_flags(self, *, wait: bool = False) -> None:
         for _ in range(self._flags.skipped(wait=wait)):
@@ -209,6 +227,13 @@ class BlockOptimizer(Stateful):
 
         Communicates: the agreement on non-finite gradients (see the class), and what `update` communicates.
         """
+        if devices.is_capturing() and not self.capturable:
+            raise RuntimeError(
+                f"a CUDA graph captures a step of {type(self).__name__}: build it with capturable=True"
+            )
+        for group in self.param_groups if self.capturable else ():
+            if isinstance(group["lr"], torch.Tensor):
+                check_on_device("lr", group["lr"])
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -223,17 +248,21 @@ class BlockOptimizer(Stateful):
             self._count_skip(active)
         else:
             scale = getattr(self, "grad_scale", None)
+            if self.capturable and scale is not None:
+                check_on_device("grad_scale", scale)
             if scale is not None and active.grads:
                 divisor = scale if devices.runs_ahead(scale.device) else float(scale)
                 for dtype in {g.dtype for g in active.grads}:  # mixed, they are a kernel a tensor on CUDA
                     foreach_div_([g for g in active.grads if g.dtype == dtype], divisor)
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
-            counts = [] if active.found_inf is None else self._host_counts()
+            counts = [] if active.found_inf is None or self.capturable else self._host_counts()
             before = torch.stack(counts) if counts else None
             refresh_masters(self._mastered)
             self.update(active)
             store_masters(self._mastered)
-            if active.found_inf is not None:
+            if self._skipped_on_device is not None and active.found_inf is not None:
+                self._skipped_on_device.add_(active.found_inf != 0)
+            elif active.found_inf is not None:
                 self._flags.add(active.found_inf, counts, before)
         if not active.keeps:
             active.grads = []
@@ -244,14 +273,23 @@ class BlockOptimizer(Stateful):
     ) -> bool | torch.Tensor:
         """Whether to skip this step; identical on every rank. A 0-d tensor if the flag is on the device."""
         result: torch.Tensor | None = getattr(self, "found_inf", None)
+        if self.capturable and result is not None:
+            check_on_device("found_inf", result)
         if result is None:
             if not self.skip_nonfinite:
                 return False
             if grad_norm is not None:
+                if self.capturable:
+                    check_on_device("grad_norm", grad_norm)
                 finite = norm_is_finite(grad_norm)
                 return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
             if self._cut_groups is None:
                 self._cut_groups = cut_groups(self._trained)
+            if self.capturable and self._cut_groups:
+                raise ValueError(
+                    "capturable=True: ranks would agree on non-finite gradients by a collective; give "
+                    "step(grad_norm=...) or build the optimizer with skip_nonfinite=False"
+                )
             own = self._check(active.grads, active.version, next(iter(self._params)).device)
             result = agreed(own, self._cut_groups)
         return result if devices.runs_ahead(result.device) else bool(result.item())
@@ -273,3 +311,9 @@ class BlockOptimizer(Stateful):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "skip_nonfinite": self.skip_nonfinite}
+
+
+def check_on_device(name: str, value: torch.Tensor | float) -> None:
+    """Raise ValueError unless a value that a capturable step uses is on the device: a graph would keep the host's."""
+    if not isinstance(value, torch.Tensor) or not devices.runs_ahead(value.device):
+        raise ValueError(f"{name}: capturable=True needs a tensor on the device, got {value!r}")

@@ -45,6 +45,11 @@ def runs_ahead(device: torch.device) -> bool:
     return not is_cpu(device) or _stand_in is not None
 
 
+def is_capturing() -> bool:
+    """Whether the ops of this thread go into a CUDA graph instead of to the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether batched and fp16 matrix products are faster on this device."""
     return not is_cpu(device) and device.type != "meta"

@@ -26,6 +26,20 @@ def reject_unsupported(group: Mapping[str, Any], supported: Collection[str]) -> 
             raise ValueError(f"{name}={group[name]!r}: this optimizer does not support it; leave it out")
 
 
+def check_capturable(group: Mapping[str, Any], own: bool) -> None:
+    """Raise ValueError if a group's ``capturable`` is not the optimizer's, or if another option excludes it."""
+    value = group.get("capturable")
+    if value is not None and bool(value) != own:
+        raise ValueError(
+            f"capturable={value!r} in one group: this optimizer has capturable={own}; AdamW, AdamW8bit and Muon take "
+            "it as an option of the whole optimizer, the others do not support it"
+        )
+    if own and group.get("stochastic_rounding"):
+        raise ValueError(
+            "capturable=True with stochastic_rounding=True: its random bits follow the host's step count"
+        )
+
+
 def check_lr(lr: Any) -> float | torch.Tensor:
     """Return ``lr`` as a float, or unchanged if it is a tensor of one element.
 

@@ -178,6 +178,12 @@ class Mixed(BlockOptimizer):
                 self._check_shared(name, group)
             optimizer.param_groups = groups
             optimizer._read_groups()
+        capturable = {name: o.capturable for name, o in self._optimizers.items()}
+        if len(set(capturable.values())) > 1:
+            raise ValueError(
+                f"capturable differs between algorithms: {capturable}; a CUDA graph captures all or none"
+            )
+        self.capturable = True in capturable.values()
         self._optimizers = {name: o for name, o in self._optimizers.items() if o.param_groups}
         super()._read_groups()
 

@@ -59,8 +59,8 @@ class Codes(Entry):
 class QuantizedRule(Rule[Codes]):
     """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), and scales (`.._scale`)."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, capturable: bool = False) -> None:
+        super().__init__(capturable=capturable)
         self._layouts: dict[torch.Tensor, ScaleLayout] = {}
 
     @override
@@ -79,7 +79,7 @@ class QuantizedRule(Rule[Codes]):
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
-        on_device = has_triton(device)
+        on_device = self._capturable or has_triton(device)
         steps = torch.zeros(len(params), dtype=torch.float32, device=device if on_device else CPU).unbind()
         for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             stop = starts[i] + counts[i]
@@ -107,7 +107,7 @@ class QuantizedRule(Rule[Codes]):
         )
 
     def _plan_of(self, active: StepGradients) -> "_Plan":
-        return _Plan(self._entries, self._counts, active)
+        return _Plan(self._entries, self._counts, active, self._capturable)
 
 
 @dataclass
@@ -139,13 +139,16 @@ def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
 class _Plan(StepPlan[Codes]):
     """Tile steps, or launches of a kernel, over stretches over runs."""
 
-    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients) -> None:
-        super().__init__(entries, counts, active)
+    def __init__(
+        self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients, capturable: bool
+    ) -> None:
+        super().__init__(entries, counts, active, capturable)
         self.calls: list[_Call] = []
 
     def _run(self, step: Step) -> None:
         if self.calls:
-            counts = [round(float(self.entries[i].step)) for i in self.samples]
+            # Only stochastic rounding reads the counts, which a capturable optimizer refuses.
+            counts = [0 if self.capturable else round(float(self.entries[i].step)) for i in self.samples]
             for call in self.calls:
                 tensors = call.tiles.tensors
                 with unless(step.found_inf, [tensors.param, *tensors.codes, *tensors.scales]):
@@ -230,7 +233,7 @@ class _Plan(StepPlan[Codes]):
         result: list[Launch] = []
         for (tile, seed, dtypes), chosen in rows.items():
             variant = partial(_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
-            result += launches_of(chosen, seed, variant)
+            result += launches_of(chosen, seed, variant, capturable=self.capturable)
         return result
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
