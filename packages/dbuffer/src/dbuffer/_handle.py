@@ -4,6 +4,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -124,15 +125,20 @@ class Handle:
         if self._error is not None:
             raise self._error
 
-    def _wait_for(self, work: Work) -> None:
-        """Wait, and where that takes long on a CPU, ask whether the ranks wait for different collectives."""
-        order, seconds = self._order, _DOUBT
-        if order is not None and not self._layer.asynchronous and isinstance(work, compat.WORKS):
-            while not compat.wait_for(work, seconds):
+    def _wait_on_cpu(self, work: Any, order: CollectiveOrder) -> None:
+        """Wait for torch's work, and where that takes long, ask whether the ranks wait for different collectives."""
+        seconds = _DOUBT
+        for each in getattr(work, "works", (work,)):
+            while True:
+                try:
+                    each.wait(timedelta(seconds=seconds))
+                    break
+                except RuntimeError:
+                    if each.is_completed():
+                        raise
                 if difference := order.check_waiting():
                     raise RuntimeError(difference)
                 seconds = min(1.5 * seconds, 60.0)
-        work.wait()
 
     def _complete(self) -> None:
         """Wait, and write the result: once, or never where that was interrupted."""
@@ -143,8 +149,10 @@ class Handle:
         thread = threading.get_ident()
         progress.waits[thread] = (self, time.monotonic())
         try:
-            if work is not None:
-                self._wait_for(work)
+            if self._order is not None and isinstance(work, compat.WORKS) and not self._layer.asynchronous:
+                self._wait_on_cpu(work, self._order)
+            elif work is not None:
+                work.wait()
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler

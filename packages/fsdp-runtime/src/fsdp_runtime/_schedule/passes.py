@@ -198,10 +198,12 @@ class Pass:
         self._ahead.discard(unit)
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
-            _gather_followers(unit)
+            if unit.followers:
+                _gather_followers(unit)
         else:
             unit.unshard(_AT_ONCE)
-            _gather_followers(unit)
+            if unit.followers:
+                _gather_followers(unit)
             self._order.enter(unit)
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
@@ -322,7 +324,8 @@ class Pass:
             if unit.options.unshard_in_backward:
                 unit.unshard(_AT_ONCE)
                 self._ahead.discard(unit)
-                _gather_followers(unit)
+                if unit.followers:
+                    _gather_followers(unit)
             explicit = unit.options.backward_prefetch
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
