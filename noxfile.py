@@ -303,7 +303,7 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages into site/, and check what they load and where links lead; `-- serve` shows them instead."""
+    """Build the pages into site/, links checked, and check what they load; `-- serve` shows them instead."""
     _prepare(session)
     session.install(*DOCS)  # sources are read, not imported: no torch; ruff formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"

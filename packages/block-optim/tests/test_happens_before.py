@@ -38,7 +38,7 @@ def test_asking_which_ranks_have_a_gradient_has_an_order(kind):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("layout", ["planned", "elements"])
 def test_refreshes_next_to_the_step_have_an_order(kind, overlap, layout):
-    options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "overlap": overlap}
+    options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "overlap": overlap, "steps": 3}
     assert run(kind, layout, shapes=LARGE, lr=0.01, **options) > 500
 
 

@@ -1,6 +1,13 @@
-"""The package installs, and what it exports is there."""
+"""The package's names, versions and imports; examples of README and guide."""
 
+import ast
+import re
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
+
+import pytest
 
 import block_optim
 
@@ -12,3 +19,36 @@ def test_the_installed_version_is_the_modules():
 def test_every_exported_name_is_there_and_documented():
     for name in block_optim.__all__:
         assert getattr(block_optim, name).__doc__, name
+
+
+ROOT = Path(block_optim.__file__).parent
+
+
+def test_only_one_module_uses_private_names_of_torch():
+    for path in ROOT.rglob("*.py"):
+        if path.name == "_torch_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                owner = ast.unparse(node.value)
+                assert not owner.startswith("torch"), f"{path.name}: {owner}.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                assert not any(n.startswith("_") for n in names), f"{path.name}: {names}"
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the examples are in the checkout only")
+def test_muon_trains_on_torchs_fully_shard():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, EXAMPLES / "muon_fsdp2.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"rank \d: loss (\d+\.\d\d) -> (\d+\.\d\d)", done.stdout)
+    assert len(losses) == 2, done.stdout
+    assert all(float(last) < float(first) - 2 for first, last in losses)
+    assert "muon: 8 tensors" in done.stdout
+    assert len((EXAMPLES / "muon_fsdp2.py").read_text().splitlines()) <= 60

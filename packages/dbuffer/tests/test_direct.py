@@ -229,7 +229,7 @@ def unequal_histories(transport):
 
 
 def test_groups_of_ranks_with_different_histories_still_find_each_other():
-    run_ranks(4, unequal_histories, "peer_memory", timeout=30)
+    run_ranks(4, unequal_histories, "peer_memory")
 
 
 def nobody_answers():

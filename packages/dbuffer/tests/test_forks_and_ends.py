@@ -76,7 +76,7 @@ def a_child_ends_normally():
 
 
 def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
-    (first, said), (second, _) = run_ranks(2, a_child_ends_normally, timeout=30)
+    (first, said), (second, _) = run_ranks(2, a_child_ends_normally)
     assert first == [1.0]
     assert second == [0.0]
     assert said.splitlines() == [

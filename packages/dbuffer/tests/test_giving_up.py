@@ -40,7 +40,11 @@ def one_of_three_is_missing():
     if rank != 2:
         others = [(rank - step) % 3 for step in (1, 2)]
         total = Sum([(torch.zeros(4), torch.ones(4))], others, "sum")
-        said = error_of(peers.reduce("x", {other: [torch.ones(4)] for other in others}, total).wait)
+        said = error_of(
+            peers.exchange(
+                "x", {other: [torch.ones(4)] for other in others}, dict.fromkeys(others, total.own), total
+            ).wait
+        )
     dist.barrier()
     return said
 
@@ -105,8 +109,9 @@ def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
 def the_deadline_passes_in_a_read():
     """Rank 0's time is up while its own thread writes its memory: it may not have the memory back before."""
     progress: list = []
-    peers = peers_of(timeout=1.0 if dist.get_rank() == 0 else 30.0)
-    usual = slow_reads(2.0 if dist.get_rank() == 0 else 0.0, progress)
+    peers = peers_of(timeout=3.0 if dist.get_rank() == 0 else 30.0)
+    usual = slow_reads(3.2 if dist.get_rank() == 0 else 0.0, progress)
+    dist.barrier()
     work = swap(peers, torch.ones(SIZE), [torch.zeros(SIZE)])
     with contextlib.suppress(RuntimeError):
         work.wait()
@@ -119,14 +124,16 @@ def test_wait_does_not_return_while_the_thread_still_writes():
     run_ranks(2, the_deadline_passes_in_a_read)
 
 
-def the_thread_is_stuck():
+def the_thread_is_stuck(done):
     """Rank 0's thread is in a long read when its patience ends; rank 1 reads what rank 0 gave after that."""
-    peers = peers_of(timeout=0.3 if dist.get_rank() == 0 else 30.0)
+    peers = peers_of(timeout=1.5 if dist.get_rank() == 0 else 30.0)
     usual, grace = peer_memory.copy_memory, peer_memory.GRACE
     peer_memory.GRACE = 0.3
 
     def slow(*arguments):
-        time.sleep(2.0 if dist.get_rank() == 0 else 1.2)
+        until = time.monotonic() + 60
+        while not done.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         usual(*arguments)
 
     peer_memory.copy_memory = slow
@@ -136,13 +143,15 @@ def the_thread_is_stuck():
     said = error_of(work.wait)
     quiet = work.quiet
     mine.fill_(-1.0)
+    if dist.get_rank() == 0:
+        done.touch()
     dist.barrier()
     peer_memory.copy_memory, peer_memory.GRACE = usual, grace
     return said, quiet
 
 
-def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises():
-    (first, first_quiet), (second, _) = run_ranks(2, the_thread_is_stuck)
+def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises(tmp_path):
+    (first, first_quiet), (second, _) = run_ranks(2, the_thread_is_stuck, tmp_path / "done")
     assert first.startswith("the thread that exchanges memory has not answered for 0.3 s after the timeout")
     assert not first_quiet
     assert second == "rank 0 of the group has ended or given up, during x"
@@ -229,7 +238,7 @@ def one_is_killed(when):
 @pytest.mark.parametrize(("ranks", "when"), [(3, "it reads"), (3, "it is read"), (8, "it is read")])
 def test_where_a_rank_is_killed_the_others_raise_at_once(ranks, when):
     with pytest.raises(RankError) as caught:
-        run_ranks(ranks, one_is_killed, when, timeout=20)
+        run_ranks(ranks, one_is_killed, when)
     assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
     assert 0 in caught.value.causes
     for cause in caught.value.causes.values():
@@ -253,13 +262,15 @@ def one_is_killed_in_a_reduction():
     Sum.add = deadly
     others = [(rank - step) % size for step in range(1, size)]
     total = Sum([(torch.zeros(SIZE), torch.ones(SIZE))], others, "sum")
-    peers.reduce("x", {other: [torch.ones(SIZE)] for other in others}, total).wait()
+    peers.exchange(
+        "x", {other: [torch.ones(SIZE)] for other in others}, dict.fromkeys(others, total.own), total
+    ).wait()
     if rank == 2:
         time.sleep(10)
 
 
 def test_where_a_rank_is_killed_in_a_reduction_the_one_that_adds_raises():
     with pytest.raises(RankError) as caught:
-        run_ranks(3, one_is_killed_in_a_reduction, timeout=20)
+        run_ranks(3, one_is_killed_in_a_reduction)
     assert "rank 2 ---\nthe process died (signal 9)" in str(caught.value)
     assert "rank 2 of the group has ended or given up, during x" in str(caught.value.causes[0])

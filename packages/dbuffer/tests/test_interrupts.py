@@ -196,7 +196,7 @@ def a_wait_is_interrupted(error):
     zero(buffer.full)
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(0.8)
+        dist.recv(torch.zeros(1), 0)
         Gather([buffer]).start().wait()
     else:
         handle = Gather([buffer]).start()
@@ -207,6 +207,7 @@ def a_wait_is_interrupted(error):
         assert handle.state is HandleState.STARTED
         with pytest.raises(RuntimeError, match="release while a collective is under way"):
             buffer.release()
+        dist.send(torch.zeros(1), 1)
         handle.wait()
     assert buffer.in_flight is None
     return bool((buffer.views["w"] == 3).all())

@@ -169,7 +169,7 @@ def many_at_once(times):
 
 @pytest.mark.parametrize(("ranks", "times"), [(2, 400), (3, 400), (4, 400), (16, 30)])
 def test_many_exchanges_under_way_bring_each_its_own_bytes(ranks, times):
-    run_ranks(ranks, many_at_once, times, timeout=60)
+    run_ranks(ranks, many_at_once, times)
 
 
 def many_buffers(count):
@@ -218,7 +218,7 @@ def the_thread_fails():
 
 
 def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
-    first, second = run_ranks(2, the_thread_fails, timeout=30)[0]
+    first, second = run_ranks(2, the_thread_fails)[0]
     assert first == "rank 1 of the group sent 3 bytes that mean nothing"
     assert second == "the connections of this rank to the others of the group are closed; y needs them"
 
@@ -237,7 +237,7 @@ def threads_after(times):
         assert added()
         dist.barrier()
         del peers
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while added() and time.monotonic() < deadline:
         time.sleep(0.01)
     return added()

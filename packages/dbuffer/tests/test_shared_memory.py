@@ -337,8 +337,8 @@ def large_memory_and_a_child():
 def test_memory_of_ranks_that_were_killed_is_gone_though_their_children_live():
     before = shared_bytes()
     with pytest.raises(RankError):
-        run_ranks(2, large_memory_and_a_child, timeout=30)
-    deadline = time.monotonic() + 10
+        run_ranks(2, large_memory_and_a_child)
+    deadline = time.monotonic() + 60
     while shared_bytes() - before > 128 * MIB and time.monotonic() < deadline:
         time.sleep(0.1)
     assert shared_bytes() - before <= 128 * MIB  # other tests may run at the same time
@@ -353,7 +353,7 @@ kept = [shared.arena().allocate(1 << 20) for _ in range(8)]
 
 def test_an_interpreter_ends_normally_with_memory_in_use():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", EXITING], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", EXITING], env=environment, check=True, timeout=250)
 
 
 # -- tensors as any other ----------------------------------------------------------------------------------------------

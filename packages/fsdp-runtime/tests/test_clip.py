@@ -1,15 +1,251 @@
-"""`clip_grad_norm_` of this package: a plain norm, also over pipeline stages."""
+"""Clipping as in one process: any parameters, pipeline stages, and gradients that are not as backward left them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_runtime import clip_grad_norm_, fully_shard
-from ragged_shard import distribute_like
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
+from fsdp_runtime.optim.clip import runs_of
+from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
+
+WIDTH = 7  # odd, so that there is padding
+
+
+def plain(**options):
+    """The same model in one process, with the gradient of all ranks' batches."""
+    model = seeded(width=WIDTH, **options)
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        (loss_of(model, tokens(rank=rank)) / ranks).backward()
+    return model
+
+
+def after_backward(**options):
+    model = shard(seeded(width=WIDTH), **options)
+    loss_of(model, tokens()).backward()
+    return model
+
+
+def same(model, whole, norm, max_norm, order):
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, order)
+    assert type(norm) is torch.Tensor
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    for param, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+
+
+def poison_padding(model):
+    """Write NaN wherever the memory of gradients belongs to none of them. Returns how many elements."""
+    storages: dict[int, Any] = {}
+    for param in model.parameters():
+        local = param.grad.to_local()
+        where = local.untyped_storage()
+        _, held = storages.setdefault(
+            where.data_ptr(), (local, torch.zeros(where.nbytes() // 4, dtype=torch.bool))
+        )
+        held[local.storage_offset() : local.storage_offset() + local.numel()] = True
+    for local, held in storages.values():
+        local.as_strided(held.shape, (1,), 0)[~held] = torch.nan
+    return sum(int((~held).sum()) for _, held in storages.values())
+
+
+def clipped(hybrid=False):
+    mesh = rank_mesh(2, 2, names=("replica", "shard")) if hybrid else None
+    for order in (2.0, 1.0, float("inf")):
+        clipped_by(order, mesh)
+
+
+def clipped_by(order, mesh):
+    model = after_backward(mesh=mesh)
+    padding = torch.tensor(float(poison_padding(model)))
+    dist.all_reduce(padding)
+    assert padding > 0
+    with record_collectives() as record:
+        norm = model.clip_grad_norm_(0.05, order)
+    assert record.kinds == ["all_reduce"]
+    same(model, plain(), norm, 0.05, order)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_are_clipped_as_in_one_process_and_garbage_in_padding_does_not_count(ranks):
+    run_ranks(ranks, clipped)
+
+
+def test_copies_of_shards_count_once():
+    run_ranks(4, clipped, True)
+
+
+@on_ranks(3)
+def test_gradients_that_a_rank_does_not_have_do_not_count_and_no_rank_waits():
+    """Rank 0 drops some gradients, rank 1 all."""
+    model, whole = after_backward(), plain()
+    rank = dist.get_rank()
+    for number, param in enumerate(model.parameters()):
+        if rank == 1 or (rank == 0 and number % 2):
+            param.grad = None
+    squares = [
+        param.grad.to_local().double().square().sum()
+        for param in model.parameters()
+        if param.grad is not None
+    ]
+    total = torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()
+    dist.all_reduce(total)
+    before = [None if param.grad is None else param.grad.to_local().clone() for param in model.parameters()]
+    norm = model.clip_grad_norm_(0.01)
+    assert norm.item() == pytest.approx(total.sqrt().item(), rel=1e-5)
+    assert norm < nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    for param, kept in zip(model.parameters(), before, strict=True):
+        if kept is not None:
+            torch.testing.assert_close(param.grad.to_local(), kept * (0.01 / (norm + 1e-6)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks("ranks")
+def test_gradients_that_the_user_replaced_are_clipped_where_they_are(ranks):
+    """By others of the same layout, in memory of their own; by one of another layout; by nothing and back."""
+    model = after_backward()
+    params = list(model.parameters())
+    for number, param in enumerate(params):
+        if number % 3 == 0:
+            param.grad = param.grad.clone()
+        elif number == 1:
+            units = (0,) * (dist.get_world_size() - 1) + (1,)
+            param.grad = param.grad.redistribute(placements=[RaggedShard((0,), units)])
+            assert isinstance(param.grad, RaggedDTensor)
+    norm = model.clip_grad_norm_(0.05)
+    same(model, plain(), norm, 0.05, 2.0)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_count_once():
+    model, whole = seeded(width=WIDTH), plain()
+    fully_shard(model, ignored_params={model.norm.weight, model.norm.bias})
+    loss_of(model, tokens()).backward()
+    for param in (model.norm.weight, model.norm.bias):
+        dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    norm = model.clip_grad_norm_(0.05)
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(model.norm.weight.grad, whole.norm.weight.grad)
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), whole.head.weight.grad)
+
+
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@on_ranks(4)
+def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
+    """Norms are on dp alone, matrices on dp and tp; the row-wise bias too. By the method and by the function."""
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for of_model in (True, False):
+        model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        alone = block()
+        model(x[2 * mesh.get_local_rank("dp") :][:2]).square().mean().backward()
+        alone(x).square().mean().backward()
+        clip = model.clip_grad_norm_ if of_model else partial(clip_grad_norm_, list(model.parameters()))
+        ranks = "clip_grad_norm_: parameters are on different ranks"
+        with pytest.raises(NotImplementedError, match=rf"{ranks}(?s:.*)copies or other parameters"):
+            clip(0.5, order)
+        with record_collectives() as record:
+            norm = clip(0.5, order, copies=True)
+        same(model, alone, norm, 0.5, order)
+        assert (
+            record.kinds == ["all_reduce"] * 2
+        )  # matrices over all ranks; norms and the row-wise bias over dp
+
+
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks_and_clips_nothing():
+    model = after_backward()
+    if dist.get_rank() == 1:
+        next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local()[0] = torch.nan
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of all gradients is nan: not clipped"):
+        model.clip_grad_norm_(0.05, error_if_nonfinite=True)
+    for param, kept in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad.to_local(), kept, rtol=0, atol=0, equal_nan=True)
+    for order in (float("inf"), 2.0):
+        assert model.clip_grad_norm_(0.05, order).isnan()
+
+
+class Foreach(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.lengths: list[Any] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "_foreach" in str(op):
+            self.lengths.append([tensor.numel() for tensor in args[0]])
+        return op(*args, **(kwargs or {}))
+
+
+def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
+    with simulated_ranks(1):
+        model: Any = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))))
+        model(torch.ones(2, 8)).sum().backward()
+        with Foreach() as seen:
+            model.clip_grad_norm_(1.0)
+    assert seen.lengths == [[3600], [3600]]
+
+
+def test_the_function_for_any_parameters_gives_the_same():
+    with simulated_ranks(1):
+        models: list[Any] = [fully_shard(nn.Linear(8, 5)) for _ in range(2)]
+        one, other = models
+        for model in models:
+            torch.manual_seed(0)
+            for param in model.parameters():
+                nn.init.normal_(param.to_local() if isinstance(param, RaggedDTensor) else param)
+            model(torch.ones(2, 8)).square().sum().backward()
+        torch.testing.assert_close(one.clip_grad_norm_(0.5), clip_grad_norm_(other.parameters(), 0.5))
+        torch.testing.assert_close(one.weight.grad.to_local(), other.weight.grad.to_local())
+
+
+def test_half_precision_is_summed_in_fp32():
+    with simulated_ranks(1):
+        model: Any = fully_shard(nn.Linear(64, 64, dtype=torch.bfloat16))
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        norm = model.clip_grad_norm_(1e9)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx((64 * 64 + 64) ** 0.5, rel=1e-6)
+
+
+def test_what_cannot_be_clipped_is_refused():
+    with simulated_ranks(1):
+        model: Any = fully_shard(nn.Linear(8, 5))
+        with pytest.raises(ValueError, match=r"norm_type is 0\.0; expected a positive number"):
+            model.clip_grad_norm_(1.0, 0.0)
+        assert model.clip_grad_norm_(1.0) == 0
+        optimizer_in_backward(model, torch.optim.SGD)
+        with pytest.raises(RuntimeError, match="optimizer_in_backward updates some of these parameters"):
+            model.clip_grad_norm_(1.0)
+
+
+def test_runs_end_where_memory_or_the_dtype_does():
+    flat, other = torch.arange(12.0), torch.ones(3)
+    a, b, gap, c = flat.split((4, 2, 1, 5))
+    found = runs_of([c, other, b, a.view(2, 2), gap[:0]])
+    assert sorted(tuple(run.flatten().tolist()) for run in found) == [
+        (0.0, 1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 1.0, 1.0), (7.0, 8.0, 9.0, 10.0, 11.0),
+    ]  # fmt: skip
+    words = torch.zeros(4)
+    assert [run.dtype for run in runs_of([words[:2], words[2:].view(torch.int32)])] == [
+        torch.float32,
+        torch.int32,
+    ]
 
 
 def stage(number):
@@ -66,35 +302,3 @@ def test_plain_parameters_are_clipped_as_by_torch():
     for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(param.grad, wanted.grad)
     assert clip_grad_norm_([torch.ones(1, requires_grad=True)], 1.0) == 0
-
-
-def block():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
-
-
-def clip_next_to_tensor_parallel(order):
-    """Norms lie on dp alone, matrices on dp and tp; the row-wise bias too."""
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    alone = block()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    mine = x[2 * mesh.get_local_rank("dp") :][:2]
-    model(mine).square().mean().backward()
-    alone(x).square().mean().backward()
-    with pytest.raises(NotImplementedError, match="copies or other parameters"):
-        clip_grad_norm_(model.parameters(), 0.5, order)
-    with record_collectives() as record:
-        norm = clip_grad_norm_(model.parameters(), 0.5, order, copies=True)
-    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5, order)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
-    return record.kinds
-
-
-@pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_copies_count_once_next_to_parameters_that_tensor_parallelism_cuts(order):
-    kinds = run_ranks(4, clip_next_to_tensor_parallel, order)[0]
-    assert kinds == ["all_reduce"] * 2  # matrices over all ranks; norms and the row-wise bias over dp

@@ -1,5 +1,7 @@
 """Units that some ranks skip: no hang, and the gradients of one process that ran every rank's part."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime import FSDPModule, fully_shard
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
 
 WIDTH = 7
 PARTS = ("tower", "experts.0", "experts.1")
@@ -234,3 +236,37 @@ def test_mixed_precision_and_wide_and_narrow_parameters():
     model(inputs(0, 0), STEPS[0][dist.get_rank()]).sum().backward()
     assert model.tower.layers[0].weight.grad is not None
     assert model.tower.unused.grad is None
+
+
+def undeclared(folder, transport):
+    """Rank 1 skips a unit in its second step; each rank notes its error and ends, as a script does."""
+    from dbuffer import _handle
+
+    _handle._DOUBT = 0.5
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, transport=transport)
+    fully_shard(model, transport=transport)
+    try:
+        for step in range(2):
+            x = torch.ones(2, 8)
+            if step and dist.get_rank():
+                model[1].forward = lambda x: x  # as a model that calls its layer under a condition
+                model[1]._forward_pre_hooks.clear()
+                model[1]._forward_hooks.clear()
+            model(x).sum().backward()
+    except RuntimeError as error:
+        (folder / str(dist.get_rank())).write_text(str(error))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["collectives", "peer_memory"])
+def test_a_unit_that_a_rank_skips_undeclared_is_an_error_on_both_ranks(tmp_path, transport):
+    with pytest.raises(RankError):
+        run_ranks(2, undeclared, tmp_path, transport)
+    for rank in (0, 1):
+        text = (tmp_path / str(rank)).read_text()
+        assert "the ranks do not agree on the order of collectives" in text
+        assert "all_gather of 1" in text
+        assert "skippable=True" in text

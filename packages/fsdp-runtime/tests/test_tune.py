@@ -194,7 +194,7 @@ def test_nothing_keeps_a_model_that_was_tuned():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks", timeout=60)
+@on_ranks("ranks")
 def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank(ranks):
     last = torch.distributed.get_world_size() - 1
     alone = torch.distributed.get_rank() == last

@@ -1,8 +1,13 @@
-"""How good plans are, against exhaustive search and against each other."""
+"""How well plans pack: near the lower bound, below the baselines, quantized blocks too."""
 
+import math
 import random
+from typing import Any
 
-from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, plan
+import pytest
+
+from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, load_model, plan, plan_quantized
+from layout_planner.baselines import even_rows, in_given_order, lcm_rule
 
 from .slow_checker import check, least_shard
 
@@ -68,3 +73,206 @@ def splits_of(tensors):
         found.append([[first], *parts])
         found += [[*parts[:at], [first, *part], *parts[at + 1 :]] for at, part in enumerate(parts)]
     return found
+
+
+def llama_layer():
+    group = max(load_model("llama-3-8b").groups, key=lambda g: g.count * g.numel)
+    return [spec for spec in group.specs(Rows(1)) if len(spec.shape) > 1]
+
+
+@pytest.mark.parametrize(
+    ("tile", "ratios"),
+    [
+        ((128, 128), {8: 0.50, 32: 0.50, 64: 0.54, 128: 1.00, 256: 1.69, 1024: 5.54}),
+        ((32, 32), {8: 0.50, 32: 0.50, 64: 0.50, 128: 0.50, 256: 0.54, 1024: 1.70}),
+    ],
+)
+def test_a_band_outgrows_the_shards_of_many_ranks_and_cut_tiles_do_not(tile, ratios):
+    for world_size, ratio in ratios.items():
+        found = plan_quantized(llama_layer(), world_size, tile)
+        assert found.whole_bytes / found.bf16_bytes == pytest.approx(ratio, abs=0.006)
+        assert found.shared_bytes <= 0.51 * found.bf16_bytes
+        assert found.cut == ("whole" if ratio <= 0.55 else "shared")
+        assert found.bytes_of(found.cut) <= 0.55 * found.bf16_bytes
+        assert found.layout() is (found.whole if found.cut == "whole" else found.shared)
+
+
+def by_hand(layout, tile):
+    """Bytes of a gather, counted tile by tile."""
+    most = 0
+    for rank in range(layout.world_size):
+        held = set()
+        for spec in layout.tensors:
+            *_, rows, columns = spec.shape
+            start, stop = layout.local_range(spec.name, rank)
+            for row in range(start // columns, -(-stop // columns)):
+                for column in range(0, columns, tile[1]):
+                    held.add((spec.name, row // rows, row % rows // tile[0], column))
+        most = max(most, len(held))
+    return layout.padded_numel + layout.world_size * -(-4 * most // 16) * 16
+
+
+def test_bytes_are_those_counted_tile_by_tile():
+    group = [TensorSpec("a", (70, 50)), TensorSpec("b", (3, 45, 33)), TensorSpec("c", (16, 16), Rows(4))]
+    tile: tuple[int, int]
+    for world_size in (1, 2, 3, 5):
+        for tile in [(32, 32), (1, 16), (8, 128)]:
+            found = plan_quantized(group, world_size, tile)
+            assert found.whole_bytes == by_hand(found.whole, tile)
+            assert found.shared_bytes == by_hand(found.shared, tile)
+            assert found.bf16_bytes == 2 * plan(group, world_size).padded_numel
+            if tile[0] == 1:
+                assert found.whole is found.shared
+                assert (found.cut, found.amax_bytes) == ("whole", 0)
+
+
+def test_only_tiles_that_a_rank_boundary_cuts_share_their_magnitude():
+    found = plan_quantized([TensorSpec("a", (256, 320))], 4, (128, 128))
+    assert found.shared.local_range("a", 0) == (0, 64 * 320)
+    assert found.amax_bytes == 4 * 2 * 3  # both bands are cut, in three tiles each
+
+
+def test_bands_of_tiles_meet_the_blocks_of_the_tensors():
+    group = [TensorSpec("a", (480, 16), Rows(48)), TensorSpec("b", (96, 16), Whole())]
+    group.append(TensorSpec("c", (64, 16), Elements(64)))
+    found = plan_quantized(group, 2, (32, 32))
+    assert [spec.block for spec in found.whole.tensors] == [Tile(96, 32), Whole(), Tile(32, 32)]
+    assert [spec.block for spec in found.shared.tensors] == [Rows(48), Whole(), Elements(64)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (TensorSpec("norm", (64,)), "norm: a tensor of shape"),
+        (TensorSpec("w", (64, 48), Elements(16)), "w: its block elements:16 ends inside a row of 48"),
+        (TensorSpec("e", (80, 16), Rows(1), 40 * 16), "e: blocks start over after 640 elements"),
+    ],
+)
+def test_a_tensor_that_cannot_be_served_is_named(spec, said):
+    with pytest.raises(ValueError, match=said):
+        plan_quantized([spec], 2, (32, 32))
+
+
+def test_bad_arguments_are_named():
+    cut: Any = "rows"
+    group = [TensorSpec("w", (64, 48))]
+    with pytest.raises(ValueError, match="tile"):
+        plan_quantized(group, 2, (0, 32))
+    with pytest.raises(ValueError, match="cut: expected"):
+        plan_quantized(group, 2, (32, 32)).layout(cut)
+
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
+# A loaded machine is no failure.
+unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+
+BLOCKS = st.one_of(
+    st.integers(1, 9).map(Rows),
+    st.integers(1, 50).map(Elements),
+    st.just(Whole()),
+    st.builds(Tile, st.just(2), st.just(3)),
+)
+
+
+@st.composite
+def tensors(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 8), min_size=2, max_size=3)))
+    period = math.prod(shape[1:]) if len(shape) == 3 and draw(st.booleans()) else None
+    return TensorSpec("w", shape, draw(BLOCKS), period)
+
+
+def fewest_slices(spec):
+    """Elements of the fewest slices of dimension 0 of which every multiple is a cut point, by trying."""
+    rows = spec.numel // spec.shape[0]
+    return next(
+        rows * count
+        for count in range(1, spec.shape[0] + 1)
+        if all(spec.grid.is_cut(cut) for cut in range(0, spec.numel, rows * count))
+    )
+
+
+@unhurried
+@given(tensors(), st.integers(1, 20))
+def test_even_rows_is_the_least_equal_chunk_of_whole_blocks(spec, world_size):
+    step = fewest_slices(spec)
+    chunk = next(size for size in range(step, spec.numel + step + 1, step) if size * world_size >= spec.numel)
+    assert even_rows([spec], world_size) == world_size * chunk
+
+
+@unhurried
+@given(st.lists(tensors(), min_size=1, max_size=3), st.integers(1, 20))
+def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_chunks(specs, world_size):
+    chunk, total = math.lcm(*map(fewest_slices, specs)), sum(spec.numel for spec in specs)
+    padded = lcm_rule(specs, world_size)
+    assert padded % (world_size * chunk) == 0
+    assert padded - world_size * chunk < total <= padded
+
+
+def test_at_one_row_even_rows_is_what_fsdp2_pads_each_tensor_to():
+    specs = [TensorSpec("a", (10, 3)), TensorSpec("b", (7,)), TensorSpec("c", (3, 2, 2))]
+    assert even_rows(specs, 4) == 4 * (3 * 3 + 2 + 1 * 4)
+
+
+def test_a_scalar_is_one_row():
+    assert even_rows([TensorSpec("a", ())], 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "times"),
+    [
+        ("llama-3-8b", 1024, 1.00),
+        ("llama-3-8b", 4096, 1.17),
+        ("deepseek-v3", 1024, 3.92),
+        ("deepseek-v3", 4096, 15.63),
+        ("gpt-oss-120b", 1024, 7.87),
+        ("gpt-oss-120b", 4096, 31.45),
+    ],
+)
+def test_even_rows_of_whole_models_are_as_known(model, world_size, times):
+    shape = load_model(model)
+    padded = sum(group.count * even_rows(group.specs(Rows(1)), world_size) for group in shape.groups)
+    assert padded / shape.numel == pytest.approx(times, abs=0.005)
+
+
+@pytest.mark.parametrize(("world_size", "padding"), [(64, 0.31), (1024, 6.01)])
+def test_lcm_rule_on_gpt_oss_attention_and_router_is_as_known(world_size, padding):
+    layer = load_model("gpt-oss-120b").groups[1].specs(Rows(1))
+    specs = [spec for spec in layer if "self_attn" in spec.name or "router" in spec.name]
+    ratio = lcm_rule(specs, world_size) / sum(spec.numel for spec in specs) - 1
+    assert ratio == pytest.approx(padding, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", [even_rows, lcm_rule])
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
+def test_a_bad_world_size_is_refused(rule, world_size):
+    with pytest.raises(ValueError, match=r"world_size is .*; expected an integer of at least 1"):
+        rule([TensorSpec("a", (3,))], world_size)
+
+
+LAYER = [TensorSpec("a", (12, 5), Rows(3)), TensorSpec("b", (40, 7)), TensorSpec("c", (9, 4), Whole())]
+
+
+@unhurried
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
+def test_the_given_order_is_kept_in_one_segment_of_a_valid_layout(specs, world_size, lcm):
+    named = [TensorSpec(f"t{i}", s.shape, s.block, s.period) for i, s in enumerate(specs)]
+    (segment,) = in_given_order(named, world_size, align=2, lcm=lcm).segments  # a Layout checks itself
+    assert segment.names == tuple(spec.name for spec in named)
+
+
+def test_the_shard_size_in_the_given_order_is_a_multiple_of_the_largest_tensor_s_block_or_of_all():
+    (single,) = in_given_order(LAYER, 3, align=1).segments
+    (common,) = in_given_order(LAYER, 3, align=1, lcm=True).segments
+    assert single.shard_size % 7 == 0
+    assert common.shard_size % math.lcm(15, 7, 36) == 0
+    assert common.shard_size > single.shard_size
+
+
+def test_planning_pads_no_more_than_the_given_order():
+    assert plan(LAYER, 3).padded_numel <= in_given_order(LAYER, 3).padded_numel
+
+
+def test_the_given_order_of_no_tensors_is_refused():
+    with pytest.raises(ValueError, match="the group has no tensors"):
+        in_given_order([], 2)

@@ -391,7 +391,7 @@ def save_hf_of_one_rank(folder):
 
 def test_our_hugging_face_writer_needs_distributed_saving_for_what_several_ranks_hold(tmp_path):
     pytest.importorskip("safetensors")
-    run_ranks(2, save_hf_of_one_rank, tmp_path, timeout=30)
+    run_ranks(2, save_hf_of_one_rank, tmp_path)
     assert [file.parent.name for file in tmp_path.glob("*/*.safetensors")] == ["plain"]
 
 

@@ -1,13 +1,16 @@
-"""Norms over any mix of placements and meshes, and torch's clipping with them."""
+"""Norms and statistics of ragged tensors."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import get_total_norm, parameters_to_vector
 
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
@@ -122,3 +125,186 @@ def test_norms_over_different_ranks_are_not_stacked():
     one = distribute_tensor(plain(), mesh["dp"], [RaggedShard((0,), (1, 3))], src_data_rank=None)
     with pytest.raises(NotImplementedError, match="copies or other parameters"):
         torch.nn.utils.get_total_norm([both, one])
+
+
+NAMES = {
+    "torch": torch, "F": F, "get_total_norm": get_total_norm, "parameters_to_vector": parameters_to_vector,
+}  # fmt: skip
+# Of a weight w (6, 4), its gradient g, a bias b (12,), its gradient h and a stack of matrices e (3, 4, 2).
+ANSWERED = """
+w.norm() w.norm(1) w.norm(float('inf')) w.norm(-float('inf')) w.norm(0) w.norm(3) w.norm(dim=0) w.norm(dim=1)
+w.norm(dim=1,keepdim=True) torch.linalg.norm(w) torch.linalg.vector_norm(w,1)
+torch.linalg.vector_norm(w,dim=(0,1))
+w.norm().item() w.square().sum().sqrt() w.pow(2).mean().sqrt() get_total_norm([w,b]) get_total_norm([g,h],1.0)
+torch._foreach_norm([w,b])[0] torch.stack([w.norm(),b.norm()]) torch.stack([w.norm(),b.norm()]).norm()
+torch.linalg.matrix_norm(w) torch.linalg.norm(b,2)
+w.sum() w.sum(0) w.sum(1) w.sum(-1,keepdim=True) w.sum((0,1)) e.sum(2) e.sum((0,2)) b.sum() b.sum().item()
+w.sum(dtype=torch.float64)
+w.mean() w.mean(0) w.mean(1) w.mean(dtype=torch.float64) w.mean().item() b.mean() e.mean(0) e.mean((1,2))
+w.nansum()
+w.nanmean() w.abs().mean() w.abs().max() w.abs().max().item() w.abs().sum() w.clone().mean() w.double().mean()
+w.std() w.std(0) w.std(1) w.std(unbiased=False) w.std(correction=0) w.std().item() w.var() w.var(0) w.var(1)
+w.var(unbiased=False)
+w.var(1,keepdim=True) b.std() b.var() e.std() e.var(2) e.std((0,1)) torch.std_mean(w) torch.var_mean(w)
+torch.var_mean(w,0)
+w.prod() b.prod() w.prod(0) w.prod(1) w.max() w.min() w.amax() w.amin() w.amax(0) w.amax(1) w.amin((0,1))
+w.max().item()
+w.aminmax() torch.maximum(w,g).max() w.argmax() w.argmin() w.argmax().item() b.argmax() w.max(0) w.max(1)
+w.max(1)[0] w.argmax(1) w.argmax(0)
+w.count_nonzero() w.count_nonzero(0) (w>0).sum() (w>0).float().mean() (w==0).sum() (w==0).float().mean().item()
+torch.count_nonzero(w>0)
+w.any() (w>9).any() (w==w).all() w.isnan().any() w.isinf().any() w.isnan().any().item() torch.isfinite(w).all()
+w.isnan().sum()
+(w>0).any(0) (w>0).all(1) bool(w.isfinite().all()) (w!=g).any() w.logical_not().sum()
+torch.histc(w,bins=5) torch.histc(w,bins=4,min=-1,max=1) w.histc(bins=8)
+w.sort(1) w.kthvalue(2) w.cumsum(1)
+w.median(1) w.topk(2,1)
+(w*g).sum() (w*g).mean() torch.dot(b,h) torch.vdot(b,h) (b*h).sum()
+F.cosine_similarity(w.flatten(),g.flatten(),dim=0) F.cosine_similarity(w,g,dim=1)
+F.cosine_similarity(b,h,dim=0) torch.dist(w,g) (w-g).norm() (w-g).abs().max() F.mse_loss(w,g) F.l1_loss(w,g)
+torch.equal(w,w) torch.allclose(w,g)
+(g.norm()/w.norm()).item() (g/w.norm()).norm() (w*1e-3).norm() F.mse_loss(w,g,reduction='sum')
+torch.sum(w*g)/(w.norm()*g.norm())
+w.logsumexp(0) w.logsumexp((0,1)) w.logsumexp(1) w.softmax(1) w.log_softmax(1) w.softmax(0) F.normalize(b,dim=0)
+w[0] w[-1] w[:2] w[1:4] w[:2].norm() w[0].norm() w[0,0] w[0,0].item() w[5].sum() b[0] b[:3] b[3].item()
+b[2:5].mean()
+w.narrow(0,1,3) w.select(0,2) e[0] e[1].norm() e[:2] e[0,1] b[-1].item()
+w.flatten()[:3] w.view(-1)[7].item()
+w.view(-1) w.flatten() w.reshape(-1).norm() w.flatten()[0] w.view(-1).sum() w.reshape(3,2,4).sum(2) w.squeeze()
+w.unsqueeze(0)
+w.chunk(2) w.split(2) w.split(3)[0].norm() w.unbind(0) float(w.norm()) int((w>0).sum()) w.numel() w.shape len(w)
+w.dim() w.nelement()
+w.detach().cpu().norm() w.bfloat16().norm() w.float().std() torch.matmul(b,h)
+F.relu(w).mean() w.sigmoid().mean() w.clamp(-1,1).mean() torch.where(w>0,w,g).sum() w.log1p().nan_to_num().sum()
+w.sign().sum() w.exp().sum().log()
+(w.abs()<1e-2).float().mean() w.abs().log10().mean() w.abs().log2().floor().amax() torch.numel(w)
+w.abs().mean(1) w.norm(dim=1).max() w.norm(dim=0).mean() w.norm(dim=1).std()
+""".split()  # noqa: SIM905
+# One reduction or a look at what this rank holds does not answer them; nothing is gathered behind the user's back.
+REFUSED = """
+w.median() w.quantile(0.5) w.flatten().topk(3) b.topk(2) b.sort() b.cumsum(0) w.unique()
+w.flatten().quantile(0.9) F.normalize(w,dim=1) w[:,0] w[:,:2] w[...,0] w[::2] w.t() w.T.norm() w.transpose(0,1)
+w.mT w.permute(1,0) torch.cat([w,g]) torch.cat([w.flatten(),b]) torch.stack([w,g]) torch.stack([w,g]).mean(0)
+parameters_to_vector([w,b]) torch.cat([b,h]).norm() w.tolist() w@g.t() torch.mm(w,g.t()) w.trace() w.diagonal()
+w.tril() torch.outer(b,h)
+""".split()  # noqa: SIM905
+
+
+def values():
+    torch.manual_seed(0)
+    shapes = {"w": (6, 4), "g": (6, 4), "b": (12,), "h": (12,), "e": (3, 4, 2)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+# Shares of the rows of w, b and e, or of their elements, on 2 and 3 ranks.
+ROWS = {2: ((1, 5), (3, 9), (1, 0)), 3: ((2, 0, 4), (5, 0, 7), (1, 2, 0))}
+ELEMENTS = {2: ((5, 19), (3, 9), (24, 0)), 3: ((7, 0, 17), (5, 0, 7), (10, 14, 0))}
+
+
+def tensors(layout):
+    ranks = dist.get_world_size()
+    w, b, e = (ELEMENTS if layout == "elements" else ROWS)[ranks]
+    mesh, others = rank_mesh(ranks), []
+    if layout == "hybrid":
+        mesh, others = rank_mesh(1, ranks), [Replicate()]
+    shares = {"w": w, "g": w, "b": b, "h": b, "e": e}
+    made = {}
+    for name, value in values().items():
+        dims = tuple(range(value.ndim)) if layout == "elements" else (0,)
+        made[name] = nn.Parameter(distribute_tensor(value, mesh, [*others, RaggedShard(dims, shares[name])]))
+    return made
+
+
+def full(value):
+    if isinstance(value, DTensor | RaggedDTensor):
+        return value.full_tensor()
+    return tuple(map(full, value)) if isinstance(value, list | tuple) else value
+
+
+def right(expression, arguments, plain):
+    expected = full(eval(expression, NAMES, plain))
+    answer = full(eval(expression, NAMES, arguments))
+    torch.testing.assert_close(answer, expected, rtol=1e-2 if "bfloat16" in expression else 1e-5, atol=1e-6)
+
+
+def answers():
+    plain, arguments = values(), {layout: tensors(layout) for layout in ("rows", "hybrid", "elements")}
+    for expression in ANSWERED:
+        for layout in ("rows", "hybrid"):
+            with torch.enable_grad() if layout == "rows" else torch.no_grad():
+                right(expression, arguments[layout], plain)
+    refused = 0
+    for expression in ANSWERED:  # where cuts lie inside rows, some are refused; none is wrong
+        try:
+            right(expression, arguments["elements"], plain)
+        except (NotImplementedError, ValueError):
+            refused += 1
+    for expression in REFUSED:
+        with pytest.raises((NotImplementedError, ValueError, RuntimeError), match=r"aten|not supported"):
+            eval(expression, NAMES, arguments["rows"])
+    return len(ANSWERED), len(REFUSED), refused
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_are_those_of_plain_tensors_or_refused_by_name(ranks):
+    answered, refused, inside_rows = run_ranks(ranks, answers)[0]
+    print(
+        f"{answered} of {answered + refused} expressions answered; {answered - inside_rows} where cuts lie inside rows"
+    )
+    assert answered >= 0.78 * (answered + refused)
+
+
+@on_ranks(3)
+def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor():
+    weight, plain = tensors("rows")["w"], values()["w"]
+    local = weight.to_local().detach()
+    for value in (weight.detach(), plain):
+        value[0] = 3.0
+        value[2:5].mul_(2)
+        value[-1].zero_()
+        value[3, 1] = 7.0
+        value.view(-1)[5:9].add_(1)
+        value.split(2)[1].neg_()
+    assert torch.equal(weight.full_tensor(), plain)
+    before = weight.local._version
+    weight.detach().view(-1).zero_()
+    weight.detach()[:].zero_()
+    assert weight.local._version >= before + 2
+    assert not local.any()
+    with pytest.raises(IndexError, match="index 6 is out of bounds for 6 rows"):
+        weight.select(0, 6)
+
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = [
+    [1.0, NAN, 2.0],
+    [INF, 1.0, INF],
+    [-INF, -INF, -INF],
+    [2.0, 2.0, 2.0],
+    [-0.0, 0.0, 1e30],
+    [1e4, 1e4, 10001.0],
+]
+OF_SPECIAL = """
+x.argmax() x.argmin() x.max(0) x.min(0) x.std() x.var() x.prod() x.logsumexp(0) x.softmax(0) x.log_softmax(0)
+x.nansum() x.count_nonzero() x.aminmax() x[0].item() x[2].item() torch.var_mean(x,0)[0] torch.dot(x,x)
+""".split()  # noqa: SIM905
+
+
+def special_numbers():
+    ranks = dist.get_world_size()
+    mesh, units = rank_mesh(ranks), (2, 1) if ranks == 2 else (1, 0, 2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for row in SPECIAL:
+            plain = torch.tensor(row, dtype=dtype)
+            ragged = distribute_tensor(plain, mesh, [RaggedShard((0,), units)])
+            for expression in OF_SPECIAL:
+                expected = full(eval(expression, NAMES, {"x": plain}))
+                answer = full(eval(expression, NAMES, {"x": ragged}))
+                rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+                what = f"{expression} of {row} as {dtype}: {answer} for {expected}"
+                torch.testing.assert_close(answer, expected, rtol=rtol, atol=1e-6, equal_nan=True, msg=what)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_of_special_numbers_are_those_of_plain_tensors(ranks):
+    run_ranks(ranks, special_numbers)

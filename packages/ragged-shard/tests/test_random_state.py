@@ -1,4 +1,4 @@
-"""The user's random state is the user's: only ops that draw by definition (`uniform_` and the like) advance it."""
+"""Random ops draw what one process draws; ranks compare values."""
 
 import copy
 import random
@@ -13,7 +13,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ragged_shard
-from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard import (
+    RaggedDTensor,
+    RaggedShard,
+    StridedRaggedShard,
+    distribute_tensor,
+    gather_from_ranks,
+    list_ranks,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 
@@ -76,3 +85,86 @@ def test_ranks_start_from_the_seed_that_they_are_given(seed):
     torch.manual_seed(seed)
     wanted = torch.rand(1).item()
     assert run_ranks(2, draws, seed=seed) == [wanted] * 2
+
+
+def _message(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _raises():
+    rank = dist.get_rank()
+    errors = [None, KeyError("name"), FileNotFoundError("no file"), UnicodeError("bytes")]
+    groups = rank_mesh(2, 2, names=("replicate", "shard"))
+    both = [groups.get_group(axis) for axis in (0, 1)]
+    return [
+        _message(lambda: raise_on_all_ranks(None, "load", rank * 10)),
+        _message(lambda: raise_on_all_ranks(errors[rank], "load", rank)),
+        _message(lambda: raise_on_all_ranks(errors[rank] if rank == 2 else None, "load", groups=both)),
+        _message(lambda: raise_on_all_ranks(errors[rank] if rank == 3 else None, "load", groups=both[::-1])),
+        sorted(gather_from_ranks(rank, both)),
+    ]
+
+
+def test_the_lowest_ranks_error_is_raised_on_every_rank():
+    assert (
+        run_ranks(4, _raises)
+        == [
+            [
+                [0, 10, 20, 30],
+                "RuntimeError: load on rank 1: KeyError: 'name'",
+                "FileNotFoundError: load on rank 2: no file",
+                "ValueError: load on rank 3: bytes",
+                [0, 1, 2, 3],
+            ]
+        ]
+        * 4
+    )
+
+
+def _same():
+    rank = dist.get_rank()
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
+    both = [mesh.get_group(axis) for axis in (0, 1)]
+    pair = dist.new_group([0, 3]) if dist.get_world_size() == 4 else None
+    return [
+        _message(lambda: same_on_all_ranks({"batch": 12, "seed": 1})),
+        _message(lambda: same_on_all_ranks({"batch": 12, "seed": rank // 2}, both, caller="train")),
+        _message(lambda: same_on_all_ranks({"batch": 12, **({"late": "yes"} if rank == 3 else {})}, both)),
+        _message(lambda: same_on_all_ranks({"seed": rank}, error=ValueError("bad") if rank == 1 else None)),
+        _message(lambda: same_on_all_ranks({"seed": 1}, error=ValueError("bad"), caller="train")),
+        _message(lambda: same_on_all_ranks({"rank": rank in (0, 3)}, pair)) if rank in (0, 3) else None,
+    ]
+
+
+def test_values_that_differ_are_named_with_the_ranks_of_each():
+    assert (
+        run_ranks(4, _same)
+        == [
+            [
+                None,
+                "ValueError: train: ranks do not agree on seed: 0 on ranks 0, 1; 1 on ranks 2, 3",
+                "ValueError: ranks do not agree on late: absent on ranks 0, 1, 2; yes on rank 3",
+                "ValueError: call on rank 1: bad",
+                "ValueError: train on rank 0: bad",
+                None,
+            ]
+        ]
+        * 4
+    )
+
+
+def test_one_process_without_process_groups():
+    assert gather_from_ranks("value") == ["value"]
+    assert raise_on_all_ranks(None, "load", 3) == [3]
+    same_on_all_ranks({"batch": 12})
+    with pytest.raises(TypeError, match=r"^load: wrong$"):
+        raise_on_all_ranks(TypeError("wrong"), "load")
+
+
+def test_ranks_in_messages():
+    assert list_ranks([3]) == "rank 3"
+    assert list_ranks([0, 2]) == "ranks 0, 2"
+    assert list_ranks(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"

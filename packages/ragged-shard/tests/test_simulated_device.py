@@ -1,13 +1,33 @@
-"""The simulated device raises where memory is used without an order, and only there."""
+"""The simulated device finds races; waits of the host are counted; streams and events of any device."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ragged_shard import device_layer
-from ragged_shard.testing import CaptureError, RaceError, SimulatedDevice, simulated_ranks
+from ragged_shard import (
+    RaggedShard,
+    device_layer,
+    distribute_like,
+    distribute_tensor,
+    full_state_dict,
+    load_full_state_dict,
+)
+from ragged_shard.testing import (
+    CaptureError,
+    OnItsWay,
+    RaceError,
+    SimulatedDevice,
+    host_waits,
+    run_ranks,
+    simulated_ranks,
+)
 
 
 @pytest.fixture
@@ -155,3 +175,106 @@ def test_results_that_equal_what_was_there_are_written_all_the_same(kind):
             x.sum()
         work.wait()
         assert x.sum() == 4
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "float": lambda x: float(x.max()),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: (x + 1).cpu(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "unique": lambda x: x.unique(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "mask": lambda x: x[x > 0],
+    "mask assigned": lambda x: (x * 1).__setitem__(x > 0, x.new_zeros(())),
+    "eigh": lambda x: torch.linalg.eigh(x.outer(x)),
+    "pageable copy": lambda x: x.copy_(torch.tensor([1.0, 2.0, 3.0])),
+    "after a foreach op": lambda x: torch._foreach_add([x], 1.0)[0].tolist(),
+    "after a view": lambda x: x.view(3, 1)[1].item(),
+    "after out=": lambda x: torch.mul(x, 2, out=torch.empty(3)).tolist(),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_a_wait_is_found_where_it_is_called_or_refused(case):
+    x = torch.tensor([1.0, -2.0, 3.0])
+    with host_waits([x]) as waits:
+        WAITS[case](x)
+    assert waits.found
+    assert all(line.endswith(")") and "test_simulated_device.py" in line for line in waits.found)
+    with pytest.raises(AssertionError, match="the host waits for the device"), host_waits([x], refuse=True):
+        WAITS[case](x)
+
+
+def test_what_stays_on_the_device_or_on_the_host_is_no_wait():
+    x, count = torch.tensor([1.0, -2.0, 3.0], requires_grad=True), torch.zeros(())
+    with host_waits([x]) as waits:
+        torch.where(x > 0, x, 0).square().sum().backward()
+        x.detach().clamp_(min=0).add_(torch.ones(3))
+        count += 1
+        assert count.item() == 1
+        flag = OnItsWay(x.isfinite().all())
+        assert flag.has_arrived()
+        assert flag.read().item()
+    assert waits.found == []
+
+
+UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
+
+
+def everything(device, folder):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device, (ranks,))
+    full = torch.arange(48.0, device=device).view(8, 6) / 48
+    ragged = RaggedShard((0,), UNITS[ranks])
+    start = distribute_tensor(full, mesh, [ragged])
+    assert start.device.type == device
+    tensor = start
+    other = RaggedShard((0,), (2, 1, 1) if ranks == 3 else (1,) * ranks)
+    one_hot = RaggedShard((0, 1), (0,) * (ranks - 1) + (1,))
+    targets = [Replicate(), ragged, Partial(), other, Shard(1), one_hot, Partial("avg"), Shard(0), ragged]
+    for target in targets:
+        tensor = tensor.redistribute(placements=[target], async_op=True).wait()
+        torch.testing.assert_close(tensor.full_tensor(), full)
+    mask = distribute_tensor(full > 0.5, mesh, [ragged])
+    assert torch.equal(mask.redistribute(placements=[Shard(0)]).full_tensor(), full > 0.5)
+    every: list[dict] = [{"foreach": True}, {"fused": True}, {"foreach": False}]
+    for options in every:
+        plain: Any = nn.Parameter(full.clone())
+        param: Any = nn.Parameter(start.clone())
+        for p in (plain, param):
+            optimizer = torch.optim.AdamW([p], lr=0.1, **options)
+            scaler = torch.amp.GradScaler(device, init_scale=8.0)
+            scaler.scale(torch.ones((), device=device))
+            p.grad = distribute_like(full * 8, p)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_([p], 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        torch.testing.assert_close(param.full_tensor(), plain.detach(), rtol=1e-6, atol=1e-7)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros_like(start))
+    load_full_state_dict(module, {"weight": full.cpu()} if dist.get_rank() == 0 else {}, rank0_only=True)
+    assert torch.equal(full_state_dict(module, cpu_offload=True)["weight"], full.cpu())
+    dcp.save({"w": start}, checkpoint_id=folder)
+    loaded = {"w": distribute_tensor(torch.zeros_like(full), mesh, [RaggedShard((0, 1), UNITS[ranks])])}
+    dcp.load(loaded, checkpoint_id=folder)
+    assert torch.equal(loaded["w"].full_tensor(), full)
+    assert start.cpu().to_local().device.type == "cpu"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_everything_works_on_cpu_with_gloo(ranks, tmp_path):
+    run_ranks(ranks, everything, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_everything_works_on_gpus_with_nccl(ranks, tmp_path):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices: NCCL takes one rank for each")
+    run_ranks(ranks, everything, "cuda", tmp_path, device="cuda", timeout=120)

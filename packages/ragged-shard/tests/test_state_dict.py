@@ -140,10 +140,10 @@ def bad(kind, rank0_only):
 def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_written(
     kind, message, rank0_only
 ):
-    assert all(message in text for text in run_ranks(3, bad, kind, rank0_only, timeout=20))
+    assert all(message in text for text in run_ranks(3, bad, kind, rank0_only))
 
 
-@on_ranks(3, timeout=20)
+@on_ranks(3)
 def test_a_meta_parameter_on_one_rank_raises_on_all():
     module = nn.Module()
     device = "meta" if dist.get_rank() == 1 else "cpu"
@@ -265,7 +265,7 @@ def torch_refuses(kind, name, from_rank0):
         ("optimizer", ["elements"]),
     ],
 )
-@on_ranks(3, timeout=30)
+@on_ranks(3)
 def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, names):
     for name in names:
         # On meta the module raises, while it loads: load_state_dict collects errors in one RuntimeError.
@@ -278,7 +278,7 @@ def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, 
             assert words in str(caught.value), name
 
 
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_from_rank_0_onto_a_mesh_without_rank_0_raises_on_every_rank():
     mesh = rank_mesh(2, 2, names=("replicate", "shard"))["shard"]
     module = nn.Module()
@@ -417,5 +417,5 @@ def bad_optimizer_state(change, rank0_only):
 def test_an_optimizer_state_that_does_not_fit_raises_on_every_rank_before_anything_is_written(
     change, message, rank0_only
 ):
-    found = run_ranks(3, bad_optimizer_state, change, rank0_only, timeout=30)
+    found = run_ranks(3, bad_optimizer_state, change, rank0_only)
     assert all(message in text for text in found), found

@@ -197,7 +197,7 @@ def wrong_on_one(which):
     "which", ["local shape", "dtype", "units", "shares that do not divide", "full shape"]
 )
 def test_what_is_wrong_on_one_rank_only_raises_on_every_rank(which):
-    messages = run_ranks(3, wrong_on_one, which, timeout=20)
+    messages = run_ranks(3, wrong_on_one, which)
     assert all(messages)
 
 

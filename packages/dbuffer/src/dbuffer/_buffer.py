@@ -461,13 +461,6 @@ class DBuffer:
         if not self.shard_memory.flats:
             raise RuntimeError(f"{self.name}: {what} after give_shard; call new_shard first")
 
-    def check_values(self, what: str) -> None:
-        """Raises ValueError if the shard holds codes."""
-        if self.coded:
-            raise ValueError(
-                f"{self.name}: {what} does not apply to codes at rest; copy values into `local_views`"
-            )
-
     def check_idle(self, what: str) -> None:
         """Raises RuntimeError if a collective is under way."""
         if self.in_flight is not None:

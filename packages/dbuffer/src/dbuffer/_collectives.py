@@ -381,7 +381,10 @@ def _check_reduction(buffers: Sequence[DBuffer], op: str, divide: float | None) 
             f"divide={divide} with op={op!r}: it divides a sum by a positive number; use op='sum'"
         )
     for buffer in buffers:
-        buffer.check_values("a reduction")
+        if buffer.coded:
+            raise ValueError(
+                f"{buffer.name}: a reduction does not apply to codes at rest; copy values into `local_views`"
+            )
         dtype = buffer.full_dtype
         if not dtype.is_floating_point and (op == "avg" or divide is not None):
             raise ValueError(

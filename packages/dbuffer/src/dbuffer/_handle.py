@@ -14,6 +14,8 @@ from ._buffer import DBuffer
 from ._order import CollectiveOrder, watched
 from .transport.protocol import Work
 
+_DOUBT = 5.0  # seconds of waiting on a CPU after which ranks tell each other what they wait for
+
 
 class HandleState(enum.Enum):
     """Where a collective stands.
@@ -122,6 +124,16 @@ class Handle:
         if self._error is not None:
             raise self._error
 
+    def _wait_for(self, work: Work) -> None:
+        """Wait, and where that takes long on a CPU, ask whether the ranks wait for different collectives."""
+        order, seconds = self._order, _DOUBT
+        if order is not None and not self._layer.asynchronous and isinstance(work, compat.WORKS):
+            while not compat.wait_for(work, seconds):
+                if difference := order.check_waiting():
+                    raise RuntimeError(difference)
+                seconds = min(1.5 * seconds, 60.0)
+        work.wait()
+
     def _complete(self) -> None:
         """Wait, and write the result: once, or never where that was interrupted."""
         if not self._launched or self.state is HandleState.FINISHING:
@@ -132,11 +144,13 @@ class Handle:
         progress.waits[thread] = (self, time.monotonic())
         try:
             if work is not None:
-                work.wait()
+                self._wait_for(work)
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler
-            self._fail(f"failed: {error}", quiet=getattr(work, "quiet", False), cause=error)
+            difference = self._order.check_waiting() if self._order is not None else ""
+            why = error if not difference or difference in str(error) else difference
+            self._fail(f"failed: {why}", quiet=getattr(work, "quiet", False), cause=error)
             return
         finally:
             progress.waits.pop(thread, None)

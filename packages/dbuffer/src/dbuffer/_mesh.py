@@ -60,12 +60,12 @@ def view_mesh(mesh: DeviceMesh, shard_dim: int | str, replicate_dim: int | str |
     )
 
 
-def _axis(mesh: DeviceMesh, given: int | str, what: str) -> int:
+def _axis(mesh: DeviceMesh, chosen: int | str, what: str) -> int:
     names = mesh.mesh_dim_names or ()
-    if isinstance(given, str):
-        if given not in names:
-            raise ValueError(f"{what} {given!r} is not among the mesh's axes {names}")
-        return names.index(given)
-    if not -mesh.ndim <= given < mesh.ndim:
-        raise ValueError(f"{what} {given} is out of range for a mesh of {mesh.ndim} axes")
-    return given % mesh.ndim
+    if isinstance(chosen, str):
+        if chosen not in names:
+            raise ValueError(f"{what} {chosen!r} is not among the mesh's axes {names}")
+        return names.index(chosen)
+    if not -mesh.ndim <= chosen < mesh.ndim:
+        raise ValueError(f"{what} {chosen} is out of range for a mesh of {mesh.ndim} axes")
+    return chosen % mesh.ndim

@@ -189,6 +189,42 @@ class CollectiveOrder:
         if difference:
             raise RuntimeError(difference)
 
+    def check_waiting(self) -> str:
+        """Tell the other ranks what this one has started, since it waits for long; returns how one differs, or "".
+
+        Some requests of the store for each of the first 64 ranks. A rank that has not asked is not known to differ.
+        """
+        if self._store is None or self._discards:
+            return ""
+        started = (*self._before, *self.titles)
+        first = self.number - len(started)
+        try:
+            if self._store.check(["failure"]):  # the ranks' numbers may differ
+                return ""
+            self._store.set(f"waiting/{self._rank}", "\n".join((str(first), *started)))
+            for place, rank in enumerate(self._ranks[:_NAMED]):
+                if place == self._rank or not self._store.check([f"waiting/{place}"]):
+                    continue
+                text, *others = self._store.get(f"waiting/{place}").decode().split("\n")
+                shift = first - int(text)
+                for at in range(max(0, -shift), min(len(started), len(others) - shift)):
+                    if started[at] != others[at + shift]:
+                        return self._waits_otherwise(started[at], rank, others[at + shift])
+            if self._store.check([key := self._departure_key()]):  # a rank that waits where it cannot ask
+                number, place, title = self._store.get(key).decode().split(" ", 2)
+                at = int(number) - first - 1
+                if 0 <= at < len(started) and started[at] != title and int(place) != self._rank:
+                    return self._waits_otherwise(started[at], self._ranks[int(place)], title)
+        except RuntimeError as error:
+            self._give_up(error)
+        return ""
+
+    def _waits_otherwise(self, own: str, rank: int, other: str) -> str:
+        return (
+            f"the ranks do not agree on the order of collectives: rank {self._ranks[self._rank]} started {own} where "
+            f"rank {rank} started {other}; {_END}. A unit that only some ranks run needs fully_shard(skippable=True)"
+        )
+
     def discard(self) -> None:
         """Drop the titles since the last `compare`: this rank's pass ended early, perhaps others' did not."""
         self._begin_sequence(())

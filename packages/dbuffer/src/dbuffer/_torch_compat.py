@@ -9,11 +9,12 @@ a process group's backend and its timeout. Deprecated: `Work.is_success`.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
 from ragged_shard import CPU
 
@@ -48,10 +49,25 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return ":fake" in dist.get_backend_config(group)
 
 
+WORKS = (dist.Work, _CoalescingManager)  # what torch's own collectives return
+
+
 def is_completed(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed. Torch's simulated ones have at once."""
     for one in getattr(work, "works", (work,)):
         if type(one).__name__ != "FakeWork" and not one.is_completed():
+            return False
+    return True
+
+
+def wait_for(work: Any, seconds: float) -> bool:
+    """Wait at most so long for a CPU collective of torch; returns whether it has completed. Raises what it raises."""
+    for each in getattr(work, "works", (work,)):
+        try:
+            each.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if each.is_completed():
+                raise
             return False
     return True
 

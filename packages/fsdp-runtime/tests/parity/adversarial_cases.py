@@ -263,28 +263,3 @@ def many_short_lives(rounds: int = 12) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
             found.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
     return found
-
-
-def refusals_change_nothing() -> None:
-    """After a refused call the model is what it was: it computes, and can be sharded rightly."""
-    reference, x = chain(), whole_batch(0)
-    plain = chain()
-    over = rank_mesh()
-    wrong: dict = {"mesh": over, "block_policy": lambda name, p: Tile(2, 2)}  # biases have no tiles
-    with pytest.raises(ValueError, match="bias"):
-        fsdp_runtime.fully_shard(plain, **wrong)
-    assert type(plain) is Chain
-    assert not any(hasattr(p, "placements") for p in plain.parameters())
-    torch.testing.assert_close(plain(x), reference(x))
-    shard(plain)
-    torch.testing.assert_close(plain(x), reference(x))
-    outer_first: Any = fsdp_runtime.fully_shard(chain(), mesh=over)
-    with pytest.raises(ValueError, match="bias"):
-        fsdp_runtime.fully_shard(outer_first.blocks[1], **wrong)
-    torch.testing.assert_close(outer_first(x), reference(x))
-    assert type(outer_first.blocks[1]) is nn.Sequential
-    fsdp_runtime.fully_shard(outer_first.blocks[1], mesh=over)
-    outer_first(x).square().mean().backward()
-    reference(x).square().mean().backward()
-    for p, q in zip(outer_first.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)

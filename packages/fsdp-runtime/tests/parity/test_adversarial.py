@@ -11,7 +11,6 @@ from adversarial_cases import (
     nan_stays_visible,
     optimizer_built_before,
     optimizers_that_stay_quiet,
-    refusals_change_nothing,
     refused_at_wrap_time,
     sgd,
     survive_many,
@@ -55,7 +54,7 @@ def test_when_a_rank_is_gone_the_others_fail_in_time_and_say_in_which_collective
     how: str, limit: float
 ) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(3, dies, how, limit, timeout=60)
+        run_ranks(3, dies, how, limit)
     messages = re.findall(r"^RuntimeError: after [\d.]+ s: .*", str(caught.value), re.MULTILINE)
     assert messages, str(caught.value)
     for message in messages:
@@ -82,10 +81,6 @@ def test_wrong_arguments_are_refused_at_wrap_time_on_every_rank_naming_parameter
         assert found.keys() == WRAP_ERRORS.keys()
         for what, message in found.items():
             assert re.match(WRAP_ERRORS[what], message, re.DOTALL), f"rank {rank}, {what}: {message}"
-
-
-def test_a_refused_call_changes_nothing_also_of_the_unit_around() -> None:
-    run_ranks(2, refusals_change_nothing)
 
 
 @pytest.mark.parametrize("build", [sgd, adamw_fused])

@@ -1,7 +1,7 @@
 """Ten steps on 1 to 4 ranks end where one process ends, and where FSDP2 ends, for each feature of each model."""
 
 import pytest
-from parity_matrix import LONG, TESTED, suite_runs
+from parity_matrix import TESTED, suite_runs
 from parity_runs import Report, Run, compare_all
 
 from ragged_shard._torch_compat import TORCH_VERSION
@@ -35,11 +35,7 @@ def problems(run: Run, report: Report) -> list[str]:
 
 @pytest.mark.parametrize(
     ("model", "ranks"),
-    [
-        pytest.param(model, ranks, marks=[pytest.mark.long] * ((model, ranks) in LONG))
-        for ranks, models in TESTED.items()
-        for model in models
-    ],
+    [(model, ranks) for ranks, models in TESTED.items() for model in models],
 )
 def test_ten_steps_end_where_one_process_and_fsdp2_end(model: str, ranks: int) -> None:
     runs = suite_runs(model, ranks)

@@ -15,10 +15,10 @@ linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="r
 
 @linux_only
 def test_runs_that_are_killed_and_frozen_resume_to_the_same_curve_bit_for_bit():
-    command = [sys.executable, str(Path(__file__).with_name("chaos.py")), "--attacks", "4", "--seed", "3"]
+    command = [sys.executable, str(Path(__file__).with_name("chaos.py")), "--attacks", "2", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 attacks on runs of 2 and 3 ranks" in done.stdout
+    assert "2 attacks on runs of 2 and 3 ranks" in done.stdout
 
 
 def test_the_table_adds_up():

@@ -145,7 +145,7 @@ def _train_on_a_full_disk(config, out):
 
 
 def test_a_folder_that_cannot_be_made_ends_every_rank_with_one_message(folder, tmp_path):
-    messages = run_ranks(2, _without_a_folder, tiny(folder, steps=4, save_every=2), tmp_path, timeout=30)
+    messages = run_ranks(2, _without_a_folder, tiny(folder, steps=4, save_every=2), tmp_path)
     assert len(set(messages)) == 1
     assert re.search("cannot save .*step-00000002: .*No space left", messages[0])
 
@@ -159,7 +159,7 @@ def _without_a_folder(config, out):
 
 
 def test_no_rank_writes_before_the_folder_is_made(folder, tmp_path):
-    summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=4, save_every=2), tmp_path, timeout=30)
+    summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=4, save_every=2), tmp_path)
     assert [summary["steps"] for summary in summaries] == [4, 4]
     assert latest(tmp_path).name == "step-00000004"
 

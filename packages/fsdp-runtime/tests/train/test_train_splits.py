@@ -126,20 +126,13 @@ OTHERS: dict[str, dict[str, dict]] = {
         "pp 2 x cp 2": {"pp": 2, "cp": 2},
         "zbv": {"pp": 2, "pp_schedule": "zbv"},
         "fsdp 4": {},
-        "tp 2": {"tp": 2},
     },
     "moe": {"fsdp 4": {}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2": {"pp": 2}},
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("model", "saved"),
-    [
-        pytest.param("deep", {"hsdp": 2, "tp": 2}, marks=pytest.mark.long),
-        ("moe", {"hsdp": 2, "ep": 2}),
-    ],
-)
+@pytest.mark.parametrize(("model", "saved"), [("deep", {"hsdp": 2, "tp": 2}), ("moe", {"hsdp": 2, "ep": 2})])
 def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(
     folder, tmp_path, curves, model, saved
 ):
@@ -246,10 +239,7 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
 
 @pytest.mark.parametrize(
     ("changes", "rel"),
-    [
-        ({"quantize": "fp8"}, 1e-6),
-        pytest.param({"quantize": "int8", "reduce": "int8"}, 3e-4, marks=pytest.mark.long),
-    ],
+    [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)],
 )
 def test_quantized_runs_are_split_too(folder, changes, rel):
     """FP8 makes the same codes; INT8 scales runs of other elements where tp cuts rows."""

@@ -1,6 +1,7 @@
 """The gathered memory of a buffer: one storage a segment, empty at rest, and every tensor that will ever view it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -64,9 +65,9 @@ class GatheredMemory(Recycled):
         return tuple(flats)
 
     def forgo(self, views: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Never have memory: the wire form brings what arrives somewhere else, where `views` see it."""
+        """Never allocate memory: the wire form keeps received bytes in other memory, of which `views` are views."""
         for storage, nbytes in self._storages:
-            self._recycler.lend(storage, nbytes)  # what it had while it was made
+            self._recycler.lend(storage, nbytes)  # of the construction
             self._recycler.drop(storage)
         self._storages.clear()
         self.flats = self.raw = self.own = ()
@@ -74,13 +75,14 @@ class GatheredMemory(Recycled):
         self.views = MappingProxyType({}) if views is None else views
 
     def count_users(self) -> int:
-        """How many tensors hold the storages: the ones above, and those that autograd saved for a backward."""
+        """Number of tensors on the storages: the ones above, and those that autograd saved for a backward."""
         users = 0
         for storage, _ in self._storages:
             users += compat.users(storage)
         return users
 
 
+@dataclass(frozen=True, eq=False)
 class NeighborSlices:
     """What `DBuffer.shrink` keeps of the gathered memory, until the next gather among a smaller group.
 
@@ -94,8 +96,10 @@ class NeighborSlices:
         coded: whether they are of what travelled, and must be read back.
     """
 
-    def __init__(self, flats: Flats, group: dist.ProcessGroup, ready: object, coded: bool = False) -> None:
-        self.flats, self.group, self.ready, self.coded = flats, group, ready, coded
+    flats: Flats
+    group: dist.ProcessGroup
+    ready: object
+    coded: bool
 
 
 def slices_among(flats: Flats, group: dist.ProcessGroup) -> Flats:

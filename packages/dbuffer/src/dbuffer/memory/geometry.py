@@ -169,9 +169,11 @@ def first_difference(local: Layout, other: Layout) -> str | None:
     for name in names:
         if _where(local, name) != _where(other, name):
             return f"tensor {name} is {_where(local, name)} here, {_where(other, name)} there"
-    for index, (ours, theirs) in enumerate(zip(local.segments, other.segments, strict=True)):
-        if ours.shard_size != theirs.shard_size:
-            return f"segment {index} has shards of {ours.shard_size} elements here, {theirs.shard_size} there"
+    for index, (own, matching) in enumerate(zip(local.segments, other.segments, strict=True)):
+        if own.shard_size != matching.shard_size:
+            return (
+                f"segment {index} has shards of {own.shard_size} elements here, {matching.shard_size} there"
+            )
     return None if names == others else f"the tensors are in another order: {names} here, {others} there"
 
 

@@ -361,11 +361,11 @@ _shared: "weakref.WeakValueDictionary[tuple[DeviceLayer, bool], Recycler]" = wea
 def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycler:
     """This process's recycler for a device: the one that buffers use unless they are given another."""
     key = (device_layer(device), lean)
-    found = _shared.get(key)
-    if found is None:
+    recycler = _shared.get(key)
+    if recycler is None:
         kind = DebugRecycler if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else Recycler
-        found = _shared[key] = kind(key[0].device, lean=lean)
-    return found
+        recycler = _shared[key] = kind(key[0].device, lean=lean)
+    return recycler
 
 
 def _copy_for_child() -> None:

@@ -57,8 +57,8 @@ class ShardMemory:
             check_aligned(flat.data_ptr())
             flats.append(flat)
         views: dict[str, torch.Tensor] = {}
-        for name, found in geometry.slices.items():  # one op a view; in steps too, gradients get new memory
-            views[name] = flats[found.segment].as_strided(found.local_shape, found.local_stride, found.begin)
+        for name, part in geometry.slices.items():  # one op a view; in steps too, gradients get new memory
+            views[name] = flats[part.segment].as_strided(part.local_shape, part.local_stride, part.begin)
         self.views = MappingProxyType(views)
         if geometry.gaps:
             self.gaps = geometry.gaps_in(flats)

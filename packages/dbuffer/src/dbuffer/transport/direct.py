@@ -76,7 +76,9 @@ class Direct:
             for other in self._others:
                 gives[other].append(slices[other])
             own.append((receive, slices[self._rank]))
-        return peers.reduce(f"reduce_scatter ({op}) of {label}", gives, Sum(own, self._others, op))
+        total = Sum(own, self._others, op)
+        takes = dict.fromkeys(self._others, total.own)
+        return peers.exchange(f"reduce_scatter ({op}) of {label}", gives, takes, total)
 
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
         """See `Transport`."""

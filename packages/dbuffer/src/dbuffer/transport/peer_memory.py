@@ -202,15 +202,6 @@ class PeerMemory:
         self._answering.thread.start()
         weakref.finalize(self, _shut, self._answering.bell)  # the thread ends with the group
 
-    def reduce(self, label: str, gives: Mapping[int, Sequence[torch.Tensor]], total: Sum) -> PeerExchange:
-        """Start giving each peer its slices and adding those it gives to this rank's.
-
-        Args:
-            label, gives: as for `exchange`.
-            total: this rank's slices and the order of additions; a peer gives slices of the same sizes and dtypes.
-        """
-        return self.exchange(label, gives, dict.fromkeys(total.peers, total.own), total)
-
     def exchange(
         self,
         label: str,
@@ -223,7 +214,7 @@ class PeerMemory:
         Args:
             label: names the exchange; compared between the ranks.
             gives, takes: contiguous tensors on the CPU, by peer.
-            total: adds the tensors of peers up instead of copying them into `takes`.
+            total: adds the tensors of peers up, in its order of additions, instead of copying them into `takes`.
         """
         exchange = PeerExchange(self._answering, label, gives, takes, self._timeout, total)
         try:

@@ -143,9 +143,9 @@ class RunList(tuple[RowRun, ...]):
 
     def __new__(cls, runs: Iterable[RowRun]) -> "RunList":
         """A tuple of the runs."""
-        found = super().__new__(cls, runs)
-        found.tables = {}
-        return found
+        made = super().__new__(cls, runs)
+        made.tables = {}
+        return made
 
 
 class Bands(NamedTuple):
@@ -185,15 +185,15 @@ def chunks_of(run: RowRun, limit: int) -> Iterator[Bands]:
     columns = run.grid.columns
     if not columns:
         return
-    for found in bands_of(run.grid, run.start, run.stop):
+    for piece in bands_of(run.grid, run.start, run.stop):
         rows = max(1, limit // columns)
-        bands = rows // found.height
+        bands = rows // piece.height
         if bands:
-            for b in range(0, found.bands, bands):
-                count = min(bands, found.bands - b)
-                yield Bands(found.row + b * found.height, count, found.height, found.band + b)
+            for b in range(0, piece.bands, bands):
+                count = min(bands, piece.bands - b)
+                yield Bands(piece.row + b * piece.height, count, piece.height, piece.band + b)
             continue
-        for b in range(found.bands):
-            for h in range(0, found.height, rows):
-                row = found.row + b * found.height + h
-                yield Bands(row, 1, min(rows, found.height - h), found.band + b)
+        for b in range(piece.bands):
+            for h in range(0, piece.height, rows):
+                row = piece.row + b * piece.height + h
+                yield Bands(row, 1, min(rows, piece.height - h), piece.band + b)

@@ -13,7 +13,7 @@ from ragged_shard import gather_from_ranks, same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
-from .runs import Run, axis_of, gather, receivers_of, runs_of_entries, tensors_of
+from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Entry, entries_of_model
 
 _CALLER = "iter_full_params"
@@ -221,7 +221,7 @@ def _exchange(run: Run, receivers: list[int] | None, exported: ExportedParams) -
     values = torch.cat(parts) if parts else own[:0]
     if data.shard_size == 1:
         return [(ranges, values)] if ranges else []
-    group, members = axis_of(run.group), dist.get_process_group_ranks(axis_of(run.group))
+    group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
     flat = torch.tensor(ranges, dtype=torch.int64, device=data.device).view(-1)
     counts = torch.empty(2 * data.shard_size, dtype=torch.int64, device=data.device)
     here = counts[2 * data.shard_rank : 2 * data.shard_rank + 2]

@@ -313,7 +313,8 @@ class _OffloadedStates:
         optimizer = self._optimizer()
         if optimizer is None or self._hooks:
             return 0
-        getattr(optimizer, "synchronize", _nothing)()  # block_optim's may work on states next to the step
+        if hasattr(optimizer, "synchronize"):  # block_optim's may work on states next to the step
+            optimizer.synchronize()
         copies: dict[int, HostCopy] = {}
         for tensor in tensors_in(list(optimizer.state.values())):
             if is_cpu(tensor.device) and tensor.device not in devices:
@@ -340,10 +341,6 @@ class _OffloadedStates:
         optimizer.state, self._state = self._state, None
         while self._hooks:
             self._hooks.pop().remove()
-
-
-def _nothing() -> None:
-    """Stands for a method that only block_optim's optimizers have."""
 
 
 def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:

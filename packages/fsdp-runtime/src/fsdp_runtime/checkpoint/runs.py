@@ -97,7 +97,7 @@ def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     """Which ranks of the shard axis receive; None: all."""
     if ranks is None or run.cut_by_others:  # such a tensor is gathered over that afterwards, by all its ranks
         return None
-    members = dist.get_process_group_ranks(axis_of(run.group))
+    members = dist.get_process_group_ranks(run.group.plan.data.groups[-1])
     found = [index for index, rank in enumerate(members) if rank in ranks]
     return None if len(found) == len(members) else found
 
@@ -120,7 +120,7 @@ def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
         pieces = [run.piece(rank) for rank in range(data.shard_size)]
         takes = [high - first if here else 0 for first, high in pieces]
         gives = [own.numel() if rank == receiver else 0 for rank in range(data.shard_size)]
-        dist.all_to_all_single(out, own, takes, gives, group=axis_of(run.group))
+        dist.all_to_all_single(out, own, takes, gives, group=data.groups[-1])
         received = out if here else received
     return received
 
@@ -132,7 +132,7 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
         full[low - run.start : low - run.start + piece.numel()].copy_(piece)
     if data.shard_size == 1:
         return full
-    group = axis_of(run.group)
+    group = data.groups[-1]
     pieces = [run.piece(rank) for rank in range(data.shard_size)]
     if all(high - first == size for first, high in pieces):
         compat.all_gather(full, full[low : low + size], group)
@@ -142,12 +142,6 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
         if first < high:
             dist.broadcast(full[first - run.start : high - run.start], src=members[rank], group=group)
     return full
-
-
-def axis_of(group: Group) -> dist.ProcessGroup:
-    """The process group of the ranks that a group is cut over."""
-    mesh = group.plan.data.mesh
-    return mesh.get_group(mesh.ndim - 1)
 
 
 def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

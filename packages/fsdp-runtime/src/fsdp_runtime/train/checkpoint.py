@@ -22,7 +22,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +238,6 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
-@dataclass
-class _Pending:
-    step: int
-    future: Any  # of DCP's save
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -261,7 +254,7 @@ class Checkpoints:
         self._hosts = gather_from_ranks(socket.gethostname())
         self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, Any] | None = None  # step, and the future of DCP's save
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for part in self.folder.glob(f"*{_PART}"):  # of a save that was killed
@@ -292,16 +285,15 @@ class Checkpoints:
             )
         except Exception as error:  # reported as a failed write is: at a step's end, by all ranks
             future.set_exception(error)
-        self._pending = _Pending(step, future)
+        self._pending = step, future
 
     def failed(self) -> bool:
         """True once this rank knows that the running save has failed."""
-        pending = self._pending
-        return pending is not None and pending.future.done() and pending.future.exception() is not None
+        return self.written() and self._pending is not None and self._pending[1].exception() is not None
 
     def written(self) -> bool:
         """True once this rank knows that the running save is complete on disk."""
-        return self._pending is not None and self._pending.future.done()
+        return self._pending is not None and self._pending[1].done()
 
     def finish(self) -> int | None:
         """Wait for the running save and make it the latest; returns its step. All ranks call it.
@@ -309,14 +301,14 @@ class Checkpoints:
         Raises:
             TrainError: it could not be written; the folder of the one before stays the latest.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return None
-        part = self.folder / (name_of(pending.step) + _PART)
+        (step, future), self._pending = self._pending, None
+        part = self.folder / (name_of(step) + _PART)
         try:
-            pending.future.result()
+            future.result()
             if self.rank == 0:
-                self._publish(part, pending.step)
+                self._publish(part, step)
         except _FAILURES as error:
             if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
@@ -324,7 +316,7 @@ class Checkpoints:
             stays = f"{newest} stays" if newest else "there is no older one"
             why = root_cause(error, self._hosts)
             raise TrainError(f"cannot save {part.with_suffix('')}: {why}; {stays}") from error
-        return pending.step
+        return step
 
     def _publish(self, part: Path, step: int) -> None:
         final = self.folder / name_of(step)

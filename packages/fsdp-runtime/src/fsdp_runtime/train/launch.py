@@ -274,7 +274,9 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
         lost = lost_contact(error)
         if isinstance(error, TrainError) and not lost:
             raise
-        text = _as_line(error, rank, out, reports if lost else [])
+        where = failed_collective(error)
+        text = f"{this_rank(rank)}: {where and f'{where}: '}{one_line(error)}{_keep_traceback(out, rank)}"
+        text = "; ".join([text, *(reports if lost else [])])  # of the watchdog
         if lost:
             time.sleep(_GRACE)
         raise RankError(text) from error
@@ -375,13 +377,6 @@ def _watching(
 
     with Watchdog(prefixed, rank, world_size, after=config.late, report=report) as watchdog:
         yield watchdog.beat
-
-
-def _as_line(error: Exception, rank: int, out: Path | None, reports: list[str]) -> str:
-    """An unexpected exception as one line: rank, collective, exception, traceback file, the watchdog's reports."""
-    where = failed_collective(error)
-    text = f"{this_rank(rank)}: {where and f'{where}: '}{one_line(error)}{_keep_traceback(out, rank)}"
-    return "; ".join([text, *reports])
 
 
 def _keep_traceback(out: Path | None, rank: int) -> str:

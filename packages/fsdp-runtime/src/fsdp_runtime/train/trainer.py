@@ -264,9 +264,8 @@ class Trainer:
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        try:
+        with report or contextlib.nullcontext():
             if report:
-                report.__enter__()
                 report.say(self._headline())
             if first == 0 and config.eval_every and config.steps:
                 self._held_out(report)
@@ -299,9 +298,6 @@ class Trainer:
                 self._read(waiting, report)
             if self.checkpoints:
                 self._save(report, last=True)
-        finally:
-            if report:
-                report.__exit__(None, None, None)
         summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
         with agreed("drawing the curves"):
             if self.rank == 0 and config.plot and not summary["stopped"]:

@@ -82,9 +82,9 @@ class BlockNF4(BlockFormat):
             groups = codec.tiles_of(amax, run)
             groups = groups.masked_fill(~groups.isfinite(), torch.nan)
             for chunk in codec.chunks(run):
-                found = codec.rows_of(values, run.values, run, chunk).view(chunk.bands, -1)
+                source = codec.rows_of(values, run.values, run, chunk).view(chunk.bands, -1)
                 self._encode(
-                    found, self._groups(groups, run, chunk), self._code_rows(codes, run, chunk), scratch
+                    source, self._groups(groups, run, chunk), self._code_rows(codes, run, chunk), scratch
                 )
             codec.tiles_of(scales, run).copy_(groups)
 
@@ -98,13 +98,13 @@ class BlockNF4(BlockFormat):
             groups, columns = codec.tiles_of(scales, run), run.grid.columns
             half = -(-columns // 2)
             for chunk in codec.chunks(run):
-                found = self._code_rows(codes, run, chunk)
+                rows = self._code_rows(codes, run, chunk)
                 index = scratch.take(chunk.bands * half, torch.int32)
-                index.view(chunk.bands, half).copy_(found[:, :half])
+                index.view(chunk.bands, half).copy_(rows[:, :half])
                 x = scratch.take(2 * index.numel())
                 torch.index_select(pairs, 0, index, out=x.view(torch.int64))
                 x = x.view(chunk.bands, 2 * half)[:, :columns]
-                self._multiply(x, block_scales(found[:, half:].float(), self._groups(groups, run, chunk)))
+                self._multiply(x, block_scales(rows[:, half:].float(), self._groups(groups, run, chunk)))
                 codec.rows_of(out, run.values, run, chunk).view(chunk.bands, columns).copy_(x)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -113,8 +113,8 @@ class BlockNF4(BlockFormat):
 
     def _groups(self, groups: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:
         """The fp32 scale above each block: (rows, blocks)."""
-        found = groups[chunk.band : chunk.band + chunk.bands].repeat_interleave(GROUP, dim=1)
-        return found[:, : -(-run.grid.columns // self.size)]
+        scales = groups[chunk.band : chunk.band + chunk.bands].repeat_interleave(GROUP, dim=1)
+        return scales[:, : -(-run.grid.columns // self.size)]
 
     def _code_rows(self, codes: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:
         width = self.code_bytes(run.grid.columns)

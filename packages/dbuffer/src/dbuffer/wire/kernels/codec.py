@@ -25,10 +25,10 @@ class Scratch:
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """1-D memory with any content; what was taken before in this dtype is lost."""
-        found = self._kept.get(dtype)
-        if found is None or found.numel() < numel:
-            found = self._kept[dtype] = torch.empty(max(numel, CHUNK), dtype=dtype, device=self._device)
-        return found[:numel]
+        memory = self._kept.get(dtype)
+        if memory is None or memory.numel() < numel:
+            memory = self._kept[dtype] = torch.empty(max(numel, CHUNK), dtype=dtype, device=self._device)
+        return memory[:numel]
 
 
 class Coder(Protocol):
@@ -86,13 +86,13 @@ def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
         return
     scratch = Scratch(values.device)
     for run in runs:
-        found = tiles_of(out, run).zero_()
+        largest = tiles_of(out, run).zero_()
         for chunk in chunks(run):
             x = rows_of(values, run.values, run, chunk)
             x = torch.abs(x, out=scratch.take(x.numel(), x.dtype)).view(chunk.bands, chunk.height, -1)
             rows = x.amax(dim=1) if chunk.height > 1 else x[:, 0]
-            reduce_rows(rows, run.grid.tile[1], found[chunk.band : chunk.band + chunk.bands])
-        found.masked_fill_(found.isnan(), torch.nan)  # one NaN, whatever its bits were
+            reduce_rows(rows, run.grid.tile[1], largest[chunk.band : chunk.band + chunk.bands])
+        largest.masked_fill_(largest.isnan(), torch.nan)  # one NaN, whatever its bits were
 
 
 def reduce_rows(rows: torch.Tensor, width: int, out: torch.Tensor) -> None:
@@ -154,8 +154,8 @@ def quantize(
         tiles_of(scales, run).copy_(down)
         bad = bool(up.isnan().any())
         for chunk in chunks(run):
-            found = rows_of(values, run.values, run, chunk)
-            x = scratch.take(found.numel()).copy_(found)
+            source = rows_of(values, run.values, run, chunk)
+            x = scratch.take(source.numel()).copy_(source)
             _scale(x, chunk, up, run.grid.tile[1])
             if bad:
                 x.nan_to_num_(0.0)  # whole tiles: their factor is NaN
@@ -174,12 +174,12 @@ def dequantize(
     for run in runs:
         factors = tiles_of(scales, run)
         for chunk in chunks(run):
-            found = rows_of(out, run.values, run, chunk)
-            x = found if out.dtype == torch.float32 else scratch.take(found.numel())
+            target = rows_of(out, run.values, run, chunk)
+            x = target if out.dtype == torch.float32 else scratch.take(target.numel())
             coder.load(rows_of(codes, run.codes, run, chunk), x, scratch)
             _scale(x, chunk, factors, run.grid.tile[1])
-            if x is not found:
-                found.copy_(x)
+            if x is not target:
+                target.copy_(x)
 
 
 def sum_ranks(coder: Coder, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

@@ -56,12 +56,12 @@ def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[T
     if device not in kept:
         constants = constants_of(tile)
         pieces = [row for run in runs for row in _pieces(run)]
-        found = []
+        tables = []
         for vector in (True, False):
             same = [row for row in pieces if vector == (_on_16(row) and tile[1] % 16 == 0)]
             if same:
-                found.append(_table(same, {**constants, "VECTOR": vector}, device))
-        kept[device] = found
+                tables.append(_table(same, {**constants, "VECTOR": vector}, device))
+        kept[device] = tables
     return list(kept[device])
 
 
@@ -87,16 +87,16 @@ def _pieces(run: RowRun) -> list[list[int]]:
         return []
     return [
         [
-            run.values + found.row * columns,
-            run.codes + found.row * columns,
-            run.scales + found.band * across,
+            run.values + piece.row * columns,
+            run.codes + piece.row * columns,
+            run.scales + piece.band * across,
             columns,
-            found.bands,
-            found.height,
+            piece.bands,
+            piece.height,
             across,
-            run.element + found.row * columns,
+            run.element + piece.row * columns,
         ]
-        for found in bands_of(run.grid, run.start, run.stop)
+        for piece in bands_of(run.grid, run.start, run.stop)
     ]
 
 
@@ -153,10 +153,10 @@ def quantize(
     """`BlockFormat.quantize`."""
     first, second = (0, 0) if noise is None else map(signed, noise.keys())
     for table in tables_of(tile, runs, values.device):
-        given = scales if amax is None else amax
+        known = scales if amax is None else amax
         _launch(
             "quantize_tiles", table,
-            _as_int16(values), codes, scales, given, table.rows, table.piece_of, first, second,
+            _as_int16(values), codes, scales, known, table.rows, table.piece_of, first, second,
             TYPE=_TYPES[values.dtype], CODE=coder.code, TOP=coder.top, POW2=coder.pow2,
             GIVEN=amax is not None, RANDOM=noise is not None,
         )  # fmt: skip

@@ -11,6 +11,7 @@ A product ends a graph of torch.compile.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,12 +41,6 @@ class ScaledWeight(BlockQuantizedTensor):
             if arguments is not None:
                 return _linear()(*arguments)
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def scaled_weight(of: torch.Tensor) -> ScaledWeight:
-    """A weight on the codes of another tensor."""
-    assert isinstance(of, BlockQuantizedTensor)
-    return ScaledWeight(of.codes, of.scales, of.format, of.run, of.shape, of.dtype)
 
 
 def _arguments(
@@ -191,7 +186,11 @@ class _Scaled(OnWireGroup):
 
     def _allocate(self) -> None:
         super()._allocate()
-        self._views = {name: scaled_weight(view) for name, view in self._views.items()}
+        views: Mapping[str, Any] = self._views
+        self._views = {
+            name: ScaledWeight(v.codes, v.scales, v.format, v.run, v.shape, v.dtype)
+            for name, v in views.items()
+        }
         self._one_a_segment = []
 
     def held_by_autograd(self) -> bool:

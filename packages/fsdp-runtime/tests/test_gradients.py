@@ -1,0 +1,212 @@
+"""How gradients are copied, scaled and reduced."""
+
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import loss_of, seeded, shard, tokens
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_runtime import fully_shard
+from fsdp_runtime._grads.scaling import ReduceOptions, scaling
+from fsdp_runtime._schedule.model import member_of
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
+
+
+class Terms(nn.Module):
+    """As many small parameters as asked, then a large one, whose gradient comes first."""
+
+    def __init__(self, small=6, large=0):
+        super().__init__()
+        self.small = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(small)])
+        self.large = nn.Parameter(torch.ones(8 * large, 8)) if large else None
+
+    def forward(self, x):
+        for term in self.small:
+            x = x + term
+        return x if self.large is None else (x @ self.large.T).sum(-1, keepdim=True) + x
+
+
+GRADIENTS = ((8,), (800, 8))
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.of = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten._foreach_copy_.default:
+            self.of.append([t.numel() for t in args[0]])
+        elif op is torch.ops.aten.copy_.default and args[0].shape in GRADIENTS:
+            self.of.append(args[0].numel())
+        return op(*args, **(kwargs or {}))
+
+
+def copies_of(model):
+    model(torch.ones(2, 8)).sum().backward()
+    with Copies() as seen:
+        model(torch.ones(2, 8)).sum().backward()
+    return seen.of
+
+
+@pytest.fixture
+def ranks():
+    with simulated_ranks(4):
+        yield
+
+
+def test_the_small_gradients_of_a_unit_are_copied_in_one_call(ranks):
+    assert copies_of(fully_shard(Terms(6))) == [[8] * 6]
+
+
+def test_a_large_gradient_is_copied_when_it_comes(ranks):
+    assert copies_of(fully_shard(Terms(6, large=100))) == [6400, [8] * 6]
+
+
+def test_a_unit_around_others_keeps_no_gradient(ranks):
+    model = nn.Sequential(Terms(1), Terms(1))
+    model.register_parameter("extra", nn.Parameter(torch.ones(8)))
+    model.forward = lambda x: model[1](model[0](x + model.extra))
+    fully_shard(model[0])
+    assert 8 in copies_of(fully_shard(model))
+
+
+def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
+    model = Terms(0)
+    model.stacked = nn.Parameter(torch.ones(1, 8))
+    seen = []
+    model.forward = lambda x: x + First.apply(model.stacked)
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.ones(9000, 8)[:1]
+
+    fully_shard(model)
+    gradients = member_of(model).unit.groups[0].gradients
+    keep = type(gradients).close
+
+    def closing(self):
+        seen.append(len(self._kept))
+        return keep(self)
+
+    type(gradients).close = closing
+    try:
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    finally:
+        type(gradients).close = keep
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(3)
+def test_gradients_are_those_of_one_rank_also_where_they_accumulate(accumulate):
+    torch.manual_seed(0)
+    models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
+    plain, model = models
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model)
+    for step in range(accumulate):
+        model.set_requires_gradient_sync(step == accumulate - 1)
+        x = torch.full((2, 8), step + 1.0)
+        for one in models:
+            one(x).sum().backward()
+    for theirs, mine in zip(*(one.parameters() for one in models), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
+def outcome(how, shards, replicas, gradient=1.0):
+    """What one element becomes if every rank has the same gradient."""
+    one = gradient * how.before
+    inside = one if how.op == "avg" else one * shards / (how.divide or 1)
+    return inside if how.replica_op == "avg" else inside * replicas / (how.replica_divide or 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("force_sum", [False, True])
+@pytest.mark.parametrize("factor", [None, 1.0, 3.0, 128.0])
+@pytest.mark.parametrize(("shards", "replicas"), [(1, 1), (4, 1), (3, 2), (64, 16)])
+def test_the_sum_is_divided_by_the_factor(dtype, force_sum, factor, shards, replicas):
+    how = scaling(ReduceOptions(divide_factor=factor, force_sum=force_sum), dtype, shards, replicas)
+    ranks = shards * replicas
+    assert outcome(how, shards, replicas) == pytest.approx(ranks / (factor or ranks))
+    if force_sum:
+        assert {how.op, how.replica_op} == {"sum"}
+
+
+def test_what_is_equal_on_all_replicas_stays_as_it_is():
+    for force_sum in (False, True):
+        how = scaling(ReduceOptions(force_sum=force_sum), torch.float32, 4, 8)
+        assert how.replica_op == "avg" or how.replica_divide == 8
+
+
+def test_fp16_gradients_are_divided_in_two_halves():
+    how = scaling(ReduceOptions(), torch.float16, 1024, 1)
+    assert how.before == 1 / 32
+    assert how.divide == 32
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(3)
+def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(async_op):
+    model = shard(seeded())
+    units = sum(isinstance(module, type(model).__mro__[1]) for module in model.modules())
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    with record_collectives() as record:
+        for step in range(3):
+            loss_of(model, tokens(step=step)).backward()
+    assert "reduce_scatter" not in record.kinds
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    with record_collectives() as record:
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+    assert record.kinds.count("reduce_scatter") == units
+    alone = seeded()
+    for rank in range(3):
+        for step in range(3):
+            (loss_of(alone, tokens(rank=rank, step=step)) / 3).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before():
+    model = shard(seeded())
+    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\) before forward"):
+        model.finalize_backward()
+    inner = next(module for module in model.modules() if module is not model and hasattr(module, "unshard"))
+    with pytest.raises(RuntimeError, match="must be called on the root module"):
+        inner.set_manual_backward_finalization(True)
+
+
+@on_ranks(2)
+def test_ending_a_step_that_has_not_begun_does_nothing():
+    model = shard(seeded())
+    model.set_manual_backward_finalization(True)
+    with record_collectives() as record:
+        model.finalize_backward()
+    assert record.kinds == []
+    assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(4)
+def test_options_set_later_do_not_touch_a_reduction_under_way():
+    model = shard(seeded(), mesh=rank_mesh(2, 2, names=("replicate", "shard")))
+    model.set_is_last_backward(False)
+    loss_of(model, tokens()).backward()  # reductions are left under way
+    model.set_requires_all_reduce(False)
+    model.set_is_last_backward(True)
+    loss_of(model, tokens(step=1)).backward()  # only a partial sum: shown after a later all-reduce
+    alone = seeded()
+    (sum(loss_of(alone, tokens(rank=rank)) for rank in range(4)) / 4).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)

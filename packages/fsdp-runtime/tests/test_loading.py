@@ -1,0 +1,385 @@
+"""Full state dicts and writes outside of training reach the shards."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import distribute_tensor
+
+import block_optim
+from fsdp_runtime import (
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    full_params,
+    fully_shard,
+    get_full_state_dict,
+    offload,
+    set_full_state_dict,
+)
+from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
+from fsdp_runtime.quantization import BlockFP8, BlockInt8
+from layout_planner import Elements
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+
+FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+ON_ALL = StateDictOptions(full_state_dict=True)
+
+
+def options_of(kind):
+    if kind == "mixed precision":
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    if kind == "hybrid":
+        ranks = dist.get_world_size()
+        shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
+        return {"mesh": rank_mesh(*shape, names=("replicate", "shard"))}
+    if kind == "elements":
+        return {"block_policy": lambda name, param: Elements(3)}
+    return {}
+
+
+def model_of(kind, device="cpu", seed=1):
+    # 5 rows of embeddings: on 3 ranks there are uneven and empty shards.
+    with torch.device(device):
+        model = seeded(seed=seed, vocab=5, tied=kind == "tied")
+    return shard(model, **options_of(kind))
+
+
+def full_values(kind):
+    return seeded(vocab=5, tied=kind == "tied").state_dict()
+
+
+def assert_loaded(model, kind):
+    for name, value in get_full_state_dict(model).items():
+        assert torch.equal(value, full_values(kind)[name]), (kind, name)
+    loss_of(model, tokens(vocab=5)).backward()
+
+
+def assigned(kind, device):
+    model = model_of(kind, device)
+    sharded = {}
+    own = model.state_dict()
+    for name, value in full_values(kind).items():
+        placed = distribute_tensor(value, own[name].device_mesh, own[name].placements)
+        sharded[name] = nn.Parameter(placed)
+    model.load_state_dict(sharded, assign=True)
+    assert_loaded(model, kind)
+
+
+def on_all_ranks(kind, device):
+    model = model_of(kind, device)
+    set_model_state_dict(model, full_values(kind), options=ON_ALL)
+    assert_loaded(model, kind)
+
+
+def from_rank0(kind, device):
+    model = model_of(kind, device)
+    values = full_values(kind) if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_loaded(model, kind)
+
+
+KINDS = ["plain", "mixed precision", "hybrid", "tied"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
+    for kind in KINDS:
+        for device in ("cpu", "meta"):
+            assigned(kind, device)
+            on_all_ranks(kind, device)
+            from_rank0(kind, device)
+    for device in ("cpu", "meta"):
+        assigned("elements", device)
+        on_all_ranks("elements", device)
+
+
+class Odd(nn.Module):
+    """Five rows, one element, bf16 next to fp32, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.narrow = nn.Parameter(torch.randn(2, 2, dtype=torch.bfloat16))
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).sum() * self.scale + self.narrow.float().sum()
+
+
+def odd(device="cpu", seed=0):
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Odd()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers(ranks):
+    expected = odd().state_dict()
+    for options in (FROM_RANK0, ON_ALL):
+        model = fully_shard(odd("meta"))
+        values = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
+        set_model_state_dict(model, values, options=options)
+        for name, value in get_full_state_dict(model).items():
+            assert value.dtype == expected[name].dtype
+            assert torch.equal(value, expected[name]), name
+        model(torch.randn(4, 3)).backward()
+        torch.optim.AdamW(model.parameters()).step()
+    model = fully_shard(odd("meta"))
+    values = {"linear.weight": expected["linear.weight"]} if dist.get_rank() == 0 else {}
+    lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, values, options=lenient)
+    assert torch.equal(model.linear.weight.full_tensor(), expected["linear.weight"])
+    assert model.linear.bias.is_meta
+
+
+def trained(model, optimizer, steps):
+    for step in steps:
+        loss_of(model, tokens(step, vocab=5, rank=0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+def states_from_rank0(kind, foreach):
+    plain = seeded(vocab=5, tied=kind == "tied")
+    theirs = adamw(plain)
+    trained(plain, theirs, range(2))
+    full = get_optimizer_state_dict(plain, theirs)
+    rank0 = dist.get_rank() == 0
+    for together in (False, True):  # torch's set_state_dict takes an empty dict for one of an optimizer alone
+        model = model_of(kind)
+        ours = adamw(model, foreach=foreach)
+        values, state = copy.deepcopy((plain.state_dict(), full)) if rank0 or together else ({}, {})
+        if together:
+            set_state_dict(model, ours, model_state_dict=values, optim_state_dict=state, options=FROM_RANK0)
+        else:
+            set_model_state_dict(model, values, options=FROM_RANK0)
+            set_optimizer_state_dict(model, ours, state, options=FROM_RANK0)
+        reference = seeded(vocab=5, tied=kind == "tied")
+        reference.load_state_dict(plain.state_dict())
+        twin = adamw(reference)
+        twin.load_state_dict(theirs.state_dict())
+        trained(model, ours, range(2, 4))
+        trained(reference, twin, range(2, 4))
+        for name, value in get_full_state_dict(model).items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
+    for kind in ("plain", "hybrid", "tied"):
+        for foreach in (False, True):
+            states_from_rank0(kind, foreach)
+
+
+@on_ranks(2)
+def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
+    values = full_values("plain") if dist.get_rank() == 0 else {}
+    for device in ("cpu", "meta"):
+        with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
+            set_model_state_dict(model_of("elements", device), dict(values), options=FROM_RANK0)
+    model = model_of("plain")
+    optimizer = adamw(model)
+    plain = seeded(vocab=5)
+    theirs = adamw(plain)
+    trained(plain, theirs, range(1))
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
+    with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
+        trained(model, optimizer, range(1))
+
+
+def write():
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, wanted = shard(seeded(tied=True), mp_policy=bf16), seeded(tied=True)
+    params = list(model.parameters())
+    with record_collectives() as record, full_params(model):
+        for one, two in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert type(one.data) is torch.Tensor
+            assert one.equal(two)
+        assert model.head.weight is model.embed.weight
+        with pytest.raises(RuntimeError, match="are whole inside of full_params"):
+            loss_of(model, tokens())
+        with pytest.raises(RuntimeError, match="are whole inside of full_params"):
+            model.state_dict()
+        model.blocks[0].weight.data += 1
+        model.norm.weight.data = torch.full((8,), 2.0)
+    wanted.blocks[0].weight.data += 1
+    wanted.norm.weight.data.fill_(2)
+    assert len(record.kinds) == 4  # of a group each
+    assert all(one is two for one, two in zip(params, model.parameters(), strict=True))
+    assert all(p.full_tensor().equal(dict(wanted.named_parameters())[n]) for n, p in model.named_parameters())
+    loss_of(model, tokens()).backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_written_goes_into_the_shards_without_rounding(ranks):
+    if ranks > 1:
+        run_ranks(ranks, write)
+    else:
+        run_ranks(ranks, only_reading)
+
+
+def broken_off(model):
+    with full_params(model):
+        model.head.weight.data.zero_()
+        raise KeyError
+
+
+def reshaped(model):
+    with full_params(model):
+        model.head.weight = nn.Parameter(torch.zeros(2))
+
+
+def only_reading():
+    model = shard(seeded())
+    with full_params(model, writeback=False):
+        model.head.weight.data.zero_()
+    with pytest.raises(KeyError):
+        broken_off(model)
+    with pytest.raises(ValueError, match=r"head.weight is \(2,\) now; expected a tensor of shape \(12, 8\)"):
+        reshaped(model)
+    assert loss_of(model, tokens()).equal(loss_of(seeded(), tokens()))
+    offload(model)
+    with pytest.raises(RuntimeError, match="are offloaded"), full_params(model):
+        pass
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Body()
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(3)
+def test_a_full_state_dict_loads_into_a_model_on_meta(rank0_only):
+    model, wanted = shard(seeded()), seeded().state_dict()
+    found = get_full_state_dict(model, rank0_only=rank0_only, cpu_offload=True)
+    if rank0_only and dist.get_rank():
+        assert found == {}
+    else:
+        assert found.keys() == wanted.keys()
+        assert all(found[name].equal(value) for name, value in wanted.items())
+    other = shard(on_meta())
+    with pytest.raises(ValueError, match=r"blocks.0.weight: a tensor of shape"):
+        set_full_state_dict(other, {**found, "blocks.0.weight": torch.zeros(2)}, rank0_only=rank0_only)
+    with pytest.raises(ValueError, match="more of the state dict is not in the model"):
+        set_full_state_dict(other, {**found, "more": torch.zeros(2)}, rank0_only=rank0_only)
+    with pytest.raises(ValueError, match="is missing from the state dict"):
+        set_full_state_dict(other, {}, rank0_only=rank0_only)
+    assert all(param.is_meta for param in other.parameters())
+    set_full_state_dict(other, found, rank0_only=rank0_only)
+    assert loss_of(other, tokens()).equal(loss_of(model, tokens()))
+
+
+OPTIMIZERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw": lambda params: block_optim.AdamW(params, lr=0.01),
+    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
+    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
+    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2)
+def test_training_goes_on_from_full_state_dicts(kind):
+    rank0_only = kind != "torch"
+
+    def step(model, optimizer, number):
+        loss = loss_of(model, tokens(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model = shard(seeded(width=16))
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    for number in range(2):
+        step(model, optimizer, number)
+    weights = get_full_state_dict(model, rank0_only=rank0_only)
+    states = get_full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
+    again = shard(seeded(width=16, seed=1))
+    set_full_state_dict(again, weights, rank0_only=rank0_only)
+    other = OPTIMIZERS[kind](list(again.parameters()))
+    set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
+    for number in range(2, 4):
+        assert step(model, optimizer, number).equal(step(again, other, number))
+
+
+@on_ranks(2)
+def test_weights_that_are_kept_as_codes_go_as_values():
+    quantize = QuantizationPolicy(at_rest=BlockInt8(8))
+    model = shard(seeded().requires_grad_(False), quantization_policy=quantize)
+    values = get_full_state_dict(model, rank0_only=True)
+    other = shard(seeded(seed=1).requires_grad_(False), quantization_policy=quantize)
+    set_full_state_dict(other, values, rank0_only=True)
+    for name, value in get_full_state_dict(other).items():
+        torch.testing.assert_close(value, seeded().state_dict()[name], atol=0.02, rtol=0.02)
+
+
+def load(model, _):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def uncounted(_, params):
+    for p in params:
+        p.to_local().data.mul_(2)
+        torch.autograd.graph.increment_version(p.to_local())  # as the docstring of QuantizationPolicy says
+
+
+WRITES = {
+    "in place": lambda _, params: [p.mul_(2) for p in params],
+    "through .data": lambda _, params: [p.data.mul_(2) for p in params],
+    "copy_": lambda _, params: [p.copy_(p * 2) for p in params],
+    "the local tensor": lambda _, params: [p.to_local().mul_(2) for p in params],
+    "foreach": lambda _, params: torch._foreach_mul_(params, 2.0),
+    "load_state_dict": load,
+    "a write that torch does not count": uncounted,
+}
+CUTS = {"codes of whole tiles": "whole", "codes of shared tiles": "shared", "units that stay gathered": None}
+
+
+def written(how, cut=None):
+    """Outputs after a write, of this model and of one that was sharded with what was written."""
+    options = (
+        {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
+        if cut
+        else {"reshard_after_forward": False}
+    )
+    model, wanted = seeded(width=24), seeded(width=24)
+    model = shard(model, **options)
+    params = list(model.parameters())  # sharded: what an optimizer has
+    with torch.no_grad():
+        model(tokens())
+        WRITES[how](model, params)
+        found = model(tokens())
+        for p in wanted.parameters():
+            p.mul_(2)
+        expected = shard(wanted, **options)(tokens())
+    assert torch.equal(found, expected), (how, cut)
+
+
+@pytest.mark.parametrize("kind", CUTS)
+@on_ranks(3)
+def test_a_write_outside_training_is_seen_by_the_next_forward(kind):
+    cut = CUTS[kind]
+    for how in WRITES:
+        written(how, cut)
