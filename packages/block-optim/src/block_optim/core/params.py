@@ -50,6 +50,7 @@ class Param:
     """
 
     __slots__ = (
+        "_holding",
         "group",
         "local_shape",
         "local_stride",
@@ -74,6 +75,7 @@ class Param:
         self.group: Group = {} if group is None else group
         self.shape = torch.Size(tensor.shape)
         self.master: torch.Tensor | None = None
+        self._holding: Holding | None = None
         self.mesh: DeviceMesh | None = None
         self.placements: tuple[Placement, ...] = ()
         if isinstance(tensor, DISTRIBUTED):
@@ -115,7 +117,9 @@ class Param:
         Raises:
             ValueError: placements other than Ragged, Shard and Replicate.
         """
-        return holding_of(self.name, self.shape, self.mesh, self.placements)
+        if self._holding is None:
+            self._holding = holding_of(self.name, self.shape, self.mesh, self.placements)
+        return self._holding
 
     def work_holding(self, units: Sequence[Sequence[Range]] | None = None) -> Holding:
         """`holding` of the ranks that divide the work on the parameter.
@@ -123,7 +127,9 @@ class Param:
         Without the axes that leave each of ``units`` on one of their ranks (see `core.holding`); of all ranks of
         `replicas` where no rank holds less than the others.
         """
-        holding = holding_of(self.name, self.shape, self.mesh, self.placements, units)
+        holding = self.holding
+        if units is not None and len(holding.axes) > 1:
+            holding = holding_of(self.name, self.shape, self.mesh, self.placements, units)
         return copies_on(self.replicas, holding)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
