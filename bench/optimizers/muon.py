@@ -8,6 +8,7 @@ alternate in the same processes and get the same gradients.
     ours, fully_shard  Muon on the parameters of torch's `fully_shard`, cut in even rows
     ours, ragged       Muon on ragged parameters as a planner lays them out: contiguous, cut anywhere between rows
     ours, whole        Muon where each matrix is whole on one rank: nothing travels
+    ours, DDP          Muon on unsharded parameters (`replicate_mesh`): only updates travel
     full_tensor        as it is written by hand, on `fully_shard`: each rank gathers every update (in bf16) and
                        orthogonalises all of it
     torch, plain       torch.optim.Muon in one process, here on every rank: no communication, all of the work
@@ -32,8 +33,8 @@ from ..common.history import recorded_as
 from ..common.ranks import fake_ranks, launch
 
 DIM, FFN, LAYERS = 64, 172, 2
-OURS, FULL, PLAIN = "ours, fully_shard", "full_tensor", "torch, plain"
-SYSTEMS = (OURS, "ours, ragged", "ours, whole", FULL, PLAIN)
+OURS, DIVIDED, FULL, PLAIN = "ours, fully_shard", "ours, DDP", "full_tensor", "torch, plain"
+SYSTEMS = (OURS, "ours, ragged", "ours, whole", DIVIDED, FULL, PLAIN)
 MODELS = {  # (layers, matrices of a layer)
     "llama-3-8b": (32, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
     "llama-3-70b": (80, [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]),
@@ -61,7 +62,7 @@ def layouts(system, mesh):
             for _, rank in zip(shapes(), ranks, strict=False)
         ]
     if system != "ours, ragged":
-        return [None if system == PLAIN else Shard(0) for _ in shapes()]
+        return [None if system in (DIVIDED, PLAIN) else Shard(0) for _ in shapes()]
     # One buffer of equal parts, all matrices of a layer one after the other, cut between rows as near as it can be.
     found = []
     for layer in range(LAYERS):
@@ -121,6 +122,8 @@ def build(system, mesh, weights, grads, lr=0.02):
         params.append(param)
     kind = {FULL: AllGatherMuon, PLAIN: torch.optim.Muon}.get(system, Muon)
     options = {"bucket_bytes": 1 << 16} if kind is Muon else {}
+    if system == DIVIDED:
+        options |= {"replicate_mesh": mesh}
     return params, kind(params, lr=lr, **options)
 
 

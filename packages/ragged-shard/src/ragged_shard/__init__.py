@@ -3,6 +3,9 @@
 After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute_tensor` or `RaggedDTensor.from_local`.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch
 
 from ragged_shard import _tensor
@@ -14,7 +17,6 @@ from ragged_shard._agreement import (
     raise_on_all_ranks,
     same_on_all_ranks,
 )
-from ragged_shard._checkpoint import HuggingFaceStorageWriter
 from ragged_shard._device import (
     CPU,
     DeviceLayer,
@@ -36,6 +38,9 @@ from ragged_shard._state_dict import (
     load_full_state_dict,
 )
 from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
+
+if _TYPE_CHECKING:
+    from ragged_shard._checkpoint import HuggingFaceStorageWriter
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,3 +76,12 @@ __all__ = [
 
 # So that torch.load reads these back with its default, weights_only=True.
 _torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, StridedRaggedShard, _tensor._rebuild])
+
+
+def __getattr__(name: str) -> _Any:
+    # With it comes torch.distributed.checkpoint, which a step on one device does not need.
+    if name == "HuggingFaceStorageWriter":
+        from ragged_shard._checkpoint import HuggingFaceStorageWriter
+
+        return HuggingFaceStorageWriter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ragged_shard import _full_tensors as full_tensors
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def _of_torch() -> Any:
+    from torch.distributed.checkpoint import state_dict  # takes as long to import as torch's DTensor
+
+    return state_dict
 
 
 def load_full_state_dict(
@@ -108,7 +113,7 @@ def load_full_optimizer_state_dict(
         TypeError: a tensor where the optimizer has none, the reverse, or a wrong kind of number.
     """
     every = _listed(optimizers)
-    sharded: Any = get_optimizer_state_dict(module, every)
+    sharded: Any = _of_torch().get_optimizer_state_dict(module, every)
     own = dict(_leaves(sharded["state"]))
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     problem: Exception | None = None
@@ -133,7 +138,7 @@ def load_full_optimizer_state_dict(
         for name, tensor in tensors.items():
             full_tensors.load_tensor(tensor, leaves.get(name), from_rank0=rank0_only)
     state = _replaced(sharded["state"], {**tensors, **values})
-    set_optimizer_state_dict(module, every, {"state": state, "param_groups": groups})
+    _of_torch().set_optimizer_state_dict(module, every, {"state": state, "param_groups": groups})
 
 
 def full_optimizer_state_dict(
@@ -153,7 +158,7 @@ def full_optimizer_state_dict(
     Raises:
         ValueError: state on the meta device; with ``rank0_only``, a mesh that does not begin at rank 0.
     """
-    sharded: Any = get_optimizer_state_dict(module, _listed(optimizers))
+    sharded: Any = _of_torch().get_optimizer_state_dict(module, _listed(optimizers))
     own = dict(_leaves(sharded["state"]))
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     gathered = _gather("full_optimizer_state_dict", tensors, rank0_only, cpu_offload)

@@ -7,21 +7,23 @@ each op does.
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ragged_shard import _checkpoint, _comm, _redistribute
+from ragged_shard import _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._device import CPU
 from ragged_shard._placement import carried
 from ragged_shard._registry import HANDLERS
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _DATA: Any = torch.Tensor.data
 
@@ -299,13 +301,19 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         )
         return _wrap_traced(local, sharding, spec, requires_grad)
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: object) -> "list[WriteItem]":
+        from ragged_shard import _checkpoint  # torch's checkpoints take as long to import as torch's DTensor
+
         return _checkpoint.write_items(fqn, self)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        from ragged_shard import _checkpoint
+
         return _checkpoint.chunk_list(self._sharding)
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+        from ragged_shard import _checkpoint
+
         return _checkpoint.tensor_shard(self, index)
 
 
