@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 ONE_DEVICE = """
-import subprocess
-import sys
 import sys, torch
 weight = torch.nn.Parameter(torch.ones(4, 4))
 weight.grad = torch.ones(4, 4)
