@@ -6,14 +6,14 @@ import torch.nn as nn
 from conformance_models import (
     FULL_STATE_DICTS,
     Stack,
+    adamw,
     assert_same,
-    batch,
     full,
     is_sharded,
-    mean_square,
-    mine,
     seeded,
     shard_stack,
+    train,
+    train_plain,
 )
 from conformance_registry import Raises, case
 from torch.distributed.checkpoint.state_dict import (
@@ -27,24 +27,6 @@ META = "Deferred initialisation"
 def on_meta():
     with torch.device("meta"):
         return Stack()
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model, optimizer, steps=2):
-    for step in range(steps):
-        mean_square(model, mine(batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train_plain(model, optimizer, steps=2):
-    for step in range(steps):
-        mean_square(model, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @case(

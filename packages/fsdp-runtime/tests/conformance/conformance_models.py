@@ -96,6 +96,27 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 2,
+    rows: Callable[[torch.Tensor], torch.Tensor] = mine,
+) -> None:
+    """Steps on this rank's rows of each batch."""
+    for step in range(steps):
+        mean_square(model, rows(batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    train(model, optimizer, steps, rows=lambda whole: whole)
+
+
 def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 

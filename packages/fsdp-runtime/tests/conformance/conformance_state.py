@@ -13,6 +13,7 @@ from conformance_models import (
     FULL_STATE_DICTS,
     MLP,
     Stack,
+    adamw,
     all_sharded,
     assert_same,
     assert_same_gradients,
@@ -25,6 +26,8 @@ from conformance_models import (
     mine,
     seeded,
     shard_stack,
+    train,
+    train_plain,
 )
 from conformance_registry import Raises, case
 from torch.distributed.checkpoint.state_dict import (
@@ -41,24 +44,6 @@ STATE = "State"
 
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model, optimizer, steps=2):
-    for step in range(steps):
-        mean_square(model, mine(batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train_plain(model, optimizer, steps=2):
-    for step in range(steps):
-        mean_square(model, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def train_same(model, optimizer, steps):
