@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -87,6 +88,16 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((peak for key, peak in PEAK_BF16 if key in name), None)
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of one device's memory; None on CPU and where it cannot be asked."""
+    return torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """True if the device multiplies FP8 matrices: NVIDIA's from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def check_present(asked: str) -> None:
     """Raises TrainError if this machine does not have the device."""
     if asked not in ("auto", CPU.type, pick_device("auto").type):
@@ -97,7 +108,8 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory of this rank so far, MB: allocated memory of an accelerator, or resident memory on CPU."""
     if not is_cpu(device):
         return torch.accelerator.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 @dataclass

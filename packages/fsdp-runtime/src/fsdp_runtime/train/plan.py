@@ -28,7 +28,7 @@ from ragged_shard.testing import simulated_ranks
 from .config import RunConfig
 from .data import read_data
 from .errors import TrainError
-from .hardware import pick_device
+from .hardware import device_memory, pick_device
 from .launch import pick_ranks, start_ranks
 from .model import ModelConfig, Transformer, losses_from
 from .optimizers import make_optimizer, optimizer_spec
@@ -446,8 +446,8 @@ def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float |
     limit, whose = _ASSUMED_GIB * _GIB, "assumed; no GPU here"
     if gib is not None:
         limit, whose = gib * _GIB, "--memory"
-    elif pick_device(config.device).type == "cuda":
-        limit, whose = torch.cuda.get_device_properties(0).total_memory, "this GPU's"
+    elif (memory := device_memory(pick_device(config.device))) is not None:
+        limit, whose = memory, "this GPU's"
     rows: list[str] = []
     planned = 0
     for splits, traffic in sorted(traffics, key=lambda pair: pair[1].total):

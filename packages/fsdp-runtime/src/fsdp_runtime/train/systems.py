@@ -24,6 +24,7 @@ from ragged_shard import distribute_like, is_cpu
 
 from .config import FLOAT8, RunConfig
 from .errors import TrainError
+from .hardware import multiplies_fp8
 from .model import losses_of
 from .optimizers import declared_blocks, parse_block_option
 
@@ -220,9 +221,9 @@ class Float8(FullyShard):
         """Convert what can be, then shard."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        # GPUs multiply FP8 matrices from compute capability 8.9 on.
-        multiplies = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 9)
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=not multiplies)
+        config = Float8LinearConfig(
+            enable_fsdp_float8_all_gather=True, emulate=not multiplies_fp8(self.device)
+        )
         for layer in wrap_order(model):
             convert_to_float8_training(layer, config=config, module_filter_fn=_takes_float8)
         super().shard(model)
