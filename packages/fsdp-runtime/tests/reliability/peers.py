@@ -82,7 +82,7 @@ class Outcome:
         return f"{', '.join(parts)}{said}" + (f" after `{_cell(self.report)}`" if self.report else "")
 
 
-def _cell(line: str, most: int = 200) -> str:
+def _cell(line: str, most: int = 90) -> str:
     line = line.replace("|", "\\|").replace("`", "'").replace(f"({socket.gethostname()}", "(host")
     return line if len(line) <= most else f"{line[:most]} ..."
 
