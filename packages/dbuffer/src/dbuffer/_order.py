@@ -45,6 +45,7 @@ _END = (
     "and go on from the last checkpoint"
 )
 _PATIENCE = 10.0  # seconds that a request of the store may take
+_WAITING = 2.0  # the same, of a rank that waits or whose collective has failed
 _MOST = 256  # orders of a model that are told; the store keeps them all
 
 
@@ -117,7 +118,9 @@ class CollectiveOrder:
         self.number = 0
         self.completed: tuple[int, Any] = (0, None)
         self._ranks, self._rank = list(ranks), rank
-        self._store: PatientStore | None = PatientStore(PrefixStore("dbuffer-order", store), _PATIENCE)
+        shared = PrefixStore("dbuffer-order", store)
+        self._store: PatientStore | None = PatientStore(shared, _PATIENCE)
+        self._asked = PatientStore(shared, _WAITING)
         self._scopes = {"": _Scope()}
         self._scope = ""
         self._waiting: list[_Told] = []
@@ -196,27 +199,28 @@ class CollectiveOrder:
         """
         if self._store is None or self._discards:
             return ""
+        store = self._asked
         started = (*self._before, *self.titles)
         first = self.number - len(started)
         try:
-            if self._store.check(["failure"]):  # the ranks' numbers may differ
+            if store.check(["failure"]):  # the ranks' numbers may differ
                 return ""
-            self._store.set(f"waiting/{self._rank}", "\n".join((str(first), *started)))
+            store.set(f"waiting/{self._rank}", "\n".join((str(first), *started)))
             for place, rank in enumerate(self._ranks[:_NAMED]):
-                if place == self._rank or not self._store.check([f"waiting/{place}"]):
+                if place == self._rank or not store.check([f"waiting/{place}"]):
                     continue
-                text, *others = self._store.get(f"waiting/{place}").decode().split("\n")
+                text, *others = store.get(f"waiting/{place}").decode().split("\n")
                 shift = first - int(text)
                 for at in range(max(0, -shift), min(len(started), len(others) - shift)):
                     if started[at] != others[at + shift]:
                         return self._waits_otherwise(started[at], rank, others[at + shift])
-            if self._store.check([key := self._departure_key()]):  # a rank that waits where it cannot ask
-                number, place, title = self._store.get(key).decode().split(" ", 2)
+            if store.check([key := self._departure_key()]):  # a rank that waits where it cannot ask
+                number, place, title = store.get(key).decode().split(" ", 2)
                 at = int(number) - first - 1
                 if 0 <= at < len(started) and started[at] != title and int(place) != self._rank:
                     return self._waits_otherwise(started[at], self._ranks[int(place)], title)
-        except RuntimeError as error:
-            self._give_up(error)
+        except RuntimeError:  # the store is cut off, or its process is gone: what is waited for will fail
+            return ""
         return ""
 
     def _waits_otherwise(self, own: str, rank: int, other: str) -> str:

@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch.distributed as dist
 from train.train_helpers import text_folder, tiny
 
 from fsdp_runtime.train import Trainer
@@ -63,7 +62,6 @@ def part_of_run(folder: Path, optimizer: str, steps: int, part: int, resume: boo
     trainer.run()
     taken = trainer.step - before
     cpu = time.process_time() - begun
-    dist.destroy_process_group(trainer.group)  # a process that ends does so
     done = trainer.step
     del trainer
     gc.collect()

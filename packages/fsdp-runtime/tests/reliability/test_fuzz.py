@@ -287,9 +287,8 @@ def npy(head):
 def test_a_token_array_that_is_none_is_named_in_one_line(data, tmp_path):
     path = tmp_path / "tokens.npy"
     path.write_bytes(data)
-    with pytest.raises(
-        TrainError, match=r"cannot read .*tokens\.npy: it is not a \.npy file of plain numbers"
-    ):
+    why = r"(: it is not a \.npy file of plain numbers| holds an archive, expected integer tokens)"
+    with pytest.raises(TrainError, match=rf"tokens\.npy{why}"):
         read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
 
 
