@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.optimizers import muon, steps
 
 
+@pytest.mark.long
 def test_a_tiny_form_of_the_steps_benchmark_has_a_row_for_each_optimizer(monkeypatch):
     one_rate = {name: (steps.OPTIMIZERS[name][0], (4e-3,)) for name in ("AdamW", "AdamW8bit")}
     monkeypatch.setattr(steps, "OPTIMIZERS", one_rate)
@@ -48,6 +49,7 @@ def test_the_difference_of_two_means_is_over_its_standard_error():
     assert steps.welch([14.0, 16.0], [10.0, 12.0]) == pytest.approx(4 / math.sqrt(2))
 
 
+@pytest.mark.long
 def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights_of_one_process():
     found = muon.on_ranks(2, rounds=1)
     assert {system: figures[5] for system, figures in found.items()} == dict.fromkeys(muon.SYSTEMS, 0.0)

@@ -222,7 +222,12 @@ def all_trained(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"), [(layout, n) for layout, (_, sizes) in LAYOUTS.items() for n in sizes]
+    ("layout", "world_size"),
+    [
+        pytest.param(layout, n, marks=[pytest.mark.long] if len(sizes) > 1 and n != 3 else [])
+        for layout, (_, sizes) in LAYOUTS.items()
+        for n in sizes
+    ],
 )
 def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layout, world_size):
     on_ranks = run_ranks(world_size, all_trained, layout)
