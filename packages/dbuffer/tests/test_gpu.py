@@ -57,6 +57,7 @@ def test_what_holds_on_cpu_holds_on_one_cuda_rank(fn, args):
 
 def nccl_collectives():
     group = dist.group.WORLD
+    assert group is not None
     tensors = [torch.ones(64, device="cuda", dtype=d) for d in (torch.float32, torch.bfloat16)]
     receive = [torch.zeros_like(t) for t in tensors]
     transport = transport_of(group, "collectives")
