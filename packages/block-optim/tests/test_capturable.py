@@ -131,7 +131,8 @@ def test_groups_and_algorithms_agree_on_it():
     weights = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(2)]
     with devices.stand_in(OnItsWay):
         with pytest.raises(ValueError, match="capturable=False in one group"):
-            AdamW([{"params": weights[:1]}, {"params": weights[1:], "capturable": False}], capturable=True)
+            differ: Any = [{"params": weights[:1]}, {"params": weights[1:], "capturable": False}]
+            AdamW(differ, capturable=True)
         groups = [
             {"params": [w], "algorithm": k, "capturable": k == "muon"}
             for w, k in zip(weights, ("muon", "adamw"), strict=True)

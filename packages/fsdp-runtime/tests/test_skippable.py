@@ -224,7 +224,7 @@ def test_a_skippable_unit_outside_its_model_is_refused_before_it_communicates():
 
 @on_ranks(2)
 def test_the_outermost_unit_is_no_skippable_one():
-    model = fully_shard(nn.Linear(3, 3), skippable=True)
+    model: Any = fully_shard(nn.Linear(3, 3), skippable=True)
     with pytest.raises(RuntimeError, match=r"Linear is skippable: .* shard it without skippable=True"):
         model(torch.ones(1, 3))
 

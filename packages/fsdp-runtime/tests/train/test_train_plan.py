@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_only_the_runtimes_own_buffers_can_be_planned(folder):
 
 def three_layers(**changes):
     """The units of a root with three layers, and the moments of a step without activations."""
-    fields = dict.fromkeys([field.name for field in dataclasses.fields(UnitMemory)], 0)
+    fields: dict[str, Any] = dict.fromkeys([field.name for field in dataclasses.fields(UnitMemory)], 0)
     empty = UnitMemory(**{**fields, "decoding": (), "kept_after_forward": False})
     unit = dataclasses.replace(empty, gathered=(100,), reducing=(100,), gradients=50, **changes)
     root = dataclasses.replace(empty, gathered=(10,), reducing=(10,), gradients=5, kept_after_forward=True)
