@@ -130,8 +130,8 @@ def test_options_that_exclude_it_are_refused_by_name(kind, options, message):
 def test_groups_and_algorithms_agree_on_it():
     weights = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(2)]
     with devices.stand_in(OnItsWay):
+        differ: Any = [{"params": weights[:1]}, {"params": weights[1:], "capturable": False}]
         with pytest.raises(ValueError, match="capturable=False in one group"):
-            differ: Any = [{"params": weights[:1]}, {"params": weights[1:], "capturable": False}]
             AdamW(differ, capturable=True)
         groups = [
             {"params": [w], "algorithm": k, "capturable": k == "muon"}
