@@ -358,7 +358,8 @@ def steps_tables(results):
             "title": "Muon's step on fully_shard, real ranks",
             "text": f"{len(shapes())} matrices of widths {DIM} and {FFN}; the busiest rank's bytes, collectives and"
             " Newton-Schulz work, and the largest difference of a weight from torch.optim.Muon's in one process. dion's"
-            " and torchtitan's Muon are not in the table: neither could be installed where it was made.",
+            " Muon is not in the table, since it is in no package index, nor torchtitan's DistMuon, which needs a CUDA"
+            " device for each process.",
             "header": [
                 "ranks",
                 "system",
