@@ -22,6 +22,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let an exit collect it: nanobind reports all else as leaked."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `long` the cases of a test that differ from another one in the number of ranks only: 3 ranks stay."""
