@@ -1,0 +1,262 @@
+"""Losses by tokens with other parallelism: tokens of every rank count once, gradients are those of one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cases_cp
+import cases_ep
+import cases_pp
+import cases_tp
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import RANKS, full
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import loss_parallel
+
+import fsdp_runtime
+from fsdp_runtime import fully_shard
+from fsdp_runtime.token_loss import TokenLoss, TokenStep, count_tokens
+from ragged_shard.testing import on_ranks, rank_mesh
+
+pytestmark = pytest.mark.long
+IGNORED, PARTS = -100, 2
+Sum = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def ragged(labels: torch.Tensor, step: int, part: int) -> torch.Tensor:
+    """Ignores more of the labels in each row; all of them in the first."""
+    rows, length = labels.shape
+    kept = (torch.arange(rows) * length + step + part) // (rows - 1)
+    return labels.masked_fill(torch.arange(length) >= kept[:, None], IGNORED)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def compare(
+    model: nn.Module, twin: nn.Module, step: TokenStep, own: list[Any], whole: list[Any], loss: Sum
+) -> None:
+    """Backward of this rank's microbatches, and of all in one process: the same loss and gradients.
+
+    Args:
+        own, whole: microbatches, with their labels at index 1.
+    """
+    losses = [step.loss(loss(model, part)) for part in own]
+    for each in losses:
+        each.backward()
+    total = sum(int(count_tokens(part[1])) for part in whole)
+    wanted = torch.stack([loss(twin, part) for part in whole]).sum() / total
+    wanted.backward()
+    assert step.total == total
+    torch.testing.assert_close(step.mean(losses), wanted.detach(), rtol=1e-6, atol=0)
+    same_gradients(model, twin)
+
+
+def same_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (name, param), plain in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if param.grad is None or plain.grad is None:
+            assert param.grad is plain.grad, name
+            continue
+        away = (full(param.grad) - plain.grad).abs().max() / plain.grad.abs().max().clamp_min(1e-12)
+        assert away < 1e-6, f"{name}: {away} of the largest value"
+
+
+def both(build: Callable[[], nn.Module]) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = build().double()
+    torch.manual_seed(0)
+    return model, build().double()
+
+
+# -- context parallelism -----------------------------------------------------------------------------------------------
+
+
+def positions(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+    tokens, labels, places = part
+    return token_losses(model(tokens, places), labels)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@on_ranks(4)
+def test_stretches_of_a_sequence_count_on_each_rank(folded: bool, shape: tuple[int, int]) -> None:
+    """The axis of context parallelism is folded into the data-parallel one, or one of two."""
+    mesh = rank_mesh(*shape, names=("dp", "cp"))
+    over = mesh["dp", "cp"]._flatten("fsdp") if folded else mesh
+    model, twin = both(lambda: cases_cp.Model(cases_cp.causal))
+    for layer in model.layers:
+        layer.attend = cases_cp.gathered_keys(mesh["cp"])
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+    whole = [cases_cp.batch(part) for part in range(PARTS)]
+    for number, part in enumerate(whole):
+        part[1] = ragged(part[1], 0, number)
+    row, stretch = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    own = [part.chunk(shape[0], 1)[row].chunk(shape[1], 2)[stretch] for part in whole]
+    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+    compare(model, twin, step, own, whole, positions)
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
+
+
+def next_tokens(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+    tokens, labels = part
+    return token_losses(model(tokens), labels)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (2, 1, 2)])
+@pytest.mark.parametrize("cut", [cases_tp.layers_only, cases_tp.sequence])
+@on_ranks(4)
+def test_ranks_of_tensor_parallelism_count_the_same_tokens_once(shape: tuple[int, ...], cut: Any) -> None:
+    mesh, data, rank = cases_tp.meshes(shape)
+    model, twin = both(cases_tp.Model)
+    cases_tp.shard(fsdp_runtime, model, cut, mesh, data)
+    texts = [cases_tp.tokens_of(part) for part in range(PARTS)]
+    whole = [torch.stack([text[:, :-1], ragged(text[:, 1:], 0, number)]) for number, text in enumerate(texts)]
+    own = [part.chunk(data.size(), 1)[rank] for part in whole]
+    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+    compare(model, twin, step, own, whole, next_tokens)
+
+
+@on_ranks(4)
+def test_losses_that_tensor_parallelism_has_cut_are_averaged_too() -> None:
+    """`loss_parallel` gives a DTensor."""
+    mesh, data, rank = cases_tp.meshes((2, 2))
+    model, twin = both(cases_tp.Model)
+    cases_tp.shard(fsdp_runtime, model, cases_tp.loss_too, mesh, data)
+    text = cases_tp.tokens_of(0)
+    whole = torch.stack([text[:, :-1], ragged(text[:, 1:], 0, 0)])
+    own = whole.chunk(2, 1)[rank]
+    with loss_parallel():
+        step = TokenLoss(model).step([count_tokens(own[1])])
+        compare(model, twin, step, [own], [whole], next_tokens)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def routed(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+    tokens, labels = part
+    return token_losses(model(tokens)[0], labels)
+
+
+@pytest.mark.parametrize(
+    ("ep", "replicas", "expert_replicas"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+)
+@on_ranks(RANKS)
+def test_experts_need_no_factor_of_their_own(ep: int, replicas: int, expert_replicas: int) -> None:
+    model, twin = both(cases_ep.transformer(4))
+    cases_ep.wrap_blocks(fsdp_runtime, model, cases_ep.meshes(ep, replicas, expert_replicas), apart=ep == 2)
+    texts = [cases_ep.tokens(part) for part in range(PARTS)]
+    whole = [torch.stack([text[:, :-1], ragged(text[:, 1:], 0, number)]) for number, text in enumerate(texts)]
+    own = [part.chunk(RANKS, 1)[torch.distributed.get_rank()] for part in whole]
+    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+    compare(model, twin, step, own, whole, routed)
+
+
+@on_ranks(RANKS)
+def test_a_model_of_experts_alone_needs_the_mesh_of_all_tokens() -> None:
+    over = cases_ep.meshes(2)
+    model: Any = cases_ep.transformer(4)()
+    experts = cases_ep.apply_expert_parallel(model, over.ep)
+    dense = [param for param in model.parameters() if param not in experts]
+    for param in dense:
+        param.requires_grad_(False)
+    fully_shard(model, mesh=over.sparse, ignored_params=dense)
+    assert TokenLoss(model).step([1]).total == 2
+    assert TokenLoss(model, mesh=over.dense).step([1]).total == RANKS
+
+
+@on_ranks(RANKS)
+def test_meshes_that_do_not_say_which_tokens_count_are_refused() -> None:
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
+    model = cases_ep.Stack()
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"mesh= has 4 ranks, but the gradient of .* is summed over ranks"):
+        TokenLoss(model, mesh=mesh)
+    model = cases_ep.Stack()
+    fully_shard(model.blocks[0], mesh=mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"):
+        TokenLoss(model)
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def weighted(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Squared errors of the rows that have a target."""
+    return ((found - target.nan_to_num()).square() * ~target.isnan()).sum()
+
+
+@pytest.mark.parametrize(
+    "name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleDualPipeV"]
+)
+@on_ranks(4)
+def test_microbatches_of_a_pipeline_count_on_the_ranks_of_its_last_stage(name: str) -> None:
+    mesh = rank_mesh(2, 2, names=("pp", "dp"))
+    number = 4 if name in cases_pp.LOOPED + cases_pp.V_SHAPED else 2
+    twin = nn.Sequential(*cases_pp.stages(number)).double()
+    indices = cases_pp.indices_of(name, mesh.get_local_rank("pp"))
+    modules: list[Any] = [cases_pp.stages(number)[index].double() for index in indices]
+    for module in modules:
+        for layer in module:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    built = [
+        PipelineStage(module, index, number, torch.device("cpu"), group=mesh.get_group("pp"))
+        for index, module in zip(indices, modules, strict=True)
+    ]
+    step: Any = None
+    kind: Any = getattr(pipelining, name)
+    schedule = kind(
+        built if number == 4 else built[0],
+        4,
+        loss_fn=lambda out, target: step.loss(weighted(out, target)),
+        scale_grads=False,
+    )
+    token_loss = TokenLoss(modules, pp_mesh=mesh["pp"], schedule=schedule)
+    for turn in range(2):
+        x, target = cases_pp.batch(turn).double()
+        target[1 : 6 + turn] = torch.nan  # more on one rank than on the other
+        own_x, own_target = (whole.chunk(2)[mesh.get_local_rank("dp")] for whole in (x, target))
+        last = number - 1 in indices
+        counts = [(~part.isnan()).sum() for part in own_target.chunk(4)]
+        step = token_loss.step(counts if last or turn else [])
+        losses: list[torch.Tensor] = []
+        arguments = (own_x,) if 0 in indices else ()
+        schedule.step(*arguments, **({"target": own_target, "losses": losses} if last else {}))
+        wanted = weighted(twin(x), target) / (~target.isnan()).sum()
+        wanted.backward()
+        torch.testing.assert_close(step.mean(losses), wanted.detach(), rtol=1e-6, atol=0)
+        for index, module in zip(indices, modules, strict=True):
+            same_gradients(module, twin[index])
+            module.zero_grad()
+        twin.zero_grad()
+
+
+@on_ranks(2)
+def test_a_pipeline_that_divides_again_or_counts_differently_raises_on_every_rank() -> None:
+    mesh = rank_mesh(2, 1, names=("pp", "dp"))
+    rank = mesh.get_local_rank("pp")
+    stage: Any = cases_pp.stages(2)[rank]
+    fully_shard(stage, mesh=mesh["dp"])
+    built = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    dividing = pipelining.Schedule1F1B(built, 2, loss_fn=weighted)
+    with pytest.raises(ValueError, match=r"Schedule1F1B divides gradients .* make it with scale_grads=False"):
+        TokenLoss(stage, pp_mesh=mesh["pp"], schedule=dividing)
+    with pytest.raises(ValueError, match="pass both pp_mesh and schedule"):
+        TokenLoss(stage, pp_mesh=mesh["pp"])
+    summing = pipelining.Schedule1F1B(built, 2, loss_fn=weighted, scale_grads=False)
+    token_loss = TokenLoss(stage, pp_mesh=mesh["pp"], schedule=summing)
+    with pytest.raises(ValueError, match="pipeline stages of the same ranks count 4 and 5 tokens"):
+        token_loss.step([4 + rank])
+    with pytest.raises(ValueError, match="no rank has a token"):
+        token_loss.step([0, 0] if rank else [])
+    with pytest.raises(ValueError, match="1 token counts of this step are negative"):
+        token_loss.step([-1, 2] if rank else [])

@@ -1,0 +1,205 @@
+"""Losses by tokens: ranks and microbatches with different numbers of tokens give what one process gives."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import Body, seeded, shard
+from torch import nn
+
+from fsdp_runtime import fully_shard
+from fsdp_runtime.token_loss import TokenLoss, count_tokens
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+
+IGNORED, VOCAB, LENGTH = -100, 12, 9
+EXACT: Any = {"rtol": 1e-6, "atol": 1e-12}
+
+
+def batch(step, rank, part, tokens=None):
+    """Tokens (2, LENGTH) and labels, of which a random number, or `tokens`, is not ignored."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    text = torch.randint(VOCAB, (2, LENGTH), generator=generator)
+    number = torch.randint(2 * LENGTH, (), generator=generator) if tokens is None else tokens
+    kept = torch.randperm(2 * LENGTH, generator=generator).view(2, LENGTH) < number
+    return text, torch.where(kept, (text * 5 + 1) % VOCAB, IGNORED)
+
+
+def sum_of_losses(model, text, labels):
+    return nn.functional.cross_entropy(model(text).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def one_process(step, ranks, parts, **options):
+    """Gradients and mean loss of a plain model that has all tokens."""
+    model = seeded(Body).double()
+    batches = [batch(step, rank, part, **options) for rank in range(ranks) for part in range(parts)]
+    number = sum(int(count_tokens(labels)) for _, labels in batches)
+    loss = torch.stack([sum_of_losses(model, *each) for each in batches]).sum() / number
+    loss.backward()
+    return model, loss.detach(), number
+
+
+def same_gradients(model, plain):
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        torch.testing.assert_close(grad, wanted.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def accumulated(model, step, batches, sync=None):
+    """Backward of all microbatches; returns their losses. `sync` is called with whether a microbatch is the last."""
+    losses = []
+    for number, (text, labels) in enumerate(batches):
+        if sync is not None:
+            sync(number == len(batches) - 1)
+        losses.append(step.loss(sum_of_losses(model, text, labels)))
+        losses[-1].backward()
+    return losses
+
+
+def ragged_steps(mesh=None, parts=2, **ways: Any):
+    """Steps with and without accumulation in the shards; each way of accumulating is `(model, is_last) -> None`."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = shard(seeded(Body).double(), mesh=mesh)
+    token_loss = TokenLoss(model)
+    for number, way in enumerate([None, *ways.values()]):
+        sync = None if way is None else partial(way, model)
+        batches = [batch(number, rank, part) for part in range(parts)]
+        step = token_loss.step(count_tokens(labels) for _, labels in batches)
+        losses = accumulated(model, step, batches, sync)
+        plain, loss, total = one_process(number, ranks, parts)
+        assert step.total == total
+        same_gradients(model, plain)
+        torch.testing.assert_close(step.mean(losses), loss, **EXACT)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_gradients_and_loss_are_those_of_one_process_whatever_tokens_a_rank_has(ranks):
+    ragged_steps(no_sync=lambda model, is_last: model.set_requires_gradient_sync(is_last))
+
+
+@on_ranks(4)
+def test_tokens_of_replicas_count_too():
+    ragged_steps(
+        rank_mesh(2, 2, names=("replicate", "shard")),
+        no_sync=lambda model, is_last: model.set_requires_gradient_sync(is_last),
+        no_all_reduce=lambda model, is_last: model.set_requires_all_reduce(is_last),
+    )
+
+
+@on_ranks(3)
+def test_a_mean_on_each_rank_is_what_goes_wrong():
+    """The difference that this module is for; where it is gone, the other tests compare equal things."""
+    model = shard(seeded(Body).double())
+    text, labels = batch(0, dist.get_rank(), 0, tokens=1 + 8 * dist.get_rank())
+    (sum_of_losses(model, text, labels) / count_tokens(labels)).backward()
+    whole = seeded(Body).double()
+    batches = [batch(0, rank, 0, tokens=1 + 8 * rank) for rank in range(3)]
+    (sum(sum_of_losses(whole, *each) for each in batches) / 27).backward()
+    with pytest.raises(AssertionError, match="embed"):
+        same_gradients(model, whole)
+
+
+@on_ranks(3)
+def test_a_rank_without_tokens_adds_nothing():
+    model, rank = shard(seeded(Body).double()), dist.get_rank()
+    text, labels = batch(0, rank, 0, tokens=0 if rank == 1 else 5)
+    step = TokenLoss(model).step([count_tokens(labels)])
+    loss = step.loss(sum_of_losses(model, text, labels))
+    loss.backward()
+    assert step.total == 10
+    assert rank != 1 or loss == 0
+    whole = seeded(Body).double()
+    batches = [batch(0, other, 0, tokens=5) for other in (0, 2)]
+    (sum(sum_of_losses(whole, *each) for each in batches) / 10).backward()
+    same_gradients(model, whole)
+
+
+@on_ranks(3)
+def test_losses_of_single_tokens_are_summed_in_fp32():
+    model = shard(seeded(Body))
+    step = TokenLoss(model).step([3])
+    losses = torch.full((2, 3), 1.0 + 2**-7, dtype=torch.bfloat16)
+    assert step.loss(losses).dtype == torch.float32
+    assert step.loss(losses).item() == pytest.approx(6 * (1 + 2**-7) / 9, rel=1e-6)
+    assert step.share(6) == 6 / 9
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([[0, 0], [0, 0], [0, 0]], "no rank has a token in this step"),
+        ([[3, 1], [5], [2, 2]], "different numbers of microbatches"),
+        ([[3], [], [3]], "different numbers of microbatches"),
+        ([[3], [4], [-1]], "1 token counts of this step are negative"),
+    ],
+)
+@on_ranks(3)
+def test_a_step_that_has_no_mean_raises_on_every_rank(counts, message):
+    token_loss = TokenLoss(shard(seeded(Body)))
+    with pytest.raises(ValueError, match=message):
+        token_loss.step(counts[dist.get_rank()])
+    later = token_loss.step(counts[dist.get_rank()], wait=False)
+    with pytest.raises(ValueError, match=message):
+        later.loss(torch.ones(3))
+
+
+@on_ranks(3)
+def test_one_small_all_reduce_counts_and_one_averages():
+    token_loss = TokenLoss(shard(seeded(Body)))
+    with record_collectives() as counted:
+        step = token_loss.step([4, torch.tensor(5)])
+    with record_collectives() as averaged:
+        step.mean([torch.ones(()), torch.ones(())])
+    assert counted.kinds == averaged.kinds == ["all_reduce"]
+    assert counted.bytes_sent < 64
+    assert averaged.bytes_sent < 16
+
+
+@on_ranks(3)
+def test_units_that_would_average_are_refused():
+    model = seeded(Body)
+    for block in model.blocks[:2]:
+        fully_shard(block)
+    fully_shard(model)
+    token_loss = TokenLoss(model)
+    fully_shard(model.blocks[2])
+    with pytest.raises(RuntimeError, match=r"blocks\.2: the gradient divide factor is None.*after the last"):
+        token_loss.step([1])
+    token_loss = TokenLoss(model)
+    token_loss.step([1])
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(RuntimeError, match=r"divide factor is 3\.0"):
+        token_loss.step([1])
+
+
+@on_ranks(3)
+def test_parameters_whose_gradients_are_not_summed_are_refused_unless_the_caller_sums_them():
+    with pytest.raises(ValueError, match="Body has no unit, but there are 3 ranks"):
+        TokenLoss(seeded(Body))
+    model = seeded(Body).double()
+    ignored = set(model.norm.parameters())
+    fully_shard(model, ignored_params=ignored)
+    with pytest.raises(ValueError, match=r"norm\.weight is trained but in no unit"):
+        TokenLoss(model)
+    batches = [batch(0, dist.get_rank(), 0)]
+    step = TokenLoss(model, ignored_params=ignored).step([count_tokens(batches[0][1])])
+    accumulated(model, step, batches)
+    for param in ignored:
+        dist.all_reduce(param.grad)
+    same_gradients(model, one_process(0, 3, 1)[0])
+
+
+def test_one_process_without_ranks_counts_its_own_tokens():
+    model = seeded(Body).double()
+    batches = [batch(0, 0, part) for part in range(2)]
+    step = TokenLoss(model).step(count_tokens(labels) for _, labels in batches)
+    losses = accumulated(model, step, batches)
+    plain, loss, _ = one_process(0, 1, 2)
+    same_gradients(model, plain)
+    torch.testing.assert_close(step.mean(losses), loss, **EXACT)
+    halves: Any = [2.5]
+    with pytest.raises(TypeError, match="expected a whole number for each"):
+        TokenLoss(model).step(halves)
