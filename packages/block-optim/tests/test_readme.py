@@ -5,7 +5,7 @@ import torch
 from readme_examples import run_examples, section
 
 
-@pytest.mark.parametrize("title", ["In two minutes", "Shampoo and SOAP"])
+@pytest.mark.parametrize("title", ["In two minutes", "Averages of weights", "Shampoo and SOAP"])
 def test_the_examples_run_and_their_asserts_hold(title):
     torch.manual_seed(0)
     run_examples(title)

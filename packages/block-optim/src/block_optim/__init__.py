@@ -6,6 +6,7 @@ from block_optim.core._torch_compat import local_of
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
+from block_optim.ema.ema import EMA
 from block_optim.muon.muon import Muon
 from block_optim.muon.newton_schulz import orthogonalize
 from block_optim.muon.qk_clip import qk_clip_
@@ -18,6 +19,7 @@ from block_optim.shampoo.soap import SOAP
 
 __version__ = "0.1.0"
 __all__ = [
+    "EMA",
     "SOAP",
     "AdamW",
     "AdamW8bit",

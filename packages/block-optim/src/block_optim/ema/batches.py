@@ -1,0 +1,115 @@
+"""Calls that move averages towards weights: one lerp over each run of neighbors, in chunks where dtypes differ."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from block_optim.core import _torch_compat as compat
+from block_optim.core.device import per_device
+from block_optim.core.params import Param
+from block_optim.core.rounding import Rounder
+from block_optim.core.runs import joint_runs
+from block_optim.core.scratch import Scratch
+
+# Elements that are worked on in fp32 copies, or that trade places, together.
+CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stretch of memory, 1-D; of one parameter and its first element in the global tensor if it is rounded."""
+
+    average: torch.Tensor
+    weight: torch.Tensor
+    name: str
+    first: int
+
+    def cut(self, limit: int) -> "list[_Slice]":
+        """Slices of at most ``limit`` elements."""
+        starts = range(0, self.average.numel(), limit)
+        pairs = zip(starts, self.average.split(limit), self.weight.split(limit), strict=True)
+        return [_Slice(average, weight, self.name, self.first + start) for start, average, weight in pairs]
+
+
+class Batch:
+    """Slices of one device and one pair of dtypes that are moved by one call."""
+
+    def __init__(self, slices: list[_Slice], scratch: Scratch, rounder: Rounder | None) -> None:
+        self._slices, self._rounder = slices, rounder
+        self._averages, self._weights = [s.average for s in slices], [s.weight for s in slices]
+        self._wide_averages = self._wide("averages", self._averages, scratch)
+        self._wide_weights = self._wide("weights", self._weights, scratch)
+
+    def _wide(self, role: str, tensors: list[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
+        """The tensors, or scratch for them in the dtype that is computed in."""
+        dtype = torch.promote_types(self._averages[0].dtype, torch.float32)
+        return tensors if tensors[0].dtype == dtype else scratch.take_like(role, tensors, dtype)
+
+    def __call__(self, weight: float, seed: int, step: int) -> None:
+        """Move averages by a share of their distance to the weights."""
+        for wide, narrow in (
+            (self._wide_averages, self._averages),
+            (self._wide_weights, self._weights),
+        ):
+            if wide is not narrow:
+                compat.foreach_copy_(wide, narrow)
+        compat.foreach_lerp_(self._wide_averages, self._wide_weights, weight)
+        if self._rounder is not None:
+            for s, average in zip(self._slices, self._wide_averages, strict=True):
+                self._rounder(average, s.average, seed, s.name, step, s.first)
+
+
+def batches_of(params: Sequence[Param], averages: Sequence[torch.Tensor]) -> list[Batch]:
+    """The calls for some parameters and this rank's averages of them; good for as long as all stay where they are."""
+    kinds: dict[Any, list[int]] = {}
+    for i, (param, average) in enumerate(zip(params, averages, strict=True)):
+        kinds.setdefault((param.device, param.local.dtype, average.dtype), []).append(i)
+    return [
+        batch
+        for members in kinds.values()
+        for batch in _batches_of_kind([params[i] for i in members], [averages[i] for i in members])
+    ]
+
+
+def _batches_of_kind(params: Sequence[Param], averages: Sequence[torch.Tensor]) -> list[Batch]:
+    """The calls for parameters of one device and dtype whose averages are of one dtype."""
+    weights, device, kept = [p.local for p in params], averages[0].device, averages[0].dtype
+    rounded = kept.itemsize < 4
+    runs = joint_runs([weights, averages], list(range(len(params))) if rounded else [0] * len(params))
+    slices = [
+        _Slice(run.view(averages), run.view(weights), (p := params[run.members[0]]).name, p.start or 0)
+        for run in runs
+    ]
+    if not slices:
+        return []
+    total = sum(s.average.numel() for s in slices)
+    in_place = kept == weights[0].dtype and not rounded
+    limit = total if in_place else chunk_on(device)
+    scratch = Scratch(device, min(limit, total))
+    rounder = Rounder(min(limit, total), device) if rounded else None
+    chunks: list[list[_Slice]] = []
+    room = 0
+    for part in (part for s in slices for part in s.cut(limit)):
+        if part.average.numel() > room:
+            chunks.append([])
+            room = limit
+        chunks[-1].append(part)
+        room -= part.average.numel()
+    return [Batch(chunk, scratch, rounder) for chunk in chunks]
+
+
+def trade(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange the contents of two tensors of the same shape, strides and dtype, without memory for a whole one."""
+    limit = chunk_on(first.device)
+    flat = (t.as_strided((t.numel(),), (1,)).split(limit) for t in (first, second))
+    for a, b in zip(*flat, strict=True):
+        spare = a.clone()
+        a.copy_(b)
+        b.copy_(spare)
+
+
+def chunk_on(device: torch.device) -> int:
+    """Elements to work on together."""
+    return per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)

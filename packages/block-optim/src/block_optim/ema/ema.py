@@ -1,0 +1,369 @@
+"""EMA: an exponential moving average of weights, over the flat memory of this rank's shards.
+
+    weights     | w1 w1 w1 . w2 w2 . . | ...     average <- average + (1 - decay) * (weight - average)
+    averages    | a1 a1 a1 . a2 a2 . . | ...     neighbors in memory are one run: one lerp for all of them
+
+    dtype    bytes   an update                              in `swapped`
+    fp32     4       in place; narrower weights are         contents trade places; of narrower weights a copy is kept
+                     widened in chunks
+    bf16     2       in fp32 chunks, rounded at random by   contents trade places; of other weights a copy is kept
+                     an element's global index
+
+An element's numbers do not depend on where its tensor is cut. Nothing here communicates.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, slots_of, version_of
+from block_optim.core.load import own_values, put_values
+from block_optim.core.options import check_choice, check_count, check_flag, check_range
+from block_optim.core.params import Param
+from block_optim.core.runs import FlatSpace, is_dense
+from block_optim.ema.batches import Batch, batches_of, trade
+
+Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_swapped: dict[torch.Tensor, str] = {}  # parameters whose contents are averages, of any EMA, and their names
+
+
+class EMA:
+    """An exponential moving average of the parameters that train; buffers and frozen parameters have none.
+
+    Call `update` after each step of the optimizer. It communicates nothing. In fp32 its bits are those of
+    ``average.lerp_(weight, 1 - decay)`` at any world size.
+
+    Args:
+        params: a module, or tensors or named tensors: plain, DTensors (FSDP2's too) or RaggedDTensors. Give a sharded
+            model as a module, after `fully_shard`: `swapped` needs it.
+        decay: share of the average that an update keeps, in [0, 1); the attribute may be set between updates.
+        dtype: of averages: fp32 (fp64 of fp64 parameters), or bf16, which is rounded at random.
+        warmup: keep at most (1 + n) / (10 + n) in an update that n others came before.
+        seed: of bf16's rounding; its random bits depend on seed, name, number of the update and element only.
+
+    Attributes:
+        updates: how many updates the averages have had.
+
+    Raises:
+        ValueError: an option or a parameter that does not fit, named.
+    """
+
+    def __init__(
+        self,
+        params: Weights,
+        decay: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+        warmup: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        check_choice("dtype", dtype, (torch.float32, torch.bfloat16))
+        check_flag("warmup", warmup)
+        if seed is not None and (
+            dtype == torch.float32 or isinstance(seed, bool) or not isinstance(seed, int)
+        ):
+            raise ValueError(
+                f"seed={seed!r} with dtype={dtype}: expected an integer, and dtype=torch.bfloat16"
+            )
+        self.decay, self.updates = decay, 0
+        self._dtype, self._warmup, self._seed = dtype, warmup, seed or 0
+        self._rate()
+        self._module = params if isinstance(params, nn.Module) else None
+        self._reshard()
+        self._frozen = _named(params)
+        self._slots = {name: slots_of(self._module, name) for name in self._frozen} if self._module else {}
+        self._params: dict[str, Param] = {}
+        self._averages: dict[str, torch.Tensor] = {}  # in the parameters' shapes and placements
+        self._layouts: dict[str, tuple[Any, ...]] = {}
+        self._places: list[Any] = []
+        self._batches: list[Batch] = []
+        self._follow()
+        if not self._params and self._module is None:
+            raise ValueError(
+                f"EMA: none of the {len(self._frozen)} tensors that it was given requires a gradient"
+            )
+
+    # ---------------------------------------------------------------- update
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move averages towards the weights.
+
+        A parameter that has begun to train gets an average, which begins with its value.
+
+        Raises:
+            RuntimeError: inside `swapped`.
+            ValueError: a parameter that was replaced, or has another shape, dtype or device than before, named.
+        """
+        self._refuse_swapped("update()")
+        rate = self._rate()
+        self._follow()
+        self.updates += 1
+        for batch in self._batches:
+            batch(1 - rate, self._seed, self.updates)
+
+    def _rate(self) -> float:
+        """Share of the average that the next update keeps."""
+        check_range("decay", self.decay, 0, 1)
+        return min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
+
+    def _follow(self) -> None:
+        """Begin averages of parameters that train now, and prepare the calls again if memory is elsewhere."""
+        for name in self._slots:
+            self._check_slot(name, gathered=True)
+        if fresh := [Param(t, name) for name, t in self._frozen.items() if t.requires_grad]:
+            self._begin(fresh)
+        locals_ = locals_of(p.tensor for p in self._params.values())
+        places = [(t.data_ptr(), t.dtype, t.shape) for t in locals_]
+        if places == self._places:
+            return
+        for name, param in self._params.items():
+            if (layout := _layout(param.tensor)) != self._layouts[name]:
+                raise ValueError(
+                    f"{name}: it is {layout}, and was {self._layouts[name]} when its average began (shape, dtype, "
+                    "placements; device, shape and stride of what this rank has); build EMA after the model was moved"
+                )
+        self._batches = batches_of(list(self._params.values()), locals_of(self._averages.values()))
+        self._places = places
+
+    @torch.no_grad()
+    def _begin(self, params: list[Param]) -> None:
+        """Make averages from the weights, neighbors where these are."""
+        kinds: dict[Any, list[Param]] = {}
+        for param in params:
+            self._check(param)
+            wide = torch.promote_types(param.dtype, torch.float32)
+            kinds.setdefault(
+                (wide if self._dtype == torch.float32 else self._dtype, param.device), []
+            ).append(param)
+        for (dtype, device), members in kinds.items():
+            space = FlatSpace([param.local for param in members])
+            for param, average in zip(members, space.views(space.zeros(dtype, device)), strict=True):
+                self._averages[param.name] = param.wrap(average.copy_(param.local))
+        for param in params:
+            self._params[param.name] = param
+            self._layouts[param.name] = _layout(param.tensor)
+            del self._frozen[param.name]
+        self._averages = {name: self._averages[name] for name in self._params}
+
+    def _check(self, param: Param) -> None:
+        """Raise ValueError if there can be no average of a parameter."""
+        local = param.local
+        if not is_dense(local):
+            raise ValueError(
+                f"{param.name}: its memory has holes (shape {tuple(local.shape)}, stride {local.stride()}); make it "
+                "contiguous() before EMA is built"
+            )
+        if self._dtype == torch.float32:
+            return
+        if param.start is None or not local.is_contiguous() or param.dtype.itemsize > 4:
+            raise ValueError(
+                f"{param.name}: dtype=torch.bfloat16 needs parameters of at most 4 bytes an element, of which a rank "
+                f"has one contiguous run; it is {param.dtype} with placements {param.placements} and stride "
+                f"{local.stride()}. Use torch.float32"
+            )
+
+    # ---------------------------------------------------------------- evaluation
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the parameters the averages' values inside a ``with``; they are restored also if the body raises.
+
+        Reshards the units of `fully_shard` before and after, so that no gathered values of the wrong kind remain.
+        Takes the memory of a chunk; for weights in another dtype than their averages that of a copy of them.
+
+        Raises:
+            RuntimeError: inside `swapped` of the same parameters; if a parameter stays gathered; after a body that
+                wrote to parameters. A step of an optimizer in the body raises, too.
+            ValueError: as `update`; or if distributed tensors were given without their module.
+        """
+        self._refuse_swapped("swapped()")
+        self._follow()
+        self._check_resharded()
+        written: list[str] = []
+        with ExitStack() as stack:
+            stack.callback(self._reshard)
+            for name, param in self._params.items():
+                stack.callback(self._restore, name, self._exchange(name))
+                _swapped[param.tensor] = name
+            stack.callback(self._note_writes, self._versions(), written)
+            stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+            yield
+        self._check_resharded()
+        if written:
+            raise RuntimeError(
+                f"{written[0]}: it, or a tensor in the same memory, was written to inside swapped(). The weights are "
+                "as before, but their averages may be what was written; load them again, and train outside of swapped()"
+            )
+
+    @torch.no_grad()
+    def _exchange(self, name: str) -> torch.Tensor | None:
+        """Put an average into its parameter. Returns a copy of the weights if they are not kept in its place."""
+        weight, average = self._params[name].local, local_of(self._averages[name])
+        if weight.dtype == average.dtype:
+            trade(average, weight)
+            return None
+        kept = weight.clone()
+        weight.copy_(average)
+        return kept
+
+    @torch.no_grad()
+    def _restore(self, name: str, kept: torch.Tensor | None) -> None:
+        """Put the weights back into their parameter, also if that is on another device now."""
+        param = self._params[name]
+        del _swapped[param.tensor]
+        weight, average = param.local, local_of(self._averages[name])
+        if kept is not None:
+            weight.copy_(kept)
+        elif (weight.shape, weight.dtype, weight.stride()) == (
+            average.shape,
+            average.dtype,
+            average.stride(),
+        ):
+            trade(average, weight)
+        else:
+            raise RuntimeError(
+                f"{name}: inside swapped() it became {_layout(param.tensor)}, and was {self._layouts[name]}; it has "
+                "the average now, and the average has its weights"
+            )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Addresses of parameters, and how often their memory was written to; neighbors may share the count."""
+        locals_ = locals_of(p.tensor for p in self._params.values())
+        return {name: (t.data_ptr(), version_of(t)) for name, t in zip(self._params, locals_, strict=True)}
+
+    def _note_writes(self, before: dict[str, tuple[int, int]], written: list[str]) -> None:
+        """List parameters that are where they were, and were written to."""
+        now = self._versions()
+        written += [n for n, (address, _) in before.items() if now[n][0] == address and now[n] != before[n]]
+
+    def _reshard(self) -> None:
+        """Free the gathered parameters of all units of the module."""
+        for module in self._module.modules() if self._module is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _check_resharded(self) -> None:
+        """Reshard; raise if the module has trained parameters other than this EMA's."""
+        if self._module is None:
+            for name, param in self._params.items():
+                if param.mesh is not None:
+                    raise ValueError(
+                        f"{name}: EMA has tensors of a sharded model and cannot reshard it; build it from the module"
+                    )
+            return
+        self._reshard()
+        for name in self._slots:
+            self._check_slot(name, gathered=False)
+        known = {param.tensor for param in self._params.values()}
+        for name, tensor in self._module.named_parameters():
+            if tensor.requires_grad and tensor not in known:
+                raise ValueError(
+                    f"{name}: the module got this parameter after EMA was built; build EMA after that"
+                )
+
+    def _check_slot(self, name: str, *, gathered: bool) -> None:
+        """Raise unless the module has a parameter where it was, sharded, or ``gathered`` if that may be."""
+        slots, key = self._slots[name]
+        own, now = self._params[name].tensor if name in self._params else self._frozen[name], slots.get(key)
+        if now is own:
+            return
+        if now is None or not isinstance(own, DISTRIBUTED) or _placement(now) == _placement(own):
+            raise ValueError(
+                f"{name}: the module has another tensor there than when EMA was built (fully_shard, an assignment, "
+                "load_state_dict(assign=True) or a parametrization); build EMA after that"
+            )
+        if not gathered:
+            raise RuntimeError(
+                f"{name}: the module has the gathered parameter there, which does not follow the shards; call "
+                "reshard() on its unit, or build EMA from the module that has the unit"
+            )
+
+    def _refuse_swapped(self, what: str) -> None:
+        name = next((name for name, p in self._params.items() if p.tensor in _swapped), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{what} inside swapped(): {name} has the value of an average; call it outside"
+            )
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """``averages`` by name, in the parameters' placements and sharing memory, and the count of ``updates``.
+
+        Distributed checkpoints take an EMA as it is, ``dcp.save({"ema": ema})``, and load at any world size.
+        """
+        self._refuse_swapped("state_dict()")
+        self._follow()
+        return {"averages": dict(self._averages), "updates": self.updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy averages into those that are there, rounded to nearest if they are narrower. Communicates nothing.
+
+        Takes what `state_dict` returned in the same placements, or full plain tensors, of which a rank takes its own.
+
+        Raises:
+            ValueError: names, shapes or placements that do not fit; nothing was changed.
+        """
+        self._refuse_swapped("load_state_dict()")
+        self._follow()
+        averages, updates = state_dict["averages"], state_dict["updates"]
+        if updates != 0:
+            check_count("updates", updates)
+        if different := sorted(averages.keys() ^ self._averages.keys()):
+            raise ValueError(
+                f"the state dict has {len(averages)} averages, this EMA {len(self._averages)}; {different[0]} is in "
+                "one of them only. Build EMA from the same module, with the same parameters frozen"
+            )
+        put_values(self._averages, own_values("EMA", self._averages, averages))
+        self.updates = updates
+
+
+def _named(params: Weights) -> dict[str, torch.Tensor]:
+    """The parameters by name, each once."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("EMA was given one tensor; give it a module or a list")
+    result: dict[str, torch.Tensor] = {}
+    seen: set[torch.Tensor] = set()
+    for i, entry in enumerate(params.named_parameters() if isinstance(params, nn.Module) else params):
+        name, tensor = entry if isinstance(entry, tuple) else (None, entry)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"EMA was given {tensor!r}: expected a module, tensors or (name, tensor) pairs")
+        name = f"parameter {i} of shape {tuple(tensor.shape)}" if name is None else name
+        if name in result and tensor not in seen:
+            raise ValueError(f"EMA was given two parameters named {name!r}")
+        if tensor not in seen:
+            seen.add(tensor)
+            result[name] = tensor
+    return result
+
+
+def _placement(tensor: torch.Tensor) -> Any:
+    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DISTRIBUTED) else None
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must stay as it is."""
+    local, placement = local_of(tensor), _placement(tensor)
+    placements = () if placement is None else placement[1]
+    # Strides of dimensions that have one: FSDP2 pads an empty shard anew.
+    strides = [s for s, n in zip(local.stride(), local.shape, strict=True) if n > 1] if local.numel() else []
+    return tuple(tensor.shape), tensor.dtype, placements, str(local.device), tuple(local.shape), strides
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _swapped:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() inside EMA.swapped(): {_swapped[param]} has the value of an "
+                    "average; train outside"
+                )

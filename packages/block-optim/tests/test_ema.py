@@ -1,0 +1,529 @@
+"""EMA of weights: the bits of one process on every layout, swapping for evaluation, checkpoints, and misuse."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from runs import Run, full, tensors
+from test_fsdp2 import Model, gradients, hsdp, like, named, rows
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from block_optim import EMA, AdamW
+from ragged_shard import RaggedDTensor
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+
+BF16 = torch.bfloat16
+SHAPES = ((24, 16), (13, 8), (3, 8, 6), (9,), (1, 5))
+
+
+def nn_of(weights, **kinds):
+    """A module with these parameters."""
+    module = nn.Module()
+    for i, weight in enumerate(weights):
+        module.register_parameter(f"p{i}", nn.Parameter(weight))
+    return module
+
+
+def flat_module(shapes=SHAPES, dtype=torch.float32, gap=3):
+    """A module whose parameters are neighbors in one buffer, whose gaps hold NaN."""
+    values = tensors(shapes, 0, dtype)
+    buffer = torch.full((sum(v.numel() + gap for v in values),), torch.nan, dtype=dtype)
+    views, start = [], 0
+    for value in values:
+        views.append(buffer[start : start + value.numel()].view(value.shape).copy_(value))
+        start += value.numel() + gap
+    return nn_of(views), buffer
+
+
+def move(module, number):
+    """Some update of the parameters, the same wherever they are cut."""
+    for i, p in enumerate(module.parameters()):
+        p.data.mul_(0.9 + 0.01 * i).add_(0.01 * number)
+
+
+def averages(ema):
+    return {name: full(value).clone() for name, value in ema.state_dict()["averages"].items()}
+
+
+def reference(module, decay, numbers, dtype=torch.float32):
+    """Averages by torch's lerp, tensor by tensor."""
+    result = {name: p.detach().to(dtype, copy=True) for name, p in module.named_parameters()}
+    for number in numbers:
+        move(module, number)
+        for name, p in module.named_parameters():
+            result[name].lerp_(p.detach().to(dtype), 1 - decay)
+    return result
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].equal(value), key
+
+
+class Calls(TorchDispatchMode):
+    """Names and list lengths of the ops that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func.overloadpacket.__name__, len(args[0]) if isinstance(args[0], list) else 1))
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------- updates
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64])
+def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
+    (module, _), (other, _) = flat_module(dtype=dtype), flat_module(dtype=dtype)
+    ema = EMA(module, 0.9)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert all(value.dtype == wide for value in averages(ema).values())
+    for number in range(4):
+        move(module, number)
+        ema.update()
+    same(averages(ema), reference(other, 0.9, range(4), wide))
+
+
+def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left():
+    module, buffer = flat_module()
+    ema = EMA(module, 0.9)
+    with Calls() as calls:
+        ema.update()
+    assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", 1)]
+    gaps = buffer.isnan()
+    assert gaps.sum() == 3 * len(SHAPES)
+    with ema.swapped():
+        assert buffer.isnan().equal(gaps)
+
+
+def test_tensors_in_memory_of_their_own_share_one_call():
+    ema = EMA(nn_of(tensors(SHAPES, 0)), 0.9)
+    with Calls() as calls:
+        ema.update()
+    assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", len(SHAPES))]
+
+
+def test_warmup_follows_new_weights_faster_at_first():
+    weight = nn.Parameter(torch.zeros(3))
+    ema = EMA([("w", weight)], 0.5, warmup=True)
+    expected = torch.zeros(3)
+    for number in range(12):
+        weight.data.fill_(number)
+        ema.update()
+        expected.lerp_(weight.detach(), 1 - min(0.5, (1 + number) / (10 + number)))
+    assert averages(ema)["w"].equal(expected)
+
+
+def test_averages_in_bf16_follow_changes_that_rounding_to_nearest_would_lose():
+    weight = nn.Parameter(torch.ones(64, 64))
+    ema = EMA([("w", weight)], 0.999, dtype=BF16)
+    weight.data.fill_(1.5)
+    for _ in range(100):
+        ema.update()
+    value = averages(ema)["w"]
+    assert value.dtype == BF16
+    assert float(value.float().mean()) == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2e-3)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_elements():
+    weight = nn.Parameter(torch.ones(8))
+    kinds: dict[Any, dict[str, Any]] = {torch.float32: {}, BF16: {"dtype": BF16}}
+    for options in kinds.values():
+        ema = EMA([weight], 0.9, **options)
+        before = weight.detach().clone()
+        weight.data[2], weight.data[5] = torch.nan, torch.inf
+        damaged = weight.detach().clone()
+        ema.update()
+        (value,) = averages(ema).values()
+        assert value.isfinite().tolist() == [i not in (2, 5) for i in range(8)]
+        with ema.swapped():
+            assert weight.detach().nan_to_num().equal(value.float().nan_to_num())
+        assert weight.detach().view(torch.int32).equal(damaged.view(torch.int32))
+        weight.data.copy_(before)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@functools.cache
+def alone(dtype, weights=torch.float32):
+    module = nn_of(tensors(SHAPES, 0, weights))
+    return averaged(module, dtype)
+
+
+def averaged(module, dtype):
+    ema = EMA(module, 0.9, dtype=dtype, seed=3 if dtype == BF16 else None)
+    with record_collectives() as sent:
+        for number in range(3):
+            move(module, number)
+            ema.update()
+    assert not sent.events
+    return averages(ema)
+
+
+def averaged_in(layout, dtype, weights):
+    return averaged(Run(AdamW, layout, shapes=SHAPES, dtype=weights).module, dtype)
+
+
+@pytest.mark.parametrize("layout", ["elements", "rows", "whole", "shard", "replicate"])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "weights"),
+    [
+        (3, torch.float32, torch.float32),
+        (3, BF16, BF16),
+        pytest.param(3, torch.float32, BF16, marks=pytest.mark.long),
+        pytest.param(3, BF16, torch.float32, marks=pytest.mark.long),
+        *(pytest.param(n, torch.float32, torch.float32, marks=pytest.mark.long) for n in (1, 2, 4)),
+        *(pytest.param(n, BF16, BF16, marks=pytest.mark.long) for n in (1, 2, 4)),
+    ],
+)
+def test_averages_have_the_bits_of_one_process_and_cost_no_communication(layout, world_size, dtype, weights):
+    for result in run_ranks(world_size, averaged_in, layout, dtype, weights):
+        same(result, alone(dtype, weights))
+
+
+def steps(model, optimizer, numbers, ema=None):
+    for number in numbers:
+        for name, p in named(model):
+            p.grad = like(gradients()[number][name], p)
+        optimizer.step()
+        if ema is not None:
+            ema.update()
+
+
+def trained(make=None):
+    """A model after three steps, and its EMA."""
+    model = Model() if make is None else make(Model())
+    ema = EMA(model, 0.9)
+    steps(model, AdamW(named(model), lr=0.02), range(3), ema)
+    return model, ema
+
+
+TOKENS = torch.arange(31)
+
+
+def loss_and_averages(make):
+    model, ema = trained(make)
+    before = model(TOKENS).sum().item()
+    with ema.swapped(), torch.no_grad():
+        inside = model(TOKENS).sum().item()  # leaves the root of FSDP2 gathered
+    assert model(TOKENS).sum().item() == before
+    return before, inside, averages(ema)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make"),
+    [(3, rows), *(pytest.param(n, rows, marks=pytest.mark.long) for n in (1, 2, 4)), (4, hsdp)],
+)
+def test_on_torchs_fully_shard_averages_and_evaluation_are_those_of_one_process(world_size, make):
+    model, ema = trained()
+    expected = averages(ema)
+    assert expected.keys() == {n for n, p in model.named_parameters() if p.requires_grad}  # tied: once
+    before = model(TOKENS).sum().item()
+    with ema.swapped():
+        inside = model(TOKENS).sum().item()
+    assert inside != before
+    for result in run_ranks(world_size, loss_and_averages, make):
+        assert result[:2] == pytest.approx((before, inside), rel=1e-5)
+        same(result[2], expected)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("weights", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_swapped_restores_weights_and_averages_to_the_bit_also_if_the_body_raises(dtype, weights):
+    module, _ = flat_module(dtype=weights)
+    ema = EMA(module, 0.9, dtype=dtype)
+    for number in range(3):
+        move(module, number)
+        ema.update()
+    kept, expected = [p.detach().clone() for p in module.parameters()], averages(ema)
+    places = [p.data_ptr() for p in module.parameters()]
+
+    def fail():
+        for p, value in zip(module.parameters(), expected.values(), strict=True):
+            assert p.equal(value.to(weights))
+        raise KeyError("from the body")
+
+    with pytest.raises(KeyError, match="from the body"), ema.swapped():
+        fail()
+    assert all(p.equal(value) for p, value in zip(module.parameters(), kept, strict=True))
+    assert places == [p.data_ptr() for p in module.parameters()]
+    same(averages(ema), expected)
+    ema.update()
+
+
+def test_swapping_fp32_weights_takes_no_memory_for_a_third_copy(monkeypatch):
+    monkeypatch.setattr("block_optim.ema.batches.CPU_CHUNK", 16)
+    module, _ = flat_module()
+    ema = EMA(module, 0.9)
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in ("clone", "empty", "zeros"):
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    move(module, 1)
+    before = [p.detach().clone() for p in module.parameters()]
+    with Largest() as largest, ema.swapped():
+        assert not any(p.equal(value) for p, value in zip(module.parameters(), before, strict=True))
+    assert 0 < largest.numel <= 16
+    assert all(p.equal(value) for p, value in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("call", ["update", "state_dict", "swapped", "another EMA", "a step", "torch's step"])
+def test_what_would_mix_weights_and_averages_is_refused_inside_swapped(call):
+    module = nn_of(tensors(SHAPES, 0))
+    ema, other = EMA(module, 0.9), EMA(module, 0.99)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers = {
+        "a step": AdamW(module.parameters()),
+        "torch's step": torch.optim.SGD(module.parameters(), 0.1),
+    }
+    move(module, 1)
+    ema.update()
+    before, expected = [p.detach().clone() for p in module.parameters()], averages(ema)
+    calls: dict[str, Any] = {
+        "swapped": lambda: ema.swapped().__enter__(),
+        "another EMA": other.update,
+        **{name: optimizer.step for name, optimizer in optimizers.items()},
+    }
+    with pytest.raises(RuntimeError, match=r"p0 has the value of an average"), ema.swapped():
+        (calls.get(call) or getattr(ema, call))()
+    assert all(p.equal(value) for p, value in zip(module.parameters(), before, strict=True))
+    same(averages(ema), expected)
+    optimizers["a step"].step()
+    ema.load_state_dict(other.state_dict())
+
+
+def test_an_optimizer_of_other_parameters_may_step_inside_swapped():
+    ema, head = EMA(nn_of(tensors(SHAPES, 0)), 0.9), nn.Parameter(torch.ones(3))
+    head.grad = torch.ones(3)
+    with ema.swapped():
+        torch.optim.SGD([head], 0.5).step()
+    assert head.tolist() == [0.5] * 3
+
+
+def test_a_body_that_writes_to_a_parameter_is_told_by_name():
+    module = nn_of(tensors(SHAPES, 0))
+    ema = EMA(module, 0.9)
+    before = [p.detach().clone() for p in module.parameters()]
+    message = r"p1: it, or .*, was written to inside swapped\(\)"
+    with pytest.raises(RuntimeError, match=message), ema.swapped(), torch.no_grad():
+        module.p1.add_(1)
+    assert all(p.equal(value) for p, value in zip(module.parameters(), before, strict=True))
+
+
+# ---------------------------------------------------------------- misuse
+
+
+def test_options_that_do_not_apply_are_refused():
+    weights = tensors(SHAPES, 0)
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"decay": 1.0}, r"decay=1.0: expected a number in \[0, 1\)"),
+        ({"decay": "fast"}, "decay='fast'"),
+        ({"dtype": torch.float16}, "dtype=torch.float16: expected one of"),
+        ({"seed": 1}, r"seed=1 with dtype=torch.float32"),
+        ({"dtype": BF16, "seed": 1.5}, r"seed=1.5 with"),
+        ({"warmup": 1}, "warmup=1"),
+    )
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            EMA(nn_of(weights), **{"decay": 0.9, **options})
+    with pytest.raises(ValueError, match="none of the 0 tensors"):
+        EMA(iter([]), 0.9)
+    with pytest.raises(ValueError, match=r"none of the 5 tensors .* requires a gradient"):
+        EMA(weights, 0.9)
+    with pytest.raises(TypeError, match="one tensor"):
+        EMA(nn.Parameter(weights[0]), 0.9)
+    with pytest.raises(TypeError, match=r"given 'lr': expected"):
+        EMA(["lr"], 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two parameters named 'w'"):
+        EMA([("w", nn.Parameter(w)) for w in weights], 0.9)
+    with pytest.raises(ValueError, match=r"p0: dtype=torch.bfloat16 .* torch.float64"):
+        EMA(nn_of(tensors(SHAPES, 0, torch.float64)), 0.9, dtype=BF16)
+    with pytest.raises(ValueError, match=r"p0: dtype=torch.bfloat16 .* stride \(1, 2\)"):
+        EMA(nn_of([torch.zeros(2, 3).t().contiguous().t()]), 0.9, dtype=BF16)
+    with pytest.raises(ValueError, match="p0: its memory has holes"):
+        EMA(nn_of([torch.zeros(4, 4)[:, :2]]), 0.9)
+
+
+def test_frozen_parameters_have_an_average_once_they_train():
+    module = nn_of(tensors(SHAPES, 0))
+    module.p1.requires_grad_(False)
+    ema = EMA(module, 0.9)
+    assert "p1" not in averages(ema)
+    move(module, 1)
+    ema.update()
+    with ema.swapped():
+        frozen = module.p1.detach().clone()
+    assert frozen.equal(module.p1)
+    module.p1.requires_grad_(True)
+    ema.update()
+    assert averages(ema)["p1"].equal(frozen)
+    expected = frozen.clone().lerp_(frozen + 1, 1 - 0.9)
+    module.p1.data.add_(1)
+    ema.update()
+    assert averages(ema)["p1"].equal(expected)
+
+
+def test_weights_that_moved_are_followed_and_those_that_changed_or_were_replaced_are_named():
+    module = nn_of(tensors(SHAPES, 0))
+    ema = EMA(module, 0.9)
+    before = averages(ema)["p0"]
+    module.p0.data = module.p0.data + 1
+    ema.update()
+    assert averages(ema)["p0"].equal(before.lerp(module.p0.detach(), 1 - 0.9))
+    kept = module.p0.data
+    for data in (kept.bfloat16(), kept[:5], kept.t().contiguous().t()):
+        module.p0.data = data
+        with pytest.raises(ValueError, match=r"p0: it is .*, and was .* when its average began"):
+            ema.update()
+        with pytest.raises(ValueError, match=r"p0: it is .*, and was"), ema.swapped():
+            raise AssertionError
+        module.p0.data = kept
+    replaced, module.p3 = module.p3, nn.Parameter(module.p3.detach().clone())
+    with pytest.raises(ValueError, match="p3: the module has another tensor there"):
+        ema.update()
+    module.p3 = replaced
+    module.adapter = nn.Parameter(torch.zeros(2))
+    with (
+        pytest.raises(ValueError, match="adapter: the module got this parameter after EMA was built"),
+        ema.swapped(),
+    ):
+        raise AssertionError
+    del module.adapter
+    with ema.swapped():
+        pass
+
+
+@on_ranks(3)
+def test_on_shards_what_was_built_wrongly_is_named():
+    early = Model()
+    ema = EMA(early, 0.9)
+    rows(early)
+    with pytest.raises(
+        ValueError, match=r"embedding.weight: the module has another tensor there .*fully_shard"
+    ):
+        ema.update()
+    model = rows(Model())
+    lone = EMA(model.named_parameters(), 0.9)
+    lone.update()
+    with (
+        pytest.raises(ValueError, match=r"embedding.weight: EMA has tensors of a sharded model"),
+        lone.swapped(),
+    ):
+        raise AssertionError
+    part = EMA(model.norm, 0.9)  # the root has its unit
+    model(TOKENS)
+    part.update()
+    with (
+        pytest.raises(RuntimeError, match=r"weight: the module has the gathered parameter there"),
+        part.swapped(),
+    ):
+        raise AssertionError
+    model.reshard()
+    with part.swapped():
+        pass
+    with pytest.raises(RuntimeError, match=r"weight: the module has the gathered parameter"), part.swapped():
+        model.unshard()
+    model.reshard()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def saved(folder, layout, dtype):
+    module = Run(AdamW, layout, shapes=SHAPES, cuts=1).module
+    ema = EMA(module, 0.9, dtype=dtype, warmup=True)
+    for number in range(3):
+        move(module, number)
+        ema.update()
+    value = next(iter(ema.state_dict()["averages"].values()))
+    assert isinstance(value, DTensor) == (layout != "plain")
+    assert isinstance(value, RaggedDTensor) == (layout not in ("plain", "shard"))
+    dcp.save({"model": module.state_dict(), "ema": ema}, checkpoint_id=folder)
+    return averages(ema)
+
+
+def resumed(folder, layout, dtype):
+    module = Run(AdamW, layout, shapes=SHAPES, seed=7, cuts=2).module
+    ema = EMA(module, 0.9, dtype=dtype, warmup=True)
+    state: dict[str, Any] = {"model": module.state_dict(), "ema": ema}
+    dcp.load(state, checkpoint_id=folder)
+    module.load_state_dict(state["model"])
+    assert ema.updates == 3
+    for number in range(3, 6):
+        move(module, number)
+        ema.update()
+    return averages(ema)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    ("layouts", "sizes"),
+    [
+        (("elements", "shard"), (3, 2)),
+        (("shard", "elements"), (3, 4)),
+        pytest.param(("rows", "whole"), (2, 3), marks=pytest.mark.long),
+        pytest.param(("shard", "shard"), (4, 1), marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_continues_at_another_world_size_and_layout(tmp_path, dtype, layouts, sizes):
+    run_ranks(sizes[0], saved, tmp_path, layouts[0], dtype)
+    module = Run(AdamW, shapes=SHAPES).module
+    ema = EMA(module, 0.9, dtype=dtype, warmup=True)
+    for number in range(6):
+        move(module, number)
+        ema.update()
+    for result in run_ranks(sizes[1], resumed, tmp_path, layouts[1], dtype):
+        same(result, averages(ema))
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    module = nn_of(tensors(SHAPES, 0))
+    ema = EMA(module, 0.9)
+    before = averages(ema)
+    state = ema.state_dict()
+    ones = {name: torch.ones_like(value) for name, value in before.items()}
+    missing = {name: value for name, value in ones.items() if name != "p2"}
+    for wrong, message in (
+        (missing, r"4 averages, this EMA 5; p2 is in one of them only"),
+        ({**ones, "p3": torch.ones(4)}, r"EMA: state 'p3' has shape \(4,\), expected \(9,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ema.load_state_dict({"averages": wrong, "updates": 2})
+    with pytest.raises(ValueError, match="updates=-1"):
+        ema.load_state_dict({"averages": ones, "updates": -1})
+    same(averages(ema), before)
+    assert ema.updates == state["updates"] == 0
+    ema.load_state_dict({"averages": ones, "updates": 2})
+    same(averages(ema), ones)
+    assert ema.updates == 2
+
+
+def loaded_in_full():
+    module = Run(AdamW, "elements", shapes=SHAPES).module
+    ema = EMA(module, 0.9)
+    ema.load_state_dict({"averages": alone(torch.float32), "updates": 3})
+    return averages(ema)
+
+
+def test_full_averages_load_into_shards():
+    for result in run_ranks(3, loaded_in_full):
+        same(result, alone(torch.float32))
