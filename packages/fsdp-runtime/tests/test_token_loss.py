@@ -43,7 +43,7 @@ def one_process(step, ranks, parts, **options):
 def same_gradients(model, plain):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
-        torch.testing.assert_close(grad, wanted.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(grad, wanted.grad, **EXACT, msg=f"{name}: {{}}".format)
 
 
 def accumulated(model, step, batches, sync=None):
