@@ -24,6 +24,7 @@ SECTIONS = [
     ("parallelism", "Experts"),
     ("parallelism", "Tensor parallelism"),
     ("parallelism", "Pipelines"),
+    ("loss", "The right way"),
 ]
 
 
@@ -142,6 +143,26 @@ def run_at_rest(code):
 def test_the_example_with_a_base_of_four_bits_runs():
     pytest.importorskip("peft", reason="peft is not installed")
     assert run_ranks(2, run_at_rest, examples()[3]) == [14, 14]
+
+
+def run_token_loss(code):
+    rank = torch.distributed.get_rank()
+    model = shard(seeded())
+    text = torch.arange(10).view(2, 5)
+    microbatches = [(text, text.masked_fill(text < 2 + 3 * rank + part, -100)) for part in range(2)]
+    namespace: dict = {
+        "model": model,
+        "microbatches": microbatches,
+        "optimizer": torch.optim.SGD(model.parameters()),
+    }
+    exec(code, namespace)
+    return namespace["step"].total, namespace["mean"].item()
+
+
+def test_the_example_of_a_loss_by_tokens_runs():
+    first, second = run_ranks(2, run_token_loss, examples()[-1])
+    assert first == second
+    assert first[0] == 8 + 7 + 5 + 4
 
 
 class Engine:
