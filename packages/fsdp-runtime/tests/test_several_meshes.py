@@ -264,7 +264,7 @@ def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_i
         )
     outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(outer, mesh=flat)
-    with pytest.raises(ValueError, match=r"weight was cut over .*fsdp.* by the unit around .*copies"):
+    with pytest.raises(ValueError, match=r"weight was cut over .*fsdp.* by the unit Sequential, .*copies"):
         fully_shard(outer[0], mesh=hybrid)
     fully_shard(outer[0], mesh=flat, shard_placement_fn=lambda p: None)
 

@@ -8,8 +8,8 @@ commit    modules get the sharded parameters, hooks and their new class
 
 import logging
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -31,16 +31,15 @@ from ._params.unit import Param, Unit, UnitOptions
 from ._plan.group import Planner, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
 from ._plan.mesh_choice import PlacementFn, choose_meshes
-from ._plan.param import ManagedParam, Place
+from ._plan.param import ManagedParam, Place, managed_of
 from ._schedule import hooks, torch_state
 from ._schedule.model import (
     Member,
     gathered_around,
     member_of,
-    original_name,
-    owner_of,
+    owners_of_groups,
     register,
-    remember_original,
+    uses_in,
 )
 from ._schedule.passes import Pass
 from ._torch.streams import streams_of
@@ -100,12 +99,13 @@ def fully_shard(
 
     A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
     gathered by one collective before the module's forward and backward, their gradients reduced by one after it.
-    They are `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order,
-    outer first too. After veScale-FSDP (arXiv 2602.22437).
+    A parameter that several modules share belongs to the smallest unit around all of them. Parameters become
+    `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order, outer first too.
+    After veScale-FSDP (arXiv 2602.22437).
 
     Issues one 64-byte all-reduce per mesh axis and parameter group to check that all ranks planned the same layout;
-    with `shard_placement_fn` one per axis of `mesh` to check that they chose the same meshes; and if an outer unit
-    gives parameters to a new inner one, the collectives that move them between ranks.
+    with `shard_placement_fn` one per axis of `mesh` to check that they chose the same meshes; and if another unit
+    gives parameters to the new one, the collectives that move them between ranks.
 
     Args:
         module: to shard, or a list of modules that make one unit.
@@ -226,7 +226,7 @@ class _Taken:
     param: Param
     original: torch.Tensor
     value: torch.Tensor
-    outer: Member | None
+    owner: Member | None
 
 
 _PARAM = operator.attrgetter("param")
@@ -237,12 +237,15 @@ class _Takeover:
     """Which parameters a unit takes, and from where.
 
     Attributes:
-        managed: the modules that hold them.
+        tied: sharded parameters that stay with another unit until one around all their modules is made, and where
+            modules inside still hold what they were made of.
+        managed: the modules whose buffers move.
         around_others: whether another unit is inside.
-        gathered: units around that hold gathered memory.
+        gathered: units that hold gathered memory, around, or giving parameters.
     """
 
     params: list[_Taken]
+    tied: list[tuple[Place, Param]]
     managed: set[nn.Module]
     around_others: bool
     gathered: list[Unit]
@@ -254,14 +257,14 @@ class _Ready:
 
     Attributes:
         groups: of the new unit.
-        outer: new groups of the units that give parameters away.
+        givers: new groups of the units that give parameters away, and whether there are other units inside those.
         buffers: copies of the modules' buffers on the device, and where to put them.
         classes: of the modules, with `FSDPModule`.
     """
 
     member: Member
     groups: list[Group]
-    outer: dict[Member, list[Group]]
+    givers: dict[Member, tuple[list[Group], bool]]
     buffers: list[tuple[Slots, str, torch.Tensor]]
     classes: list[type[nn.Module]]
 
@@ -278,15 +281,20 @@ def _plan_takeover(
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
     managed, around_others = _managed_modules(modules)
-    gathered = gathered_around(modules)
-    taken = _find_params(modules, managed, gathered, without, request.data, placement_fn)
+    found, tied = _find_params(modules, managed, without)
+    meshes = dict.fromkeys((each.tensor for each in found), request.data)
+    if placement_fn is not None:
+        meshes = choose_meshes({each.tensor: each.name for each in found}, placement_fn, request.data)
+    taken = [_take(each, meshes[each.tensor]) for each in found]
     if request.neighbors is not None:
         _check_neighbors(taken, request.neighbors)
     find_kinds(map(_PARAM, taken), request)
+    gathered = gathered_around(modules)
     for each in taken:
-        if each.outer is not None:
+        if each.owner is not None:
             check_taken_over(each.param, request.quantization)
-    return _Takeover(taken, managed, around_others, gathered)
+            gathered.append(each.owner.unit)
+    return _Takeover(taken, tied, managed, around_others, list(dict.fromkeys(gathered)))
 
 
 def _allocate(member: Member, takeover: _Takeover) -> _Ready:
@@ -299,9 +307,9 @@ def _allocate(member: Member, takeover: _Takeover) -> _Ready:
         params.append(each.param)
         values[each.param.name] = each.value
     groups = unit.lay_out(params, values, around_others=takeover.around_others)
-    outer = _lay_out_outer(takeover.params)
+    givers = _lay_out_givers(takeover.params, unit.modules)
     buffers = _moved_buffers(takeover.managed, unit.data.device)
-    return _Ready(member, groups, outer, buffers, list(map(mixed_class, map(type, unit.modules))))
+    return _Ready(member, groups, givers, buffers, list(map(mixed_class, map(type, unit.modules))))
 
 
 def _commit(takeover: _Takeover, ready: _Ready) -> None:
@@ -310,10 +318,12 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
     for around in takeover.gathered:
         around.reshard()
     unit.take(ready.groups, around_others=takeover.around_others)
-    for around_member, groups in ready.outer.items():
-        around_member.unit.take(groups, around_others=True)
+    for giver, (groups, around_others) in ready.givers.items():
+        giver.unit.take(groups, around_others=around_others)
     for each in takeover.params:
-        remember_original(each.original, each.param.name)
+        each.param.replaces(each.original)
+    for place, param in takeover.tied:
+        place.module._parameters[place.attribute] = param.sharded
     for slots, name, buffer in ready.buffers:
         slots[name] = buffer
     for inner in takeover.managed:
@@ -325,7 +335,7 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
     stale.watch()
     for module, mixed in zip(unit.modules, ready.classes, strict=True):
         module.__class__ = mixed
-    for joining in (member, *ready.outer):
+    for joining in (member, *ready.givers):
         joining.join()
 
 
@@ -345,48 +355,95 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bo
     return managed, around_others
 
 
+@dataclass
+class _Found:
+    """A parameter inside the modules.
+
+    Attributes:
+        tensor: a plain parameter, or the sharded one where a unit has it.
+        owner: that unit.
+        places: those inside the modules, with what they hold.
+        alone: whether a path leads to it that no unit inside is on (plain), or not its owner.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    owner: tuple[Member, Param] | None
+    places: dict[Place, torch.Tensor] = field(default_factory=dict)
+    alone: bool = False
+
+
 def _find_params(
-    modules: tuple[nn.Module, ...],
-    managed: set[nn.Module],
-    gathered: list[Unit],
-    ignored: set[nn.Parameter],
-    data: DataMesh,
-    placement_fn: PlacementFn | None,
-) -> list[_Taken]:
-    places: dict[torch.Tensor, list[Place]] = {}
-    names: dict[torch.Tensor, str] = {}
-    # Units around that are gathered have these in their modules, where the sharded ones belong.
-    sharded: dict[torch.Tensor | None, torch.Tensor] = {}
-    for unit in gathered:
-        sharded.update({p.unsharded: p.sharded for p in unit.params if p.unsharded is not None})
-    for number, top in enumerate(modules):
-        for path, module in top.named_modules():
-            if module not in managed:
-                continue
-            for attribute, registered in module._parameters.items():
-                param = sharded.get(registered, registered)
-                if param is None or registered in ignored or param in ignored or param.numel() == 0:
-                    continue
-                name = f"{path}.{attribute}" if path else attribute
-                names.setdefault(param, name if len(modules) == 1 else f"{number}.{name}")
-                places.setdefault(param, []).append(Place(module, attribute))
-    meshes = dict.fromkeys(names, data) if placement_fn is None else choose_meshes(names, placement_fn, data)
-    taken = []
-    for param, where in places.items():
-        taken.append(_take(names[param], param, where, meshes[param]))
-    return taken
+    modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[list[_Found], list[tuple[Place, Param]]]:
+    """The parameters to take, and places of those that another unit keeps: until one around all places is made."""
+    taken: list[_Found] = []
+    tied: list[tuple[Place, Param]] = []
+    inside = {sub for module in modules for sub in module.modules()}
+    elsewhere: dict[Member, set[torch.Tensor] | None] = {}
+    for each in _params_in(modules, managed, ignored):
+        if each.owner is None:
+            taken.append(each)
+            continue
+        owner, param = each.owner
+        if owner not in elsewhere:
+            elsewhere[owner] = _used_elsewhere(owner, modules)
+        others = elsewhere[owner]
+        if others is not None:  # a unit around
+            if param.sharded not in others and param.unsharded not in others:
+                taken.append(each)
+        elif not inside.isdisjoint(owner.unit.modules) and all(
+            place in each.places for place in param.places
+        ):
+            taken.append(each)
+        else:
+            for place, held in each.places.items():
+                if held is not param.sharded and held is not param.unsharded:
+                    tied.append((place, param))
+    return taken, tied
 
 
-def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Taken:
-    elsewhere = original_name(param)
-    if elsewhere is not None:
-        raise ValueError(
-            f"{name} is the same parameter as {elsewhere!r}, which another fully_shard call has taken: tied parameters "
-            "must be in one unit. Pass both modules to one call, fully_shard([a, b]), or leave both to the module "
-            "around them"
-        )
+def _params_in(
+    modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
+) -> Iterator[_Found]:
+    """Those that no unit inside has for itself."""
+    owners = owners_of_groups()
+    found: dict[torch.Tensor, _Found] = {}
+    for name, path, attribute, held in uses_in(modules):
+        param = managed_of(held)
+        owner = None if param is None or param.group not in owners else (owners[param.group], param)
+        tensor = held if owner is None else owner[1].sharded
+        if held in ignored or tensor in ignored or tensor.numel() == 0:
+            continue
+        each = found.setdefault(tensor, _Found(name, tensor, owner))
+        each.places[Place(path[-1], attribute)] = held
+        if owner is None:
+            each.alone = each.alone or path[-1] in managed
+        else:
+            each.alone = each.alone or set(path).isdisjoint(owner[0].unit.modules)
+    yield from (each for each in found.values() if each.alone)
+
+
+def _used_elsewhere(outer: Member, modules: tuple[nn.Module, ...]) -> set[torch.Tensor] | None:
+    """The parameters used in a unit around these modules on a path that leads past them; None: it is not around."""
+    found: set[torch.Tensor] = set()
+    around, tops = False, set(modules)
+    for _, path, _, held in uses_in(outer.unit.modules):
+        if tops.isdisjoint(path):
+            found.add(held)
+        else:
+            around = True
+    return found if around else None
+
+
+def _take(found: _Found, data: DataMesh) -> _Taken:
+    name, param, places = found.name, found.tensor, list(found.places)
+    if found.owner is not None:
+        return _take_over(name, places, data, *found.owner)
     if isinstance(param, RaggedDTensor):
-        return _take_from_outer(name, param, places, data)
+        raise ValueError(
+            f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
+        )
     if param.dtype.is_complex or param.dtype == torch.bool:
         raise ValueError(
             f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params, or keep "
@@ -401,41 +458,35 @@ def _take(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -
     return _Taken(taken, param, plain, None)
 
 
-def _take_from_outer(name: str, param: torch.Tensor, places: list[Place], data: DataMesh) -> _Taken:
-    owner = owner_of(param)
-    if owner is None:
-        raise ValueError(
-            f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
-        )
-    outer, managed = owner
-    inside = {(place.module, place.attribute) for place in places}
-    if any((place.module, place.attribute) not in inside for place in managed.places):
-        raise ValueError(
-            f"{name} is shared with a module outside ({managed.name!r} in {outer.unit.name}): tied parameters must be "
-            "in one unit"
-        )
+def _take_over(name: str, places: list[Place], data: DataMesh, owner: Member, managed: Param) -> _Taken:
     if managed.data.groups != data.groups:
         raise ValueError(
-            f"{name} was cut over {managed.data.mesh} by the unit around ({outer.unit.name}), and is to be cut over "
-            f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh"
+            f"{name} was cut over {managed.data.mesh} by the unit {owner.unit.name}, and is to be cut over "
+            f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh (for parameters "
+            "that are tied, always the same)"
         )
     taken: Param = ManagedParam(
         name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.wrapper
     )
-    return _Taken(taken, managed.sharded, managed.sharded, outer)
+    return _Taken(taken, managed.sharded, managed.sharded, owner)
 
 
-def _lay_out_outer(params: list[_Taken]) -> dict[Member, list[Group]]:
-    """New groups for each outer unit that parameters are taken from, of the parameters that it keeps."""
+def _lay_out_givers(
+    params: list[_Taken], modules: tuple[nn.Module, ...]
+) -> dict[Member, tuple[list[Group], bool]]:
+    """New groups for each unit that parameters are taken from, of those that it keeps; whether others are inside it."""
     taken: dict[Member, set[int]] = {}
     for each in params:
-        if each.outer is not None:
-            taken.setdefault(each.outer, set()).add(id(each.original))
-    laid_out: dict[Member, list[Group]] = {}
-    for outer, gone in taken.items():
-        kept = [param for param in outer.unit.params if id(param.sharded) not in gone]
+        if each.owner is not None:
+            taken.setdefault(each.owner, set()).add(id(each.original))
+    inside = {sub for module in modules for sub in module.modules()} if taken else set()
+    laid_out: dict[Member, tuple[list[Group], bool]] = {}
+    for giver, gone in taken.items():
+        unit = giver.unit
+        around_others = unit.around_others or inside.isdisjoint(unit.modules)
+        kept = [param for param in unit.params if id(param.sharded) not in gone]
         values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
-        laid_out[outer] = outer.unit.lay_out(kept, values, around_others=True)
+        laid_out[giver] = unit.lay_out(kept, values, around_others=around_others), around_others
     return laid_out
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from dbuffer import BlockFormat, DBuffer, WireForm
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor, installed_versions
+from ragged_shard import RaggedDTensor, installed_versions, raise_on_all_ranks
 
 from .. import _torch_compat as compat
 from .._grads.buffer import GradBuffer
@@ -32,7 +32,7 @@ from .._plan.group import (
     planned,
     wrap_local,
 )
-from .._plan.param import MakeHook, ManagedParam, local_of
+from .._plan.param import MakeHook, ManagedParam, local_of, managed_of
 from .._torch.streams import Streams
 from .._torch.tree import local_tensor
 
@@ -229,29 +229,22 @@ class Group:
             return self.params
         moved = []
         for param in self.params:
-            slots, attribute = param.slots[0]
             sharded: Any = param.sharded
-            registered = slots.get(attribute)
-            if (
-                registered is not sharded and registered is not param.unsharded
-            ) or sharded.local is not param.local:
-                moved.append(param)
+            for slots, attribute in param.slots:
+                registered = slots.get(attribute)
+                if registered is not sharded and registered is not param.unsharded:
+                    moved.append(param)
+                    break
+            else:
+                if sharded.local is not param.local:
+                    moved.append(param)
         return moved
 
     def _accept_assigned(self, param: "ManagedParam[Group]") -> None:
         """Adopt a parameter object that the user put into the module."""
-        assigned = param.registered()
-        if assigned is param.sharded or assigned is param.unsharded:
-            return
+        assigned = self._assigned(param)
         if assigned is None:
-            raise ValueError(
-                f"{self.name}: parameter {param.name} was taken out of its module after fully_shard"
-            )
-        if tuple(assigned.shape) != tuple(param.sharded.shape):
-            raise ValueError(
-                f"{self.name}: parameter {param.name} was replaced by one of shape {tuple(assigned.shape)}; "
-                f"expected {tuple(param.sharded.shape)}"
-            )
+            return
         value = self.as_sharded(param, assigned)
         if isinstance(assigned, RaggedDTensor):
             adopted = assigned if isinstance(assigned, nn.Parameter) else nn.Parameter(assigned)
@@ -259,6 +252,64 @@ class Group:
         else:
             adopted = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
         param.adopt_sharded(adopted)
+
+    def _assigned(self, param: "ManagedParam[Group]") -> torch.Tensor | None:
+        """What the user put into the modules in place of this parameter; None for nothing."""
+        found: dict[int, torch.Tensor] = {}
+        kept = False
+        for slots, attribute in param.slots:
+            held = slots.get(attribute)
+            if held is None:
+                raise ValueError(
+                    f"{self.name}: parameter {param.name} was taken out of its module after fully_shard"
+                )
+            if held is param.sharded or held is param.unsharded:
+                kept = True
+            else:
+                found[id(held)] = held
+        assigned = list(found.values())
+        for value in assigned:
+            self._check_assigned(param, value)
+        if assigned and kept and not param.sharded.is_meta:
+            raise ValueError(
+                f"{self.name}: parameter {param.name} was replaced in one of the {len(param.slots)} modules that "
+                "share it. Replace it in all of them, or untie it before fully_shard"
+            )
+        for value in assigned[1:]:
+            self.check_same(param, assigned[0], value)
+        return assigned[0] if assigned else None
+
+    def _check_assigned(self, param: "ManagedParam[Group]", value: torch.Tensor) -> None:
+        """Raise ValueError, naming the parameter, if this cannot take its place."""
+        other = managed_of(value)
+        if other is not None and other is not param:
+            raise ValueError(
+                f"{self.name}: parameter {param.name} was replaced by {other.name}, which fully_shard has sharded "
+                "too. Tie parameters before fully_shard"
+            )
+        if tuple(value.shape) != tuple(param.sharded.shape):
+            raise ValueError(
+                f"{self.name}: parameter {param.name} was replaced by one of shape {tuple(value.shape)}; "
+                f"expected {tuple(param.sharded.shape)}"
+            )
+
+    def check_same(self, param: "ManagedParam[Group]", one: torch.Tensor, other: torch.Tensor) -> None:
+        """Raise ValueError on every rank if values for a tied parameter differ. One all-gather of small objects.
+
+        Also the collectives of `as_sharded`.
+        """
+        problem: Exception | None = None
+        one, other = (param.plain(local_tensor(self.as_sharded(param, value))) for value in (one, other))
+        known = not (one.is_meta or other.is_meta)
+        if known and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+            problem = ValueError(
+                f"{param.name} is one parameter in {len(param.slots)} modules, and was given different values for "
+                "them. Load values that are equal, or untie it before fully_shard"
+            )
+        if not self.plan.data.simulated:
+            raise_on_all_ranks(problem, self.name, groups=self.plan.data.groups)
+        elif problem is not None:
+            raise problem
 
     def as_sharded(self, param: "ManagedParam[Group]", value: torch.Tensor) -> RaggedDTensor:
         """A value of the global shape, laid out like the sharded parameter. See `_plan.group.as_sharded`."""

@@ -5,6 +5,7 @@ sharded   at rest, and whenever the optimizer looks   this rank's slice, in the 
 unsharded from unshard to reshard                     a view of the gathered memory
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,17 @@ class Place:
 
     module: nn.Module
     attribute: str
+
+
+_managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = (
+    weakref.WeakValueDictionary()
+)  # by id of a tensor
+
+
+def managed_of(tensor: torch.Tensor) -> "ManagedParam[Any] | None":
+    """The parameter of a unit that a tensor is, sharded or not, or that has taken its place; None for any other."""
+    found = _managed.get(id(tensor))
+    return found if found is not None and found.knows(tensor) else None
 
 
 class Wrapper:
@@ -74,6 +86,7 @@ class ManagedParam(Generic[G]):
         group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
+        replaced: what modules held in its place before: the original, and sharded ones of other units.
     """
 
     kind: type[G]
@@ -112,6 +125,21 @@ class ManagedParam(Generic[G]):
             self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
+        self.replaced: list[weakref.ref[torch.Tensor]] = []
+
+    def replaces(self, tensor: torch.Tensor) -> None:
+        """Note a tensor in whose place this parameter is now, and those that it had replaced."""
+        before = managed_of(tensor)
+        for known in (weakref.ref(tensor), *(before.replaced if before is not None else ())):
+            if (alive := known()) is not None:
+                self.replaced.append(known)
+                _managed[id(alive)] = self
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the pair, or was replaced by it."""
+        if tensor is self.sharded or tensor is self.unsharded:
+            return True
+        return any(known() is tensor for known in self.replaced)
 
     @property
     def example(self) -> torch.Tensor:
@@ -145,12 +173,14 @@ class ManagedParam(Generic[G]):
         else:
             self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self._user_attributes)
+            _managed[id(self.sharded)] = self
         self.dtype = tensor.dtype
         self.local = self.sharded.local  # type: ignore[attr-defined]
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
         """Use another object, which a user has registered, as the sharded parameter."""
         self.sharded = param
+        _managed[id(param)] = self
         for slots, attribute in self.slots:
             if slots.get(attribute) is not self.unsharded:
                 slots[attribute] = param
@@ -176,6 +206,7 @@ class ManagedParam(Generic[G]):
             )
         self.unsharded = nn.Parameter(data, requires_grad=False)
         self.unsharded.__dict__.update(self._user_attributes)
+        _managed[id(self.unsharded)] = self
         self._make_hook = make_hook
         self.follow_requires_grad()
 

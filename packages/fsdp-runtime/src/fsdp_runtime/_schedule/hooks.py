@@ -53,8 +53,7 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
-        if member.joined != Member.registered:
-            member.join()
+        member.settle()
         compat.outside_transforms(passes.begin_forward, unit)
         device = unit.data.device
         args, kwargs = map_tensors(

@@ -3,21 +3,21 @@
 Nothing is written onto parameters; a module carries its `Member`.
 """
 
+import logging
 import weakref
-from collections.abc import Iterable
-from functools import partial
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from .._params.unit import Param, Unit, not_at_rest
+from .._params.group import Group
+from .._params.unit import Unit, not_at_rest
+from .._plan.param import ManagedParam, Place, managed_of
 from .passes import Pass
 
+_log = logging.getLogger(__name__)
 _ATTRIBUTE = "_fsdp_runtime_member"
 _members: "weakref.WeakSet[Member]" = weakref.WeakSet()
-# Parameters that were replaced by sharded ones: id -> (the parameter, its name there).
-_originals: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 class Member:
@@ -28,6 +28,7 @@ class Member:
         passes: shared with the other units of its model after `join`.
         registered: number of members that were ever registered.
         joined: the same, when `join` was called last.
+        settled: the same, when `settle` was called last.
     """
 
     registered: ClassVar[int] = 0
@@ -36,7 +37,9 @@ class Member:
         self.unit = unit
         self.passes = passes
         passes.units.append(unit)
-        self.joined = -1
+        self.joined = self.settled = -1
+        self._ties = ""  # as reported
+        self._borrowed: list[tuple[str, ManagedParam[Any], Unit]] = []  # of units around
 
     def join(self) -> None:
         """Let all units inside this one share its model, under their names in it, if units were added since."""
@@ -58,6 +61,54 @@ class Member:
                 host.followers = tuple(units)
                 for unit in units:
                     unit.host = host
+
+    def settle(self) -> None:
+        """Before a forward that this unit begins: join units that were added, and check tied parameters.
+
+        Raises:
+            RuntimeError: a module uses a parameter of a unit that is not around it, or not in this forward.
+        """
+        if self.settled != Member.registered:
+            self.join()
+            self._find_shared()
+            self.settled = Member.registered
+        for name, managed, unit in self._borrowed:
+            if managed.registered() is not managed.unsharded:
+                raise RuntimeError(
+                    f"{self.unit.name}.{name} is tied to modules outside, so that {unit.name} gathers it: call that "
+                    "module's forward, or its unshard() first"
+                )
+
+    def _find_shared(self) -> None:
+        """Find the parameters that several modules use: raise, or report which unit holds them."""
+        owners, names = owners_of_groups(), dict[ManagedParam[Any], dict[str, None]]()
+        self._borrowed = []
+        for name, path, attribute, registered in uses_in(self.unit.modules):
+            managed = managed_of(registered)
+            owner = None if managed is None else owners.get(managed.group)
+            if managed is None or owner is None:
+                continue
+            unit, inner = owner.unit, not self.unit.root and owner.passes is self.passes
+            if Place(path[-1], attribute) not in managed.places or (
+                not inner and set(path).isdisjoint(unit.modules)
+            ):
+                raise RuntimeError(
+                    f"{name} is the same parameter as {managed.name} of another fully_shard call ({unit.name}), "
+                    "which does not hold it for this module. Tie parameters before fully_shard, and call it on a "
+                    "module around all that share one, usually the model itself, before the first forward"
+                )
+            if set(path).isdisjoint(unit.modules):
+                self._borrowed.append((name, managed, unit))
+            names.setdefault(managed, {})[name] = None
+        tied = [
+            f"{' = '.join(same)} in {owners[managed.group].unit.name}"
+            for managed, same in names.items()
+            if len(same) > 1
+        ]
+        text = "; ".join(tied) if self.unit.root else ""
+        if text and text != self._ties:
+            _log.info("tied parameters, each gathered and reduced once: %s", text)
+            self._ties = text
 
     def _share(self, passes: Pass) -> None:
         if self.passes is not passes:
@@ -100,19 +151,26 @@ def register(member: Member) -> None:
         module.__dict__[_ATTRIBUTE] = member
 
 
-def owner_of(param: torch.Tensor) -> tuple[Member, Param] | None:
-    """The unit that already shards this very (sharded) parameter."""
-    for member in _members:
-        for managed in member.unit.params:
-            if managed.sharded is param or managed.unsharded is param:
-                return member, managed
-    return None
+def owners_of_groups() -> dict[Group, Member]:
+    """The unit of each group."""
+    return {group: member for member in _members for group in member.unit.groups}
 
 
-def gathered_names() -> dict[torch.Tensor, str]:
-    """The names of all unsharded parameters, which modules hold while a pass is under way."""
-    params = [param for member in _members for param in member.unit.params]
-    return {param.unsharded: param.name for param in params if param.unsharded is not None}
+def uses_in(modules: Sequence[nn.Module]) -> "Iterator[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]":
+    """Each parameter, once for each path on which it is reached: name, modules on the path, attribute, parameter."""
+    for number, module in enumerate(modules):
+        yield from _uses("" if len(modules) == 1 else f"{number}.", (module,))
+
+
+def _uses(
+    prefix: str, path: tuple[nn.Module, ...]
+) -> "Iterator[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]":
+    for attribute, param in path[-1]._parameters.items():
+        if param is not None:
+            yield prefix + attribute, path, attribute, param
+    for name, child in path[-1]._modules.items():
+        if child is not None:
+            yield from _uses(f"{prefix}{name}.", (*path, child))
 
 
 def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -124,15 +182,3 @@ def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
                 found.append(unit)
                 break
     return found
-
-
-def remember_original(param: torch.Tensor, name: str) -> None:
-    """A parameter was replaced by a sharded one."""
-    key = id(param)
-    _originals[key] = (weakref.ref(param, partial(_originals.pop, key)), name)
-
-
-def original_name(param: torch.Tensor) -> str | None:
-    """The name of a parameter that was replaced by a sharded one; None for any other."""
-    found = _originals.get(id(param))
-    return found[1] if found is not None and found[0]() is param else None

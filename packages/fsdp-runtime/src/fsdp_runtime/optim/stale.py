@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._params.kinds.at_rest import refuse_coded
-from .._schedule.model import gathered_names, original_name
+from .._plan.param import managed_of
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _watching = False
@@ -28,15 +28,16 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _seen.get(optimizer) == len(params):
         return
-    stale = [name for param in params if (name := original_name(param)) is not None]
+    managed = [(param, found) for param in params if (found := managed_of(param)) is not None]
+    stale = [of.name for param, of in managed if param is not of.sharded and param is not of.unsharded]
     if stale:
         raise RuntimeError(
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(params)} parameters, "
             f"{stale[0]!r} first, were replaced by sharded ones and would never be trained. "
-            "Build the optimizer after fully_shard, from model.parameters()"
+            "Build the optimizer after fully_shard, from model.parameters(); a module that still holds one is tied to "
+            "a unit that is not around it: call fully_shard on the model too"
         )
-    gathered = gathered_names()
-    if held := [name for param in params if (name := gathered.get(param)) is not None]:
+    if held := [of.name for param, of in managed if param is of.unsharded]:
         raise RuntimeError(
             f"{type(optimizer).__name__} was built between forward and backward: {len(held)} of its {len(params)} "
             f"parameters, {held[0]!r} first, are gathered values that are not trained. Build the optimizer before "

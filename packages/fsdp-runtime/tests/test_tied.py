@@ -1,0 +1,305 @@
+"""A parameter that several units share: which unit has it, its gradient, its checkpoints, and what is refused."""
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import Body, loss_of, seeded, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_runtime import fully_shard, get_full_state_dict
+from fsdp_runtime._schedule.model import member_of
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
+
+# -- which unit has it -------------------------------------------------------------------------------------------------
+
+
+def wrap(model, order, **options):
+    """Make units of these modules, in this order; several names with commas are one unit."""
+    for names in order:
+        modules = [model.get_submodule(name) for name in names.split(",")]
+        fully_shard(modules[0] if len(modules) == 1 else modules, **options)
+    return model
+
+
+def owner(model, name):
+    """The names of the modules whose unit has a parameter."""
+    param = model.get_parameter(name)
+    return [
+        path
+        for path, module in model.named_modules()
+        if (member := member_of(module)) and any(each.sharded is param for each in member.unit.params)
+    ]
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+class Nested(nn.Module):
+    """`inner` has a pair of its own; `alias` is a module that `left` and `right` both hold."""
+
+    def __init__(self, third=False):
+        super().__init__()
+        self.inner = Pair()
+        self.left, self.right = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.left.append(nn.Linear(4, 4))
+        self.right.append(self.left[1])
+        self.last = nn.Linear(4, 4)
+        if third:
+            self.last.weight = self.inner.a.weight
+
+    def forward(self, x):
+        return self.last(self.right(self.left(self.inner(x)).tanh()))
+
+
+def owners_in_all_orders(make, units, names):
+    """The units that have these parameters; it is checked that they are the same in every order of wrapping."""
+    found = []
+    for order in itertools.permutations(units):
+        with simulated_ranks(3):
+            model = wrap(make(), order)
+            found.append([owner(model, name) for name in names])
+            assert found[-1] == found[0], order
+            assert [name for name, _ in model.named_parameters()] == [
+                name for name, _ in make().named_parameters()
+            ]
+    return [name for (name,) in found[0]]
+
+
+def test_a_tied_parameter_belongs_to_the_unit_around_all_its_modules_in_any_order():
+    names = ("embed.weight", "head.weight", "blocks.1.weight", "norm.weight")
+    found = owners_in_all_orders(lambda: Body(tied=True), ("embed", "head", "blocks.1", ""), names)
+    assert found == ["", "", "blocks.1", ""]
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_it_belongs_to_the_smallest_such_unit(third):
+    names = ("inner.a.weight", "inner.b.weight", "inner.b.bias", "last.weight")
+    found = owners_in_all_orders(lambda: Nested(third), ("inner.a", "inner.b", "inner", ""), names)
+    assert found == (["", "", "inner.b", ""] if third else ["inner", "inner", "inner.b", ""])
+
+
+def test_parameters_of_a_module_that_two_units_hold_belong_to_the_unit_around_both():
+    names = ("left.1.weight", "right.1.bias", "left.0.weight", "right.0.weight")
+    found = owners_in_all_orders(Nested, ("left", "right", ""), names)
+    assert found == ["", "", "left", "right"]
+    assert owners_in_all_orders(Nested, ("left.1", "left", "right", ""), names) == [
+        "left.1",
+        "left.1",
+        "left",
+        "right",
+    ]
+
+
+@pytest.mark.parametrize("order", [("embed,head", ""), ("", "embed,head")])
+def test_a_list_of_all_its_modules_is_the_smallest_unit(order):
+    with simulated_ranks(3):
+        assert owner(wrap(seeded(tied=True), order), "embed.weight") == ["embed", "head"]
+
+
+def test_it_belongs_there_on_the_meta_device_too():
+    with simulated_ranks(3):
+        with torch.device("meta"):
+            model = Body(tied=True)
+        wrap(model, ("embed", "head", ""))
+        assert owner(model, "embed.weight") == [""]
+        model.to_empty(device="cpu")
+        assert owner(model, "embed.weight") == [""]
+        assert model.head.weight is model.embed.weight
+
+
+def test_one_line_says_which_parameters_are_tied_and_in_which_unit(caplog):
+    with simulated_ranks(3), caplog.at_level(logging.INFO, "fsdp_runtime"):
+        model = wrap(seeded(tied=True), ("embed", "head", ""))
+        for _ in range(2):
+            model(torch.zeros(2, 2, dtype=torch.int64))
+    (line,) = [record.getMessage() for record in caplog.records if "tied" in record.getMessage()]
+    assert line.endswith("embed.weight = head.weight in Body")
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+ORDERS = [
+    ("embed", "head", "blocks.0", ""),
+    ("blocks.0", "", "head", "embed"),
+    ("head", "", "blocks.0", "embed"),
+]
+
+
+def trained(model, steps=2, accumulate=1, average=1.0, ranks=None, optimizer=torch.optim.AdamW):
+    """Train on this rank's batches, or on those of all `ranks`; returns the parameters."""
+    step_of = optimizer(model.parameters(), lr=0.05)
+    for step in range(steps):
+        for micro in range(accumulate):
+            if ranks is None:
+                model.set_requires_gradient_sync(micro == accumulate - 1)
+            for rank in [None] if ranks is None else range(ranks):
+                (loss_of(model, tokens(step * accumulate + micro, rank=rank)) / average).backward()
+        step_of.step()
+        step_of.zero_grad()
+    return get_full_state_dict(model) if ranks is None else model.state_dict()
+
+
+def check_training(order, *, accumulate=1, reshard=None, rtol=1e-5, atol=1e-6, **options):
+    model: Any = wrap(seeded(tied=True), order, **options)
+    if reshard is not None:
+        model.set_reshard_after_forward(reshard)
+    world = dist.get_world_size()
+    wanted = trained(seeded(tied=True), accumulate=accumulate, average=world, ranks=world)
+    for name, value in trained(model, accumulate=accumulate).items():
+        torch.testing.assert_close(value.float(), wanted[name], rtol=rtol, atol=atol, msg=name)
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_it_trains_as_in_one_process(ranks):
+    for order in ORDERS:
+        check_training(order)
+    for reshard in (False, True):
+        check_training(ORDERS[0], reshard=reshard, accumulate=2)
+        check_training(ORDERS[1], reshard=reshard)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    check_training(ORDERS[0], mp_policy=bf16, rtol=0.1, atol=0.1)
+
+
+@on_ranks(4)
+def test_it_trains_as_in_one_process_with_replicas():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for order in ORDERS:
+        check_training(order, mesh=mesh, accumulate=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_blocks_that_share_parameters_inside_a_unit_train_as_in_one_process(ranks):
+    def loss(model, rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return model(torch.randn(5, 4, generator=generator)).square().mean()
+
+    world = dist.get_world_size()
+    for third in (False, True):
+        for order in (
+            ("inner.a", "inner.b", "left", "inner", "right", ""),
+            ("", "right", "inner", "left", "inner.a"),
+        ):
+            model, plain = wrap(seeded(Nested, third=third), order), seeded(Nested, third=third)
+            ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+            for step in range(2):
+                loss(model, dist.get_rank(), step).backward()
+                for rank in range(world):
+                    (loss(plain, rank, step) / world).backward()
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.full_tensor(), two)
+
+
+def collectives(tied, order):
+    model = wrap(seeded(tied=tied), order)
+    loss_of(model, tokens()).backward()
+    with record_collectives() as record:
+        loss_of(model, tokens(1)).backward()
+    return sorted(record.kinds), record.bytes_sent
+
+
+@on_ranks(3)
+def test_it_is_gathered_and_reduced_once_so_that_nothing_is_sent_in_addition():
+    for order in ORDERS:
+        (kinds, sent), (untied, more) = (collectives(tied, order) for tied in (True, False))
+        assert kinds == ["all_gather"] * 3 + ["reduce_scatter"] * 2  # blocks.0 twice, the root once
+        assert len(untied) > len(kinds)
+        assert sent < more
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_forward_without_a_unit_around_all_its_modules_raises_on_every_rank(ranks):
+    model = wrap(seeded(tied=True), ("embed", "head"))
+    x = model.embed(tokens())
+    with pytest.raises(
+        RuntimeError, match=r"weight is the same parameter as weight .*usually the model itself"
+    ):
+        model.head(x)
+    fully_shard(model)
+    check = wrap(seeded(tied=True), ("embed", "head", ""))
+    assert loss_of(model, tokens()).item() == loss_of(check, tokens()).item()
+
+
+@on_ranks(2)
+def test_a_forward_of_a_unit_whose_parameter_another_gathers_says_which():
+    model = wrap(seeded(tied=True), ("embed", "head", ""))
+    with pytest.raises(
+        RuntimeError, match=r"embed\.weight is tied to modules outside, so that Body gathers it"
+    ):
+        model.embed(tokens())
+    loss_of(model, tokens())
+    model.unshard()
+    assert model.embed(tokens()).equal(seeded(tied=True).embed(tokens()))
+    model.reshard()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_holds_a_parameter_tied_to_a_module_outside_all_units_raises():
+    model = seeded(tied=True)
+    fully_shard(model.embed)
+    with pytest.raises(RuntimeError, match=r"call fully_shard on the model too"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_tying_after_sharding_changes_nothing_where_it_is_tied_and_raises_on_every_rank_where_not(ranks):
+    model = wrap(seeded(tied=True), ("embed", "head", ""))
+    before = model.head.weight
+    model.head.weight = model.embed.weight
+    assert model.head.weight is before
+    loss_of(model, tokens()).backward()
+    for order in (("",), ("embed", "head", "")):
+        for ran in (False, True):
+            model = wrap(seeded(), order)
+            if ran:
+                loss_of(model, tokens()).backward()
+            values = model.embed.weight.full_tensor()
+            model.head.weight = model.embed.weight
+            with pytest.raises(
+                (RuntimeError, ValueError), match=r"weight.*Tie parameters before fully_shard"
+            ):
+                loss_of(model, tokens())
+            with pytest.raises(
+                ValueError, match=r"weight was replaced by .*weight.*Tie parameters before fully_shard"
+            ):
+                model.to(torch.float32)
+            assert model.embed.weight.full_tensor().equal(values)
+
+
+@on_ranks(2)
+def test_untying_after_sharding_raises():
+    model = wrap(seeded(tied=True), ("embed", ""))
+    model.head.weight = nn.Parameter(torch.ones(12, 8))
+    with pytest.raises(ValueError, match=r"was replaced in one of the 2 modules that share it"):
+        loss_of(model, tokens())
+
+
+@on_ranks(4)
+def test_a_tied_parameter_on_two_meshes_raises_on_every_rank():
+    model = seeded(tied=True)
+    fully_shard(model.embed, mesh=rank_mesh(4))
+    with pytest.raises(ValueError, match=r"embed\.weight was cut over .*always the same"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
