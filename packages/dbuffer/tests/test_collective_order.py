@@ -3,7 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from dbuffer._order import CollectiveOrder
+from dbuffer import _order
+from dbuffer._order import CollectiveOrder, DisagreementError
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -74,6 +75,55 @@ def test_an_error_names_the_first_difference_and_the_ranks_of_the_job():
     assert "rank 11 starts gather b, and not all of ranks [10, 11] do so" in two
 
 
+def test_ranks_that_announce_the_same_collective_meet():
+    ranks = ranks_of(3)
+    for order in ranks:
+        start(order, ["gather a"])
+    for order in ranks:
+        order.meet()
+        assert not order._departures
+
+
+def test_ranks_that_announce_different_collectives_raise_before_they_start_them(monkeypatch):
+    monkeypatch.setattr(_order, "_ASKING", 0.0)
+    one, two, three = ranks_of(3)
+    for order, title in zip((one, two, three), "aba", strict=True):
+        start(order, [f"gather {title}"])
+        order.check_waiting()
+    for order, other in ((one, "rank 11 started gather b"), (two, "rank 10 started gather a")):
+        with pytest.raises(DisagreementError, match=other):
+            order.meet()
+
+
+def test_a_rank_waits_for_one_that_is_late_once_in_a_pass(monkeypatch):
+    monkeypatch.setattr(_order, "_MEETING", 0.0)
+    one, _ = ranks_of(2)
+    start(one, ["gather a"])
+    one.meet()
+    assert one._alone
+    start(one, ["gather b"])
+    monkeypatch.setattr(one, "_all_departed", None)  # not called
+    one.meet()
+    one.begin("next")
+    assert not one._alone
+
+
+def test_after_the_first_few_orders_only_the_first_collective_of_a_new_one_is_met(monkeypatch):
+    monkeypatch.setattr(_order, "_MET", 1)
+    ranks, layer = ranks_of(2), Layer()
+    for titles, met in ((["a", "b"], [True, True]), (["b", "a"], [True, False])):
+        for order in ranks:
+            announced = []
+            for title in titles:
+                order.unmet = None
+                start(order, [title])
+                announced.append(order.unmet is not None)
+            assert announced == met
+            order.completed = (order.number, None)
+        for order in ranks:
+            order.compare(layer)
+
+
 def test_ranks_that_depart_to_different_known_orders_all_raise():
     ranks, layer = ranks_of(3), Layer()
     orders = [["gather a", "gather b"], ["gather b", "gather a"], ["gather c", "gather a"]]
@@ -125,9 +175,8 @@ def test_after_a_failed_pass_of_one_rank_the_known_orders_are_no_disagreement_an
 
 def test_a_rank_that_starts_one_less_is_named():
     ranks, layer = ranks_of(2), Layer()
-    assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a"]) == ["", ""]
-    one, _ = pass_of_all(ranks, layer, ["reduce a"], ["reduce a"])
-    assert "as number 2 of a pass rank 10 starts gather b, rank 11 nothing" in one
+    one, _ = pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a"])
+    assert "as number 2 of a pass rank 10 starts gather b, and not all of ranks [10, 11] do so" in one
 
 
 def test_nothing_is_said_before_a_later_collective_has_completed_on_the_device():

@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dbuffer_helpers import build_large, error_of, load, peers_of, swap, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer, Gather, ReduceScatter
+from dbuffer import DBuffer, Gather, ReduceScatter, _handle, _order, watch_order
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -94,6 +95,36 @@ def last_disagrees(what, transport):
 @pytest.mark.parametrize("what", ["count", "order", "dtype"])
 def test_where_one_of_three_ranks_disagrees_all_raise(what):
     assert run_ranks(3, last_disagrees, what, "peer_memory") == [True] * 3
+
+
+def start_different_collectives(kind, what):
+    """With torch's collectives: buffers of another size, or the same ones in another order. Each rank's error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    watch_order(mesh.get_group())
+    rows = {"order": (16, 16), "size": (16, 32)}[what]
+    buffers = [
+        DBuffer(
+            plan([TensorSpec("w", (size * count, 4))], size), mesh, name=name, transport="collectives",
+            dtype=torch.float32,
+        )
+        for name, count in zip("ab", rows, strict=True)
+    ]  # fmt: skip
+    for buffer in buffers:
+        buffer.materialize()
+    with mock.patch.object(_handle, "_DOUBT", 0.2), mock.patch.object(_order, "_ASKING", 0.2):
+        for _ in range(2):
+            kind([buffers[0]]).start().wait()
+            watch_order(mesh.get_group()).compare(buffers[0].layer)
+        return error_of(lambda: kind([buffers[rank == size - 1]]).start().wait())
+
+
+@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+@pytest.mark.parametrize("what", ["order", "size"])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind, what, ranks):
+    for message in run_ranks(ranks, start_different_collectives, kind, what):
+        assert "the ranks do not agree on the order of collectives" in message
 
 
 def test_where_one_of_eight_ranks_disagrees_all_raise():

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, load, peers_of, swap, zero
 
 import dbuffer
-from dbuffer import Gather, HandleState, ReduceScatter
+from dbuffer import Gather, HandleState, ReduceScatter, _handle, _order, watch_order
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
 from ragged_shard.testing import run_ranks
@@ -188,20 +189,26 @@ def ring(seconds, error):
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def a_wait_is_interrupted(error):
+def a_wait_is_interrupted(error, kind=Gather, transport="auto"):
     """Rank 0's wait is interrupted by a signal before rank 1 has started; rank 1 still gets its shard."""
-    buffer = build_large()
+    buffer = build_large(transport=transport)
+    watch_order(buffer.mesh_view.group)
     load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     Gather([buffer]).start().wait()  # connects
-    zero(buffer.full)
+    if kind is Gather:
+        zero(buffer.full)
     dist.barrier()
     if dist.get_rank() == 1:
         dist.recv(torch.zeros(1), 0)
-        Gather([buffer]).start().wait()
+        kind([buffer]).start().wait()
     else:
-        handle = Gather([buffer]).start()
+        with mock.patch.object(_order, "_MEETING", 0.0):  # rank 1 has not started
+            handle = kind([buffer]).start()
         ring(0.2, error)
-        with pytest.raises(type(error), match=r"^from the handler$"):
+        with (
+            pytest.raises(type(error), match=r"^from the handler$"),
+            mock.patch.object(_handle, "_DOUBT", 1.0),
+        ):
             handle.wait()
         assert buffer.in_flight is not None
         assert handle.state is HandleState.STARTED
@@ -210,17 +217,21 @@ def a_wait_is_interrupted(error):
         dist.send(torch.zeros(1), 1)
         handle.wait()
     assert buffer.in_flight is None
-    return bool((buffer.views["w"] == 3).all())
+    return all(bool((flat == 3).all()) for flat in (buffer.full if kind is Gather else buffer.shard))
 
 
-def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on():
-    found = run_ranks(2, a_wait_is_interrupted, Interrupted("from the handler"))
+@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+@pytest.mark.parametrize("transport", ["auto", "collectives"])
+def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on(kind, transport):
+    found = run_ranks(2, a_wait_is_interrupted, Interrupted("from the handler"), kind, transport)
     assert found == [True, True]
 
 
-def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives():
+@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+@pytest.mark.parametrize("transport", ["auto", "collectives"])
+def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(kind, transport):
     """As torch's DataLoader raises one where a worker dies."""
-    found = run_ranks(2, a_wait_is_interrupted, RuntimeError("from the handler"))
+    found = run_ranks(2, a_wait_is_interrupted, RuntimeError("from the handler"), kind, transport)
     assert found == [True, True]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import watch_order
+from dbuffer import _handle, _order, watch_order
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
@@ -51,10 +52,11 @@ def sharded(replicas=1):
 
 
 def error_of(call):
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
+    with mock.patch.object(_handle, "_DOUBT", 0.3), mock.patch.object(_order, "_ASKING", 0.3):
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 
@@ -70,7 +72,7 @@ def first_step(replicas):
 def test_another_order_in_the_first_step_is_an_error_on_every_rank_before_the_optimizer(ranks, replicas):
     messages = run_ranks(ranks, first_step, replicas)
     for rank, message in enumerate(messages):
-        assert re.search(rf"as number [12] of a pass rank {rank} starts \w+ of .*, ", message)
+        assert re.search(rf"order of collectives: rank {rank} started \w+ of .* where rank", message)
 
 
 def without_gradients():
@@ -104,7 +106,7 @@ def last_pass(evaluates, known=(USUAL,)):
 def test_every_rank_raises_in_the_pass_in_which_one_leaves_the_order(ranks, evaluates):
     messages = run_ranks(ranks, last_pass, evaluates)
     for rank, message in enumerate(messages):
-        assert f"as number 1 of a pass rank {rank} starts all_gather of blocks.{int(rank == 1)}, " in message
+        assert f"collectives: rank {rank} started all_gather of blocks.{int(rank == 1)} where rank" in message
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -138,6 +140,21 @@ def test_a_forward_that_failed_on_one_rank_after_it_had_gathered_is_no_disagreem
         net.fails = False
     for _ in range(3):
         net(torch.ones(2, 8)).backward()
+
+
+def freezes_alone():
+    """Rank 1 trains less; its error, and those of the others."""
+    net = sharded()
+    if dist.get_rank() == 1:
+        net.blocks[1].bias.requires_grad_(False)
+    return error_of(lambda: net(torch.ones(2, 8)))
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_that_train_different_parameters_raise_in_the_first_forward(ranks):
+    for message in run_ranks(ranks, freezes_alone):
+        assert "blocks.1, which trains weight, bias" in message
+        assert "blocks.1, which trains weight;" in message or "blocks.1, which trains weight," in message
 
 
 class Counted:

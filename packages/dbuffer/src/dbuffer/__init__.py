@@ -12,7 +12,7 @@ from ._collectives import AllReduce, Gather, ReduceScatter
 from ._exchange import exchange_scratch_bytes
 from ._handle import Handle, HandleState
 from ._order import CollectiveOrder, watch_order
-from ._patient_store import PatientStore
+from ._patient_calls import PatientStore
 from ._progress import Waiting, times_started, waiting
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, hold_forever, shared_recycler

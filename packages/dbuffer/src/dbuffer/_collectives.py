@@ -201,7 +201,7 @@ class ReduceScatter:
                     "accumulated into it; add gradients into the views, or build the buffer with alias=False"
                 )
         self._accumulate = accumulate
-        handle = Handle(self._title, self._buffers, self._group)
+        handle = Handle(self._title, self._buffers, self._group, ignores_timeouts=True)
         with self._buffers[0].layer.on(stream, after):
             return handle.launch(self._send, self._store)
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import _patient_calls
 from . import _progress as progress
 from . import _torch_compat as compat
 from ._buffer import DBuffer
-from ._order import CollectiveOrder, watched
+from ._order import CollectiveOrder, DisagreementError, watched
+from ._patient_calls import Caller, Pending
 from .transport.protocol import Work
 
 _DOUBT = 5.0  # seconds of waiting on a CPU after which ranks tell each other what they wait for
+_FILES = (__file__, _patient_calls.__file__)
+_waiting = threading.local()  # its `caller` makes this thread's waits that ignore timeouts
 
 
 class HandleState(enum.Enum):
@@ -46,6 +50,7 @@ class Handle:
 
     Args:
         buffers: marked busy until the first `wait` returns.
+        ignores_timeouts: whether gloo's wait for this kind of collective takes no timeout.
 
     Attributes:
         state: see `HandleState`.
@@ -53,7 +58,13 @@ class Handle:
         group: who takes part; None: this rank alone.
     """
 
-    def __init__(self, title: str, buffers: Sequence[DBuffer], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        title: str,
+        buffers: Sequence[DBuffer],
+        group: dist.ProcessGroup | None,
+        ignores_timeouts: bool = False,
+    ) -> None:
         self.state = HandleState.STARTED
         self.title, self.group = title, group
         self._buffers = buffers
@@ -65,6 +76,8 @@ class Handle:
         self._launched = False
         self._order: CollectiveOrder | None = None  # where others compare it with theirs
         self._number = 0  # there
+        self._ignores_timeouts = ignores_timeouts
+        self._pending: Pending | None = None  # the wait, where it ignores timeouts
         for buffer in buffers:
             buffer.in_flight = self
 
@@ -86,6 +99,7 @@ class Handle:
             order.number += 1
             self._order, self._number = order, order.number
             at = len(order.titles) - 1
+            order.unmet = None
             if at >= len(order.expected) or order.expected[at] != self.title:
                 order.depart(self._layer)  # before it starts
         try:
@@ -94,8 +108,8 @@ class Handle:
                 self._event = self._layer.record()  # all that was queued on the stream of the launch
             self._launched = True
         except BaseException as error:
-            # Some of it may have started all the same.
-            self._fail(f"could not start: {error}", quiet=False)
+            # Some of it may have started all the same, unless the ranks were seen to differ before.
+            self._fail(f"could not start: {error}", quiet=isinstance(error, DisagreementError))
             if isinstance(error, RuntimeError):
                 raise RuntimeError(f"{self.title} could not start: {error}") from error
             raise
@@ -128,17 +142,29 @@ class Handle:
     def _wait_on_cpu(self, work: Any, order: CollectiveOrder) -> None:
         """Wait for torch's work, and where that takes long, ask whether the ranks wait for different collectives."""
         seconds = _DOUBT
+        while not self._completes_within(work, seconds):
+            if difference := order.check_waiting():
+                raise RuntimeError(difference)
+            seconds = min(1.5 * seconds, 60.0)
+
+    def _completes_within(self, work: Any, seconds: float) -> bool:
+        """Wait at most so long for torch's work; whether it has completed. Raises its error, or a signal handler's."""
+        if self._ignores_timeouts:
+            if self._pending is None:
+                _waiting.caller = caller = getattr(_waiting, "caller", None) or Caller()
+                self._pending = caller.start(work.wait)
+            if not self._pending.returns_within(seconds):
+                return False
+            self._pending.result()
+            return True
         for each in getattr(work, "works", (work,)):
-            while True:
-                try:
-                    each.wait(timedelta(seconds=seconds))
-                    break
-                except RuntimeError:
-                    if each.is_completed():
-                        raise
-                if difference := order.check_waiting():
-                    raise RuntimeError(difference)
-                seconds = min(1.5 * seconds, 60.0)
+            try:
+                each.wait(timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if each.is_completed() or _is_from_handler(error):
+                    raise
+                return False
+        return True
 
     def _complete(self) -> None:
         """Wait, and write the result: once, or never where that was interrupted."""
@@ -146,16 +172,19 @@ class Handle:
             self._fail("was interrupted while it was started or its result was written", quiet=False)
             return
         work = self._work
+        on_cpu = isinstance(work, compat.WORKS) and not self._layer.asynchronous
         thread = threading.get_ident()
         progress.waits[thread] = (self, time.monotonic())
         try:
-            if self._order is not None and isinstance(work, compat.WORKS) and not self._layer.asynchronous:
+            if on_cpu and self._order is not None:
                 self._wait_on_cpu(work, self._order)
             elif work is not None:
                 work.wait()
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler
+            if on_cpu and self._order is not None and _is_from_handler(error):
+                raise
             difference = self._order.check_waiting() if self._order is not None else ""
             why = error if not difference or difference in str(error) else difference
             self._fail(f"failed: {why}", quiet=getattr(work, "quiet", False), cause=error)
@@ -179,6 +208,8 @@ class Handle:
         if not quiet:
             for buffer in self._buffers:
                 buffer.condemn()
+        if self._pending is not None and not self._pending.returns_within(0):
+            _waiting.caller = None  # its thread is still in this collective
         error = RuntimeError(f"{self.title} {why}")
         error.__cause__ = cause
         self._error = error
@@ -190,4 +221,12 @@ class Handle:
         for buffer in self._buffers:
             if buffer.in_flight is self:
                 buffer.in_flight = None
-        self._work = self._finish = None
+        self._work = self._finish = self._pending = None
+
+
+def _is_from_handler(error: RuntimeError) -> bool:
+    """Whether an error of waiting for torch's work was raised by a signal handler, which has a frame of its own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename not in _FILES

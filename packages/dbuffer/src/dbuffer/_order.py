@@ -16,6 +16,10 @@ every rank has started its counterpart, and has announced it if it departed too.
 rank that departed sees whether all ranks departed to the same collective, and the others see that one did: all
 raise. A pass as expected announces nothing.
 
+With torch's own collectives a rank that departs also waits, some seconds at most, until every rank has announced the
+same collective (`meet`). So ranks that differ raise before they exchange anything: buffers of different sizes end
+the process with gloo, and hang with NCCL. In the first few passes every collective is met that way.
+
 After an exception in a pass ranks may expect different orders. The next pass is compared by its titles alone.
 """
 
@@ -24,7 +28,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -35,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ragged_shard import DeviceLayer
 
 from . import _torch_compat as compat
-from ._patient_store import PatientStore
+from ._patient_calls import PatientStore
 
 _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
@@ -46,7 +50,14 @@ _END = (
 )
 _PATIENCE = 10.0  # seconds that a request of the store may take
 _WAITING = 2.0  # the same, of a rank that waits or whose collective has failed
+_MEETING = 10.0  # seconds that a rank which departs waits for the others, once in a pass if they do not come
+_ASKING = 1.0  # of them, before it asks what the others wait for
+_MET = 8  # so many new orders of a model are met at each collective, by groups of at most _NAMED ranks
 _MOST = 256  # orders of a model that are told; the store keeps them all
+
+
+class DisagreementError(RuntimeError):
+    """The ranks of a group were about to start different collectives. None of theirs has started here."""
 
 
 @dataclass
@@ -111,6 +122,7 @@ class CollectiveOrder:
         number: number of collectives started.
         completed: number of the last one that this rank waited for, and the device's event at the end of the wait.
         expected: a published order that begins with `titles`, as far as known; if it does not, `depart` is called.
+        unmet: the last collective in `titles`, if it was announced and other ranks may not have announced it.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store) -> None:
@@ -128,6 +140,8 @@ class CollectiveOrder:
         self._before: tuple[str, ...] = ()  # the order compared last
         self._unknown = False  # whether no published order begins with `titles`
         self._departures: list[_Departure] = []  # departures that other ranks may not share
+        self.unmet: _Departure | None = None
+        self._alone = False  # other ranks did not come to a meeting in this pass
         self._discards = 0
         self._failure = ""  # the last failed pass after which the ranks agree again
         self._failed_at: int | None = (
@@ -145,6 +159,12 @@ class CollectiveOrder:
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
         self._begin_sequence(())
+
+    def agree(self, facts: Iterable[str], layer: DeviceLayer, patience: float) -> None:
+        """Compare texts that are the same on ranks which start the same collectives from now on; see `compare`."""
+        self.titles.extend(facts)
+        self.number += len(self.titles)
+        self.compare(layer, patience)
 
     def compare(self, layer: DeviceLayer, patience: float = 0.0) -> None:
         """End a sequence of collectives that every rank starts in one order, and check this and earlier ones.
@@ -244,6 +264,7 @@ class CollectiveOrder:
 
     def _begin_sequence(self, before: tuple[str, ...]) -> None:
         self.titles, self._unknown, self._before = [], False, before
+        self._alone = False
         scope = self._scopes[self._scope]
         last, times = scope.following.get(before, ((), 0))
         self.expected = scope.turns.get((before, last, times), last)
@@ -255,23 +276,27 @@ class CollectiveOrder:
         """Announce the last collective in `titles`, which is not the expected one and has not started.
 
         Two requests of the store. A known order that begins with `titles` is expected from then on; without one nothing
-        is, until the next `compare`.
+        is, until the next `compare`. Of a new order every collective is announced, or only the first; see `_MET`.
         """
         scope, begun = self._scopes[self._scope], tuple(self.titles)
-        if self._unknown or layer.capturing:
+        if layer.capturing:
             return
-        known = next((told for told in scope.told if told[: len(begun)] == begun), None)
-        self._unknown = known is None
-        if known is not None:
-            self.expected = known
-        elif len(scope.told) >= _MOST:
-            return
-        self._announce(layer, begun[-1], len(begun), self.number)
+        if self._unknown:
+            if len(scope.told) >= _MET or len(self._ranks) > _NAMED:
+                return
+        else:
+            known = next((told for told in scope.told if told[: len(begun)] == begun), None)
+            self._unknown = known is None
+            if known is not None:
+                self.expected = known
+            elif len(scope.told) >= _MOST:
+                return
+        self.unmet = self._announce(layer, begun[-1], len(begun), self.number)
 
-    def _announce(self, layer: DeviceLayer, title: str, at: int, number: int) -> None:
+    def _announce(self, layer: DeviceLayer, title: str, at: int, number: int) -> _Departure | None:
         """Announce the collective with this number, at index `at` (from 1) of its sequence."""
         if self._store is None or self._failed_at is not None or layer.capturing:
-            return
+            return None
         key = self._departure_key()
         departure = _Departure(key, f"{key}/{at} {title}", number, title)
         try:
@@ -279,8 +304,46 @@ class CollectiveOrder:
             self._store.add(departure.counter, 1)
         except RuntimeError as error:
             self._give_up(error)
+            return None
         self._scopes[self._scope].departures += 1
         self._departures.append(departure)
+        return departure
+
+    def meet(self) -> None:
+        """Wait until every rank has announced the last collective in `titles`, which this rank has not started.
+
+        Returns without that after `_MEETING` seconds: another rank may be late. Some requests of the store.
+
+        Raises:
+            DisagreementError: another rank has started a different one, or waits to.
+        """
+        departure, self.unmet = self.unmet, None
+        end, pause, asks = time.monotonic() + _MEETING, 0.0005, time.monotonic() + _ASKING
+        while departure is not None and self._store is not None and not self._alone:
+            try:
+                if self._all_departed(self._store, departure):
+                    return
+            except RuntimeError as error:
+                self._give_up(error)
+                return
+            now = time.monotonic()
+            if now > asks:
+                if difference := self.check_waiting():
+                    raise DisagreementError(difference)
+                asks = now + _ASKING
+            self._alone = now > end
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def _all_departed(self, store: PatientStore, departure: _Departure) -> bool:
+        """Whether all ranks have announced this collective. The last to see it deletes its keys."""
+        if store.add(departure.counter, 0) < len(self._ranks):
+            return False
+        self._departures.remove(departure)
+        if store.add(departure.counter, 1) == 2 * len(self._ranks):
+            store.delete_key(departure.counter)
+            store.delete_key(departure.key)
+        return True
 
     def _check_departures(self, store: PatientStore, layer: DeviceLayer, started: tuple[str, ...]) -> str:
         """The error message if ranks depart from the expected order to different collectives, else an empty string."""
@@ -307,12 +370,9 @@ class CollectiveOrder:
         )  # the number before the sequence
         number, event = self.completed
         for departure in self._departures.copy():
-            if store.add(departure.counter, 0) >= len(self._ranks):
-                self._departures.remove(departure)
-                if store.add(departure.counter, 1) == 2 * len(self._ranks):
-                    store.delete_key(departure.counter)
-                    store.delete_key(departure.key)
-            elif number >= departure.number and layer.has_completed(event):
+            if self._all_departed(store, departure):
+                continue
+            if number >= departure.number and layer.has_completed(event):
                 return (
                     f"the ranks do not agree on the order of collectives: as number {departure.number - first} of a "
                     f"pass rank {own_rank} starts {departure.title}, and not all of ranks {self._ranks} do so; {_END}"

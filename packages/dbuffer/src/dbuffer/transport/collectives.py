@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from .._order import watched
 from .protocol import Op, Pairs, Work
 
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -54,6 +55,9 @@ class Collectives:
         self, call: Callable[..., Any], calls: Sequence[tuple[torch.Tensor, ...]], **options: Any
     ) -> Work:
         group = self.group()
+        order = watched.get(group)
+        if order is not None and order.unmet is not None:
+            order.meet()  # equal sizes would mix values up, others end the process (gloo) or hang (NCCL)
         if len(calls) == 1:
             work: Work = call(*calls[0], group=group, async_op=True, **options)
             return work

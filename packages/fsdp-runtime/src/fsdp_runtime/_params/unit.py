@@ -162,6 +162,12 @@ class Unit:
         """All of them, group by group."""
         return [param for group in self.groups for param in group.params]
 
+    @property
+    def trained(self) -> str:
+        """The unit's name and the names of its parameters that are trained, which every rank must agree on."""
+        names = [param.name for param in self.params if param.sharded.requires_grad]
+        return f"{self.name}, which trains {', '.join(names) or 'nothing'}"
+
     def lay_out(
         self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool
     ) -> list[Group]:

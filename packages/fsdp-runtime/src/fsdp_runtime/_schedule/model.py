@@ -46,12 +46,13 @@ class Member:
         if self.joined == Member.registered:
             return
         self.joined = Member.registered
+        is_root = self.unit.root  # names in an inner unit would differ from those of ranks that did not call it
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
                 if member is None or member is self:
                     continue
-                member.unit.become_inner(name if inner is member.unit.modules[0] else None)
+                member.unit.become_inner(name if is_root and inner is member.unit.modules[0] else None)
                 member._share(self.passes)
         if self.unit.root:
             followers: dict[Unit, list[Unit]] = {}

@@ -169,19 +169,24 @@ class Pass:
             self._order.begin()
 
     def _watch_order(self) -> None:
-        """Start comparing the order of all units' collectives with the other ranks, in a root's first forward."""
-        # A name of this model that is the same on the group's ranks.
-        scopes: dict[dist.ProcessGroup, str] = {}
+        """In a root's first forward: compare what the ranks train, and from now on the order of their collectives.
+
+        Ranks that train different parameters would start different reductions.
+        """
+        scopes: dict[dist.ProcessGroup, str] = {}  # names of this model that are the same on a group's ranks
+        trained: dict[dist.ProcessGroup, dict[str, None]] = {}
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:
                     for ranks in group.plan.data.groups_in_use:
                         scopes.setdefault(ranks, f"buffer {group.buffer.number_on(ranks)}")
+                        trained.setdefault(ranks, {})[unit.trained] = None
         self._compared = []
         for ranks, scope in scopes.items():
             order = watch_order(ranks)
             if order is not None:
                 order.begin(scope)
+                order.agree(trained[ranks], self.streams.layer, _PATIENCE)
                 self._compared.append(order)
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:

@@ -2,11 +2,13 @@
 
 import gc
 import threading
+import weakref
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore
 
-from dbuffer._patient_store import PatientStore
+from dbuffer._patient_calls import Caller, PatientStore
 
 
 class Silent:
@@ -36,6 +38,20 @@ def test_errors_and_values_of_the_store_are_those_of_the_request():
     store = PatientStore(HashStore(), 60)
     store.set("key", "value")
     assert (store.get("key"), store.check(["key"]), store.add("count", 2)) == (b"value", True, 2)
+
+
+def test_a_call_that_has_returned_is_freed_though_its_thread_lives_on():
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    caller = Caller()
+    pending = caller.start(partial(id, held))
+    assert pending.returns_within(60)
+    assert pending.result() == id(held)
+    del held
+    assert gone() is None
 
 
 def test_the_thread_ends_with_the_store():
