@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -245,9 +245,12 @@ def undeclared(folder, transport):
     _handle._DOUBT = 0.5
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    mesh = DeviceMesh.from_group(
+        dist.new_group(), "cpu"
+    )  # after a failed pass, waiting ranks of a group do not ask
     for layer in model:
-        fully_shard(layer, transport=transport)
-    fully_shard(model, transport=transport)
+        fully_shard(layer, mesh=mesh, transport=transport)
+    fully_shard(model, mesh=mesh, transport=transport)
     try:
         for step in range(2):
             x = torch.ones(2, 8)

@@ -46,7 +46,9 @@ class Member:
         if self.joined == Member.registered:
             return
         self.joined = Member.registered
-        is_root = self.unit.root  # names in an inner unit would differ from those of ranks that did not call it
+        is_root = (
+            self.unit.root
+        )  # names in an inner unit would differ from those of ranks that did not call it
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
