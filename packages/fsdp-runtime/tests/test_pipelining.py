@@ -163,7 +163,7 @@ def test_a_schedule_evaluates(name):
     last = pp.get_local_rank() == 1
     found = schedule.eval(*(() if last else (x,)), **({"target": target} if last else {}))
     if last:
-        torch.testing.assert_close(found, nn.Sequential(*stages(2))(x), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found, nn.Sequential(*stages(2))(x), rtol=1e-5, atol=1e-6)
 
 
 def from_a_file(path):

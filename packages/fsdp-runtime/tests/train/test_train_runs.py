@@ -217,7 +217,7 @@ def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path):
         ({"block": "rows:4", "system": "ddp"}, "only fsdp_runtime respects blocks"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
-            "step 2: the gradients' norm is nan \\(the loss ",
+            r"step [23]: the (gradients' norm is nan \(the loss |loss of 2 ranks is nan)",  # differs between CPUs
         ),
         ({"on_nan": "wait"}, "--on-nan 'wait': expected one of stop, skip"),
         ({"hf_config": "/nothing.json"}, "--hf-config /nothing.json: no such file"),
