@@ -94,8 +94,8 @@ class TokenLoss:
         Args:
             counts: this rank's tokens in each microbatch, as `count_tokens` gives them; may be 0. Nothing from a
                 pipeline's rank that has no labels.
-            wait: wait for the total, and raise now. False: the first use does both, so call it one step ahead of an
-                accelerator. With `pp_mesh` it always waits, since only the last stage uses the total.
+            wait: wait for the total, and raise now. False: the first use does both, when an accelerator has work queued
+                to do meanwhile. With `pp_mesh` it always waits, since only the last stage uses the total.
 
         Raises, on every rank:
             ValueError: no rank has a token, ranks have different numbers of microbatches, or a count is negative.

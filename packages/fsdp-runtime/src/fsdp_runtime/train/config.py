@@ -54,6 +54,11 @@ class RunConfig:
     vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text, else looked up)")
     seq_len: int = _option(256, "tokens of a sequence", least=1)
     batch: int = _option(24, "sequences of a global batch, for any number of ranks", least=1)
+    documents: bool = _option(
+        False,
+        "sequences end with their document (a file), and the loss is the mean over tokens (default: no)",
+    )
+    end_token: int | None = _option(None, "documents also end after this token, such as 10 for lines of text")
     accumulate: int = _option(1, "microbatches of a batch", least=1)
     steps: int = _option(160, "optimizer steps", least=1)
     warmup: int = _option(20, "steps of linear warm-up; a cosine follows", least=0)
@@ -140,6 +145,13 @@ class RunConfig:
             )
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
+        if self.documents and self.system not in ("fsdp_runtime", "one"):
+            raise TrainError(
+                f"--documents: {self.system} averages the means of ranks, whose numbers of tokens differ; use "
+                "--system fsdp_runtime"
+            )
+        if self.end_token is not None and not self.documents:
+            raise TrainError(f"--end-token {self.end_token}: only --documents ends sequences there; add it")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
@@ -338,6 +350,8 @@ _FIXED = {
     "seed": "the next batch would not be the next",
     "seq_len": "the next batch would not be the next",
     "batch": "the next batch would not be the next",
+    "documents": "the next batch would not be the next",
+    "end_token": "the next batch would not be the next",
     "dtype": "its data would be read differently",
 }
 

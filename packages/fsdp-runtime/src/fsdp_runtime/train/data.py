@@ -6,6 +6,11 @@ list of arrays and where each begins; nothing is copied.
 Sequence number g of a run, counted over all steps and ranks, is window ``permute(g % windows)`` of epoch
 ``g // windows``. Step s takes numbers s*B ... s*B + B - 1; microbatch a and rank r take theirs from that by
 position. So global batches do not depend on the number of ranks, and a run resumes at any batch.
+
+With `--documents` no window goes beyond the end of its document, so that the last one of each has fewer tokens:
+
+    documents      [a a a a a a a][b b][c c c c c]      seq_len 4
+    targets         a a a a | a a    b    c c c c       what follows in the row is read, and not predicted
 """
 
 import glob
@@ -25,6 +30,7 @@ from .errors import TrainError
 
 ARRAYS = (".npy", ".bin")
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
+IGNORED = -100  # target of a position that has no loss, as torch's cross_entropy has it
 _BYTES = 256
 _MOST_TOKENS = 1 << 20  # of a vocabulary without --vocab-size: a larger one is a mistake in reading
 
@@ -224,6 +230,38 @@ def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
     return largest + 1
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Where each sequence of a corpus begins, and how many of its tokens have a next one in their document."""
+
+    starts: Any  # (sequences,) int64
+    lengths: Any  # (sequences,) int64, from 1 to seq_len
+
+
+def windows_of_documents(corpus: Corpus, seq_len: int, end_token: int | None) -> Windows:
+    """The sequences of documents, which end where a file does, and after each `end_token`. Reads the corpus if given.
+
+    Raises:
+        TrainError: no document has two tokens.
+    """
+    bounds = [corpus.starts]
+    if end_token is not None:
+        for array, first in zip(corpus.arrays, corpus.starts, strict=False):
+            for start in range(0, len(array), 1 << 24):
+                ends = np.flatnonzero(np.asarray(array[start : start + (1 << 24)]) == end_token)
+                bounds.append(ends + (int(first) + start + 1))
+    ends = np.unique(np.concatenate(bounds).astype(np.int64))
+    predicted = np.diff(ends) - 1
+    pieces = -(-predicted // seq_len)
+    number = np.arange(pieces.sum()) - np.repeat(
+        np.cumsum(pieces) - pieces, pieces
+    )  # of a piece in its document
+    starts = np.repeat(ends[:-1], pieces) + number * seq_len
+    if not len(starts):
+        raise TrainError("--documents: no document has two tokens")
+    return Windows(starts, np.minimum(seq_len, np.repeat(predicted, pieces) - number * seq_len))
+
+
 _ROUNDS = 4
 
 
@@ -267,6 +305,7 @@ class Batches:
         seed: of the shuffle; None keeps the order (held-out text).
         vocab_size: tokens must be below it.
         slice_number, slices: which of equal slices of each sequence is read.
+        documents: sequences that end with their document; what follows has the target `IGNORED`.
 
     Raises:
         TrainError: a corpus shorter than a sequence.
@@ -282,6 +321,7 @@ class Batches:
     vocab_size: int
     slice_number: int = 0
     slices: int = 1
+    documents: Windows | None = None
 
     def __post_init__(self) -> None:
         assert self.batch % (self.world_size * self.accumulate) == 0  # RunConfig.check says what would fit
@@ -293,6 +333,8 @@ class Batches:
     @property
     def num_windows(self) -> int:
         """Sequences of an epoch."""
+        if self.documents is not None:
+            return len(self.documents.starts)
         return (self.corpus.num_tokens - 1) // self.seq_len
 
     def epoch(self, step: int) -> float:
@@ -317,8 +359,8 @@ class Batches:
         return [self._read(windows, device) for windows in windows_of_rank]
 
     def _read(self, windows: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [int(window) * self.seq_len for window in windows]
-        rows = np.stack([self.corpus.read(start, start + self.seq_len + 1) for start in starts])
+        starts = [int(start) for start in self._starts(windows)]
+        rows = np.stack([self._row(start) for start in starts])
         if rows.max() >= self.vocab_size or rows.min() < 0:
             bad = int(np.argmax((rows.max(axis=1) >= self.vocab_size) | (rows.min(axis=1) < 0)))
             file = int(np.searchsorted(self.corpus.starts, starts[bad], side="right")) - 1
@@ -329,6 +371,21 @@ class Batches:
         length = self.seq_len // self.slices
         first = self.slice_number * length
         tokens = torch.from_numpy(rows[:, first : first + length + 1])
-        if not is_cpu(device):
-            tokens = tokens.pin_memory().to(device, non_blocking=True)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.documents is None:
+            tokens = _on(device, tokens)
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        end = torch.from_numpy(self.documents.lengths[windows])[:, None]
+        targets = tokens[:, 1:].masked_fill(torch.arange(first, first + length) >= end, IGNORED)
+        return _on(device, tokens[:, :-1].contiguous()), _on(device, targets)
+
+    def _starts(self, windows: Any) -> Any:
+        return windows * self.seq_len if self.documents is None else self.documents.starts[windows]
+
+    def _row(self, start: int) -> Any:
+        """`seq_len` tokens and the one that follows; beyond the end of the corpus 0."""
+        row = self.corpus.read(start, min(start + self.seq_len + 1, self.corpus.num_tokens))
+        return np.pad(row, (0, self.seq_len + 1 - len(row)))
+
+
+def _on(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens if is_cpu(device) else tokens.pin_memory().to(device, non_blocking=True)

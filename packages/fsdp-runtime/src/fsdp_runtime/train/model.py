@@ -344,13 +344,15 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 6.0 * weights + 12.0 * config.num_layers * config.dim * seq_len
 
 
-def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats per token, a mean, and the model's balancing loss (0 where it has none)."""
-    return losses_from(model(tokens), targets)
+def losses_of(
+    model: nn.Module, tokens: Tensor, targets: Tensor, reduction: str = "mean"
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats, a mean or sum over tokens, and the model's balancing loss (0 where it has none)."""
+    return losses_from(model(tokens), targets, reduction)
 
 
-def losses_from(out: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+def losses_from(out: Any, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
     """`losses_of` for an output of the model. Logits cut by token (a DTensor) need torch's ``loss_parallel``."""
     logits, aux = out if isinstance(out, tuple) else (out.logits, targets.new_zeros((), dtype=torch.float32))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
     return loss.to_local() if isinstance(loss, DTensor) else loss, aux

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDPModule
 from fsdp_runtime.memory import BudgetError, StepMeter, Tuning, tune
+from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
 from .config import FLOAT8, RunConfig
@@ -46,6 +47,9 @@ class System:
 
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.config, self.device, self.mesh = config, device, mesh
+        self.readers = 1 if mesh is None else mesh.size()  # ranks that have different tokens
+        self.tokens = config.batch * config.seq_len  # in the last step, of all ranks
+        self.token_loss: TokenLoss | None = None
 
     def build(
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
@@ -87,8 +91,18 @@ class System:
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Say which step comes."""
 
+    def average_over_tokens(self, model: nn.Module) -> None:
+        """Make the loss the mean over the tokens of all ranks and microbatches, not the mean of their means."""
+        self.token_loss = TokenLoss(self.roots(model))
+
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
-        """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
+        """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d.
+
+        After `average_over_tokens` the sum of their cross-entropies by the step's tokens, times the readers: the mean
+        over readers is the loss in both cases.
+        """
+        if self.token_loss is not None:
+            return self._accumulate_by_tokens(self.token_loss, model, batches, aux_weight)
         loss = torch.zeros((), device=self.device)
         for tokens, targets in batches:
             with self.autocast():
@@ -97,13 +111,33 @@ class System:
             self.backward((cross_entropy + aux_weight * aux) / len(batches))
         return loss
 
+    def _accumulate_by_tokens(
+        self, token_loss: TokenLoss, model: nn.Module, batches: list[Batch], aux_weight: float
+    ) -> Tensor:
+        loss = torch.zeros((), device=self.device)
+        step = token_loss.step((count_tokens(targets) for _, targets in batches), wait=False)
+        for tokens, targets in batches:
+            with self.autocast():
+                total, aux = losses_of(model, tokens, targets, "sum")
+            cross_entropy = step.loss(total)
+            loss += cross_entropy.detach()
+            # The balancing loss is a mean over sequences, of which all readers and microbatches have as many.
+            self.backward(cross_entropy + aux_weight / (self.readers * len(batches)) * aux)
+        self.tokens = step.total
+        return loss * self.readers
+
     def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
-        """The sum of the microbatches' cross-entropies, 0-d."""
+        """The sum of the microbatches' cross-entropies, or after `average_over_tokens` of their tokens', 0-d."""
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         for tokens, targets in batches:
             with self.autocast():
-                loss += losses_of(model, tokens, targets)[0].double()
+                loss += losses_of(model, tokens, targets, *self.reduction)[0].double()
         return loss
+
+    @property
+    def reduction(self) -> tuple[str, ...]:
+        """The argument for sums over tokens after `average_over_tokens`, else none."""
+        return () if self.token_loss is None else ("sum",)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime.memory import StepMeter, Tuning
+from fsdp_runtime.token_loss import count_tokens
 
 from . import checkpoint as ckpt
 from .config import RunConfig
-from .data import Batches, TextData, read_data
+from .data import Batches, TextData, read_data, windows_of_documents
 from .errors import TrainError, agreed, check_agreement, check_model, say
 from .hardware import StepClock, memory_mb, own_device, peak_flops
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
@@ -90,6 +91,7 @@ class _Sums:
     values: Tensor  # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
     work: Any
     lr: float
+    tokens: int  # of all ranks
 
 
 class Trainer:
@@ -140,6 +142,8 @@ class Trainer:
             check_splits(self.splits, sizes, config.seq_len, config.accumulate)
         self.system = self._system()
         self.model, self.optimizer = self._build()
+        if config.documents:
+            self.system.average_over_tokens(self.model)
         if self.splits.pp == 1:  # else ranks have other layers
             check_model(self.model)
         self.group = (
@@ -169,8 +173,12 @@ class Trainer:
 
     def _batches(self, data: TextData, *, held_out: bool) -> Batches:
         config = self.config
+        corpus = data.held_out if held_out else data.train
+        documents = None
+        if config.documents:
+            documents = windows_of_documents(corpus, config.seq_len, config.end_token)
         return Batches(
-            corpus=data.held_out if held_out else data.train,
+            corpus=corpus,
             seq_len=config.seq_len,
             batch=config.batch,
             accumulate=config.accumulate,
@@ -180,6 +188,7 @@ class Trainer:
             vocab_size=data.vocab_size,
             slice_number=self.meshes.rank_of("cp"),
             slices=self.splits.cp,
+            documents=documents,
         )
 
     def _system(self) -> System:
@@ -219,11 +228,13 @@ class Trainer:
     # What makes a batch what it is: a resumed run must not differ in these.
     def _identity(self) -> dict[str, Any]:
         config = self.config
+        documents = {"documents": True, "end_token": config.end_token} if config.documents else {}
         return {
             "seed": config.seed,
             "seq_len": config.seq_len,
             "batch": config.batch,
             "data": self.data.identity,
+            **documents,
         }
 
     def _about(self) -> dict[str, Any]:
@@ -354,7 +365,7 @@ class Trainer:
         figures = (loss.double().view(1), norm.double().view(1) / self.world_size, bad, bad * self.rank)
         values = torch.cat((*figures, local.to(self.device)))
         work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
-        return _Sums(self.step, values, work, lr)
+        return _Sums(self.step, values, work, lr, self.system.tokens)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
         """Record a step's figures. Returns True, on every rank, if a rank was asked to stop."""
@@ -368,7 +379,7 @@ class Trainer:
         loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.values.tolist()
         loss /= self.world_size
         config = self.config
-        tokens_per_s = config.batch * config.seq_len / max(self._lap[0], 1e-9)
+        tokens_per_s = sums.tokens / max(self._lap[0], 1e-9)
         entry = {
             "step": sums.step,
             "loss": loss,
@@ -411,12 +422,17 @@ class Trainer:
         self.beat("held-out evaluation")
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
+        tokens = torch.zeros_like(total)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
         for number in range(count):
-            total += self.system.evaluate(self.model, self.held_out.microbatches(number, self.device))
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        loss = float(total) / (count * self.config.accumulate * self.world_size)
+            batches = self.held_out.microbatches(number, self.device)
+            total += self.system.evaluate(self.model, batches)
+            tokens += sum(count_tokens(targets) for _, targets in batches)
+        for value in (total, tokens) if self.config.documents else (total,):
+            if self.world_size > 1:
+                dist.all_reduce(value)
+        parts = count * self.config.accumulate * self.world_size
+        loss = float(total) / (float(tokens) if self.config.documents else parts)
         self._last_held_out = loss
         if report:
             report.held_out(self.step, loss)

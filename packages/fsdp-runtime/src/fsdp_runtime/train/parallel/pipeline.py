@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from fsdp_runtime.token_loss import TokenStep
+
 from ..config import RunConfig
 from ..model import losses_from
 from ..splits import SCHEDULES
@@ -34,15 +36,20 @@ class Pipeline:
         per_rank, _, kind = SCHEDULES[splits.schedule]
         self._seen: list[Tensor] = []
         self._here = torch.empty(0)  # from a stage to the next one of the same rank
-        self._schedule: Any = getattr(pipelining, kind)(
+        self._step: TokenStep | None = None
+        self.schedule: Any = getattr(pipelining, kind)(
             stages[0] if per_rank == 1 else stages, config.accumulate, loss_fn=self._loss, scale_grads=False
         )
 
-    def train(self, batches: list[Batch]) -> Tensor:
-        """Forward and backward of all microbatches; the mean loss, times the pipeline's ranks, where it is known."""
+    def train(self, batches: list[Batch], step: TokenStep | None = None) -> Tensor:
+        """Forward and backward of all microbatches; the mean loss, times the pipeline's ranks, where it is known.
+
+        With `step` the loss is this rank's part of the mean over the tokens of all ranks.
+        """
         self._seen.clear()
+        self._step = step
         tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-        self._schedule.step(
+        self.schedule.step(
             *((tokens,) if 0 in self.numbers else ()),
             **({"target": targets} if self.splits.stages - 1 in self.numbers else {}),
             return_outputs=False,
@@ -50,10 +57,11 @@ class Pipeline:
         if not self._seen:
             return torch.zeros((), device=self.device)
         # Before the first step the schedule has run the loss once to learn shapes.
-        return self.splits.pp * torch.stack(self._seen[-len(batches) :]).mean()
+        losses = torch.stack(self._seen[-len(batches) :])
+        return self.splits.pp * (losses.mean() if step is None else losses.sum())
 
-    def evaluate(self, batches: list[Batch]) -> Tensor:
-        """The sum of the microbatches' losses, times the pipeline's ranks, where it is known.
+    def evaluate(self, batches: list[Batch], reduction: str = "mean") -> Tensor:
+        """The sum of the microbatches' losses, each reduced over its tokens, times the pipeline's ranks, where known.
 
         Microbatch by microbatch: torch's schedules in which stages come back to a rank do not run forward alone.
         """
@@ -62,7 +70,7 @@ class Pipeline:
             for module, number in zip(self.modules, self.numbers, strict=True):
                 out = module(tokens if number == 0 else self._received(tokens.shape[0], number))[0]
                 if number == self.splits.stages - 1:
-                    total += self.splits.pp * losses_from((out, None), targets)[0]
+                    total += self.splits.pp * losses_from((out, None), targets, reduction)[0]
                 else:
                     self._send(out, number)
         return total
@@ -87,7 +95,12 @@ class Pipeline:
             dist.send(x_BTD.contiguous(), group=self.group, group_dst=after)
 
     def _loss(self, out: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        cross_entropy, aux = losses_from(out, targets)
-        self._seen.append(cross_entropy.detach())
         weight = self.config.model.aux_weight / self.splits.tp
-        return (cross_entropy + weight * aux) / self.config.accumulate
+        if self._step is None:
+            cross_entropy, aux = losses_from(out, targets)
+            self._seen.append(cross_entropy.detach())
+            return (cross_entropy + weight * aux) / self.config.accumulate
+        total, aux = losses_from(out, targets, "sum")
+        cross_entropy = self._step.loss(total)
+        self._seen.append(cross_entropy.detach())
+        return cross_entropy + weight / (self.config.accumulate * self.splits.readers * self.splits.cp) * aux

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_runtime import FSDPModule, clip_grad_norm_
+from fsdp_runtime.token_loss import TokenLoss, count_tokens
 
 from ..config import RunConfig
 from ..model import Transformer
@@ -26,6 +27,7 @@ class SplitRuntime(Runtime):
     def __init__(self, config: RunConfig, device: torch.device, meshes: Meshes) -> None:
         super().__init__(config, device, meshes.shard_mesh)
         self.meshes, self.splits = meshes, meshes.splits
+        self.readers = self.splits.readers * self.splits.cp
         self.stages: list[nn.Module] = []
         self._pipeline: Pipeline | None = None
 
@@ -63,11 +65,19 @@ class SplitRuntime(Runtime):
         if "shard_placement_fn" in self.options:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(self.splits.readers * self.splits.cp)
+                    module.set_gradient_divide_factor(self.readers)
 
     def roots(self, model: nn.Module) -> list[nn.Module]:
         """The stages."""
         return self.stages
+
+    def average_over_tokens(self, model: nn.Module) -> None:
+        """See `System`. Stages of a pipeline share the count, which its last one uses."""
+        if self._pipeline is None:
+            super().average_over_tokens(model)
+        else:
+            pp_mesh, schedule = self._pipeline.mesh, self._pipeline.schedule
+            self.token_loss = TokenLoss(self.stages, pp_mesh=pp_mesh, schedule=schedule)
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward. In a pipeline the last stage returns the losses, times its ranks; the others 0."""
@@ -75,14 +85,18 @@ class SplitRuntime(Runtime):
             if self._pipeline is None:
                 # Ranks of tp see the same loss, and balance their own share of the positions.
                 return super().accumulate(model, batches, aux_weight / self.splits.tp)
-            return self._pipeline.train(batches)
+            if self.token_loss is None:
+                return self._pipeline.train(batches)
+            step = self.token_loss.step(count_tokens(targets) for _, targets in batches)
+            self.tokens = step.total
+            return self.readers * self._pipeline.train(batches, step)
 
     def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
         """Sum of the losses; in a pipeline on the last stage, times its ranks."""
         with self._loss_parallel():
             if self._pipeline is None:
                 return super().evaluate(model, batches)
-            return self._pipeline.evaluate(batches)
+            return self._pipeline.evaluate(batches, *self.reduction)
 
     def _loss_parallel(self) -> AbstractContextManager[None]:
         return loss_parallel() if self.splits.tp > 1 else nullcontext()
