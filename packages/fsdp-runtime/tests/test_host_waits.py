@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from block_optim import AdamW
 from block_optim.core import device as devices
+from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from layout_planner import Rows
 from ragged_shard.testing import OnItsWay, host_waits, rank_mesh, simulated_ranks
 
@@ -53,3 +54,16 @@ def test_no_part_of_a_step_waits(case, clip):
         with host_waits([*model.parameters(), *batch]) as waits:
             step(model, optimizer, 3, clip)
         assert waits.found == []
+
+
+def test_counting_tokens_ahead_does_not_wait_and_the_first_loss_does():
+    with simulated_ranks(4):
+        token_loss = TokenLoss(shard(seeded(), mesh=rank_mesh(4)))
+        labels = [tokens(6), tokens(7)]
+        with host_waits(labels) as waits:
+            counted = token_loss.step((count_tokens(part) for part in labels), wait=False)
+        assert waits.found == []
+        assert counted.total == 4 * sum(part.numel() for part in labels)  # the other ranks are copies
+        with host_waits(labels) as waits:
+            token_loss.step(count_tokens(part) for part in labels)
+        assert len(waits.found) == 1

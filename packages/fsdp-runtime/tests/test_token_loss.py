@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 IGNORED, VOCAB, LENGTH = -100, 12, 9
 EXACT: Any = {"rtol": 1e-6, "atol": 1e-12}
@@ -203,3 +203,33 @@ def test_one_process_without_ranks_counts_its_own_tokens():
     halves: Any = [2.5]
     with pytest.raises(TypeError, match="expected a whole number for each"):
         TokenLoss(model).step(halves)
+
+
+def llama():
+    import transformers
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    return seeded(lambda: transformers.LlamaForCausalLM(config)).double()
+
+
+def llama_against_one_process():
+    model, plain = llama(), llama()
+    fully_shard(model.model.layers[0])
+    fully_shard(model)
+    batches = [batch(0, rank, 0) for rank in range(3)]
+    text, labels = batches[dist.get_rank()]
+    step = TokenLoss(model).step([count_tokens(labels[:, 1:])])
+    model(input_ids=text, labels=labels, num_items_in_batch=step.total).loss.backward()
+    for text, labels in batches:
+        logits = plain(input_ids=text).logits[:, :-1]
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        (total / step.total).backward()
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        away = (param.grad.full_tensor() - wanted.grad).abs().max() / wanted.grad.abs().max()
+        assert away < 1e-5  # transformers takes the loss of fp32 logits
+
+
+def test_a_model_of_transformers_takes_the_total():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    run_ranks(3, llama_against_one_process)
