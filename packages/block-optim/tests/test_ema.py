@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runs import Run, full, tensors
-from test_fsdp2 import Model, gradients, hsdp, like, named, rows
+from test_fsdp2 import Model, cpu_offload, gradients, hsdp, like, named, rows, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +92,8 @@ def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
     same(averages(ema), reference(other, 0.9, range(4), wide))
 
 
-def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left():
+def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left(monkeypatch):
+    monkeypatch.setattr("block_optim.ema.batches.CPU_CHUNK", 16)
     module, buffer = flat_module()
     ema = EMA(module, 0.9)
     with Calls() as calls:
@@ -131,6 +132,61 @@ def test_averages_in_bf16_follow_changes_that_rounding_to_nearest_would_lose():
     value = averages(ema)["w"]
     assert value.dtype == BF16
     assert float(value.float().mean()) == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2e-3)
+
+
+def test_an_average_in_bf16_strays_from_that_in_fp32_as_the_readme_says():
+    weight = nn.Parameter(torch.ones(4096))
+    narrow, wide = (EMA([("w", weight)], 0.99, dtype=dtype) for dtype in (BF16, torch.float32))
+    ratios = []
+    for number in range(1000):
+        weight.data.fill_(1 + 5e-4 * number)
+        narrow.update()
+        wide.update()
+        if number >= 500:
+            close, exact = averages(narrow)["w"].float(), averages(wide)["w"]
+            share = float(((exact - weight.detach()).abs() / exact).mean())
+            ratios.append(float(((close - exact) / exact).square().mean().sqrt()) / share**0.5)
+    assert sum(ratios) / len(ratios) == pytest.approx(2**-4.5, rel=0.3)
+
+
+def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(monkeypatch):
+    def average(name="w", seed=0, shape=(64,), updates=1):
+        weight = nn.Parameter(torch.full(shape, 1.0))
+        ema = EMA([("before", nn.Parameter(torch.ones(3))), (name, weight)], 0.5, dtype=BF16, seed=seed)
+        weight.data.fill_(1 + 2**-7)
+        for _ in range(updates):
+            ema.load_state_dict(
+                {
+                    "averages": {n: torch.ones_like(v) for n, v in averages(ema).items()},
+                    "updates": ema.updates,
+                }
+            )
+            ema.update()
+        return averages(ema)[name]
+
+    first = average()
+    assert first.equal(average(shape=(8, 8)).flatten())
+    others = (average("v"), average(seed=1), average(updates=2))
+    assert not any(first.equal(other) for other in others)
+    assert 16 < int((first == 1).sum()) < 48
+    monkeypatch.setattr("block_optim.ema.batches.CPU_CHUNK", 5)
+    assert first.equal(average())
+
+
+def test_neighbors_that_are_rounded_have_the_bits_of_tensors_apart():
+    (flat, _), apart = flat_module(), nn_of(tensors(SHAPES, 0))
+    same(averaged(flat, BF16), averaged(apart, BF16))
+
+
+def test_a_tensor_that_is_given_twice_has_one_average():
+    weight = nn.Parameter(torch.ones(3))
+    ema = EMA([("w", weight), ("tied", weight)], 0.5)
+    weight.data.fill_(3)
+    ema.update()
+    assert averages(ema)["w"].tolist() == [2.0] * 3
+    with ema.swapped():
+        assert weight.tolist() == [2.0] * 3
+    assert weight.tolist() == [3.0] * 3
 
 
 def test_numbers_that_are_not_finite_stay_in_their_elements():
@@ -216,12 +272,21 @@ def loss_and_averages(make):
     with ema.swapped(), torch.no_grad():
         inside = model(TOKENS).sum().item()  # leaves the root of FSDP2 gathered
     assert model(TOKENS).sum().item() == before
+    with pytest.raises(ZeroDivisionError), ema.swapped(), torch.no_grad():
+        model(TOKENS).sum().item() / 0
+    assert model(TOKENS).sum().item() == before
     return before, inside, averages(ema)
 
 
 @pytest.mark.parametrize(
     ("world_size", "make"),
-    [(3, rows), *(pytest.param(n, rows, marks=pytest.mark.long) for n in (1, 2, 4)), (4, hsdp)],
+    [
+        (3, rows),
+        *(pytest.param(n, rows, marks=pytest.mark.long) for n in (1, 2, 4)),
+        pytest.param(3, cpu_offload, marks=pytest.mark.long),
+        pytest.param(4, hsdp, marks=pytest.mark.long),
+        pytest.param(4, tensor_parallel, marks=pytest.mark.long),
+    ],
 )
 def test_on_torchs_fully_shard_averages_and_evaluation_are_those_of_one_process(world_size, make):
     model, ema = trained()
@@ -408,6 +473,19 @@ def test_weights_that_moved_are_followed_and_those_that_changed_or_were_replaced
     ):
         raise AssertionError
     del module.adapter
+    with ema.swapped():
+        pass
+
+
+def test_a_compiled_module_has_the_names_of_the_module_inside():
+    module = nn_of(tensors(SHAPES, 0))
+    compiled: Any = torch.compile(module, backend="eager")
+    ema = EMA(compiled, 0.9)
+    assert averages(ema).keys() == dict(module.named_parameters()).keys()
+    replaced, module.p3 = module.p3, nn.Parameter(module.p3.detach().clone())
+    with pytest.raises(ValueError, match="p3: the module has another tensor there"):
+        ema.update()
+    module.p3 = replaced
     with ema.swapped():
         pass
 

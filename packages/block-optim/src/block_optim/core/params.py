@@ -88,7 +88,7 @@ class Param:
             raise TypeError(f"{name}: expected a floating-point parameter, got {tensor.dtype}")
         self.start = first_element(tensor)
         local = local_of(tensor)
-        self.local_shape, self.local_stride = local.shape, _strides(local)
+        self.local_shape, self.local_stride = local.shape, strides_of(local)
 
     @property
     def local(self) -> torch.Tensor:
@@ -165,10 +165,10 @@ class Param:
         own, local = self.tensor, local_of(self.tensor)
         placements = tuple(own.placements) if isinstance(own, DISTRIBUTED) else ()
         before = self.shape, self.placements, self.local_shape, self.local_stride
-        if (own.shape, placements, local.shape, _strides(local)) != before:
+        if (own.shape, placements, local.shape, strides_of(local)) != before:
             raise ValueError(
                 f"{self.name}: it has shape {tuple(own.shape)}, placements {placements} and local strides "
-                f"{_strides(local)}, and had {tuple(self.shape)}, {self.placements} and {self.local_stride} when its "
+                f"{strides_of(local)}, and had {tuple(self.shape)}, {self.placements} and {self.local_stride} when its "
                 "states were made (its .data was set); build a new optimizer"
             )
 
@@ -251,7 +251,7 @@ class Param:
         return f"Param({self.name!r}, {tuple(self.shape)}, {self.placements})"
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that matter: of an empty tensor none, else those of dimensions longer than 1."""
     if not tensor.numel():
         return ()

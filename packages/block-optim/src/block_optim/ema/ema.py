@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, slots_of, version_of
 from block_optim.core.load import own_values, put_values
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
-from block_optim.core.params import Param
+from block_optim.core.params import Param, strides_of
 from block_optim.core.runs import FlatSpace, is_dense
 from block_optim.ema.batches import Batch, batches_of, trade
 
@@ -37,7 +37,8 @@ _swapped: dict[torch.Tensor, str] = {}  # parameters whose contents are averages
 class EMA:
     """An exponential moving average of the parameters that train; buffers and frozen parameters have none.
 
-    Call `update` after each step of the optimizer. It communicates nothing. In fp32 its bits are those of
+    Averages begin with the weights that are there: build it after these are loaded, and load averages after that. Call
+    `update` after each step of the optimizer. It communicates nothing. In fp32 its bits are those of
     ``average.lerp_(weight, 1 - decay)`` at any world size.
 
     Args:
@@ -78,7 +79,7 @@ class EMA:
         self._module = params if isinstance(params, nn.Module) else None
         self._reshard()
         self._frozen = _named(params)
-        self._slots = {name: slots_of(self._module, name) for name in self._frozen} if self._module else {}
+        self._slots = _slots(params) if isinstance(params, nn.Module) else {}
         self._params: dict[str, Param] = {}
         self._averages: dict[str, torch.Tensor] = {}  # in the parameters' shapes and placements
         self._layouts: dict[str, tuple[Any, ...]] = {}
@@ -222,10 +223,10 @@ class EMA:
         weight, average = param.local, local_of(self._averages[name])
         if kept is not None:
             weight.copy_(kept)
-        elif (weight.shape, weight.dtype, weight.stride()) == (
-            average.shape,
+        elif (weight.dtype, weight.shape, strides_of(weight)) == (
             average.dtype,
-            average.stride(),
+            average.shape,
+            strides_of(average),
         ):
             trade(average, weight)
         else:
@@ -333,17 +334,28 @@ def _named(params: Weights) -> dict[str, torch.Tensor]:
         raise TypeError("EMA was given one tensor; give it a module or a list")
     result: dict[str, torch.Tensor] = {}
     seen: set[torch.Tensor] = set()
-    for i, entry in enumerate(params.named_parameters() if isinstance(params, nn.Module) else params):
+    entries = params.named_parameters() if isinstance(params, nn.Module) else params
+    for i, entry in enumerate(entries):
         name, tensor = entry if isinstance(entry, tuple) else (None, entry)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"EMA was given {tensor!r}: expected a module, tensors or (name, tensor) pairs")
-        name = f"parameter {i} of shape {tuple(tensor.shape)}" if name is None else name
+        name = f"parameter {i} of shape {tuple(tensor.shape)}" if name is None else _plain(name)
         if name in result and tensor not in seen:
             raise ValueError(f"EMA was given two parameters named {name!r}")
         if tensor not in seen:
             seen.add(tensor)
             result[name] = tensor
     return result
+
+
+def _slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """The dictionaries that have the module's parameters, by name, with the key there."""
+    return {_plain(name): slots_of(module, name) for name, _ in module.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    """The name without what torch.compile and activation checkpointing add, as in state dicts."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _placement(tensor: torch.Tensor) -> Any:
@@ -354,9 +366,14 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must stay as it is."""
     local, placement = local_of(tensor), _placement(tensor)
     placements = () if placement is None else placement[1]
-    # Strides of dimensions that have one: FSDP2 pads an empty shard anew.
-    strides = [s for s, n in zip(local.stride(), local.shape, strict=True) if n > 1] if local.numel() else []
-    return tuple(tensor.shape), tensor.dtype, placements, str(local.device), tuple(local.shape), strides
+    return (
+        tuple(tensor.shape),
+        tensor.dtype,
+        placements,
+        str(local.device),
+        tuple(local.shape),
+        strides_of(local),
+    )
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
