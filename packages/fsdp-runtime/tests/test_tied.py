@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from runtime_helpers import Body, loss_of, seeded, tokens
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import fully_shard, get_full_state_dict
+from fsdp_runtime import fully_shard, get_full_state_dict, set_full_state_dict
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 # -- which unit has it -------------------------------------------------------------------------------------------------
 
@@ -303,3 +305,109 @@ def test_a_tied_parameter_on_two_meshes_raises_on_every_rank():
     fully_shard(model.embed, mesh=rank_mesh(4))
     with pytest.raises(ValueError, match=r"embed\.weight was cut over .*always the same"):
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+LAYOUTS = [("embed,head", "blocks.0", ""), ("embed", "head", ""), ("",)]
+
+
+def save(folder, tied):
+    model = wrap(seeded(tied=tied, seed=1), LAYOUTS[0])
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+
+
+def load(folder, tied):
+    for order in LAYOUTS:
+        for assign in (False, True):
+            model, wanted = wrap(seeded(tied=True), order), seeded(tied=tied, seed=1).state_dict()
+            state = model.state_dict()
+            assert list(state) == list(wanted)
+            assert state["head.weight"].to_local().data_ptr() == state["embed.weight"].to_local().data_ptr()
+            dcp.load(state, checkpoint_id=folder)
+            if tied:
+                take(model, state, assign)
+                for name, value in get_full_state_dict(model).items():
+                    assert value.equal(wanted[name]), name
+                assert model.head.weight is model.embed.weight
+            else:
+                with pytest.raises(
+                    ValueError, match=r"weight is one parameter in 2 modules, and was given different"
+                ):
+                    take(model, state, assign)
+
+
+def take(model, state, assign):
+    model.load_state_dict(state, assign=assign)
+    loss_of(model, tokens()).backward()  # takes what was assigned
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_torch_loads_where_the_units_are_others_and_raises_where_tied_values_differ(
+    tied, tmp_path
+):
+    run_ranks(2, save, str(tmp_path), tied)
+    run_ranks(3, load, str(tmp_path), tied)
+
+
+def batch(step):
+    return tokens(step, rank=0)  # the same on every rank, so that the world size does not matter
+
+
+def step_of(model, optimizer, step):
+    loss_of(model, batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def save_trained(folder):
+    model = wrap(seeded(tied=True), LAYOUTS[0])
+    optimizer = adamw(model)
+    step_of(model, optimizer, 0)
+    values, states = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
+
+
+def train_on(folder):
+    plain = seeded(tied=True)
+    twin = adamw(plain)
+    for step in range(2):
+        step_of(plain, twin, step)
+    for order in LAYOUTS:
+        model = wrap(seeded(tied=True, seed=1), order)
+        optimizer = adamw(model)
+        values, states = get_state_dict(model, optimizer)
+        dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+        step_of(model, optimizer, 1)
+        for name, value in get_full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_training_goes_on_from_a_checkpoint_where_the_units_and_the_world_size_are_others(tmp_path):
+    run_ranks(2, save_trained, str(tmp_path))
+    run_ranks(3, train_on, str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_full_values_load_into_a_tied_model_and_raise_on_every_rank_where_they_differ(ranks):
+    wanted, untied = seeded(tied=True, seed=1).state_dict(), seeded(seed=1).state_dict()
+    for order in LAYOUTS:
+        for put in (nn.Module.load_state_dict, set_full_state_dict):
+            model = wrap(seeded(tied=True), order)
+            put(model, wanted)
+            for name, value in get_full_state_dict(model).items():
+                assert value.equal(wanted[name]), name
+            with pytest.raises(ValueError, match="one parameter"):
+                put(model, untied)
+        model = wrap(seeded(tied=True), order)
+        model.load_state_dict(
+            {"head.weight": wanted["head.weight"]}, strict=False
+        )  # one name at a time may differ
+        model.load_state_dict({"embed.weight": untied["embed.weight"]}, strict=False)
+        assert model.head.weight.full_tensor().equal(untied["embed.weight"])

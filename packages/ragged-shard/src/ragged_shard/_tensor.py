@@ -36,7 +36,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_like", "_sharding")
+    __slots__ = ("_apart", "_like", "_sharding")
+    _apart: "RaggedDTensor | None"  # see `load_apart`; else not set
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
     _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
@@ -309,12 +310,27 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         from ragged_shard import _checkpoint
 
+        if hasattr(self, "_apart"):
+            self._apart = self.with_local(self.local.clone())
         return _checkpoint.chunk_list(self._sharding)
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
         from ragged_shard import _checkpoint
 
-        return _checkpoint.tensor_shard(self, index)
+        return _checkpoint.tensor_shard(self.loaded, index)
+
+    def load_apart(self) -> None:
+        """Have torch's checkpoints load into a copy, `loaded`, instead of this tensor. Its views do not inherit that.
+
+        For a tensor that a state dict has under two names, whose values in a checkpoint may differ.
+        """
+        self._apart = None
+
+    @property
+    def loaded(self) -> "RaggedDTensor":
+        """What torch's checkpoints load into: this tensor, or after `load_apart` a copy, once one has been loaded."""
+        apart: RaggedDTensor | None = getattr(self, "_apart", None)
+        return self if apart is None else apart
 
 
 class RedistributeHandle:

@@ -299,7 +299,7 @@ class Group:
         Also the collectives of `as_sharded`.
         """
         problem: Exception | None = None
-        one, other = (param.plain(local_tensor(self.as_sharded(param, value))) for value in (one, other))
+        one, other = (param.plain(self.local_values(self.as_sharded(param, value))) for value in (one, other))
         known = not (one.is_meta or other.is_meta)
         if known and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             problem = ValueError(

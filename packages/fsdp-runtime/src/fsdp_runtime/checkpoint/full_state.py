@@ -44,8 +44,8 @@ def set_full_state_dict(
         strict: names must be exactly the model's. False: load those that both have; parameters on meta must be there.
 
     Raises:
-        ValueError: missing or unexpected names, a wrong shape, a mesh that does not begin at rank 0 (`rank0_only`); on
-            every rank.
+        ValueError: missing or unexpected names, a wrong shape, different values for a tied parameter, a mesh that does
+            not begin at rank 0 (`rank0_only`); on every rank.
         TypeError: a value that is not a plain tensor.
     """
     problem: Exception | None = None
@@ -72,6 +72,13 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
             if value.shape != target.tensor.shape:
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
+                )
+            first = state_dict[given[0]]
+            if name != given[0] and not torch.allclose(
+                first, value.to(first), rtol=0, atol=0, equal_nan=True
+            ):
+                raise ValueError(
+                    f"{given[0]} and {name} are one parameter of the model, and have different values"
                 )
         if len(given) < len(names) and (strict or (target.tensor.is_meta and not given)):
             missing = next(name for name in names if name not in state_dict)

@@ -4,11 +4,15 @@ Saving: entries are the sharded parameters, `RaggedDTensor`s that alias their me
 ones; nothing is resharded. Loading takes entries of the same layout (copied), of any other ragged layout or FSDP2's
 `Shard(0)` (redistributed), and full plain tensors (cut), with and without `assign=True`.
 
+A tied parameter has an entry for each of its names. Loading raises where their values differ, one all-gather of small
+objects each; torch's checkpoints load them into different memory (`RaggedDTensor.load_apart`).
+
 A kind of group may replace a parameter's entry by others, such as `X.codes` and `X.scales` of a parameter `X` that is
 kept as codes; they alias it too (with `keep_vars=True` the entry is `X`, the parameter). It loads from these, or from
 values under `X`, which are quantized.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from .._params.unit import Param, Unit
 def attach(unit: Unit) -> None:
     """Hook a unit into saving and loading of each module that holds one of its parameters."""
     modules = dict.fromkeys(unit.modules)
+    names: weakref.WeakKeyDictionary[Param, str] = weakref.WeakKeyDictionary()  # the first in a state dict
+    loading: weakref.WeakKeyDictionary[Param, object] = weakref.WeakKeyDictionary()
     for group in unit.groups:
         for param in group.params:
             for place in param.places:
@@ -36,18 +42,29 @@ def attach(unit: Unit) -> None:
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for param, attribute in _params_in(unit, module):
             key = prefix + attribute
-            value, registered = state_dict.get(key), module._parameters.get(attribute)
+            value: Any = state_dict.get(key)
+            registered = module._parameters.get(attribute)
             if value is None or (registered is not param.sharded and registered is not param.unsharded):
                 continue  # assigned by the user: saved as it is
             if not isinstance(value, RaggedDTensor):
                 keep_vars = value is param.unsharded
                 state_dict[key] = value = param.sharded if keep_vars else param.sharded.detach()
             if value is not param.sharded:
+                first = names.get(param, key)
+                if first != key and first in state_dict:
+                    value.load_apart()
+                else:
+                    names[param] = key
                 param.group.split_entry(param, state_dict, key)
 
     def before_load(
-        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
     ) -> None:
+        call = others[-1]  # the list of errors, one for each call of load_state_dict
         unit.check_open()
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
@@ -56,6 +73,8 @@ def attach(unit: Unit) -> None:
             value = state_dict.get(prefix + attribute)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(param.sharded.shape):
                 continue  # load_state_dict reports it with its own words
+            if isinstance(value, RaggedDTensor):
+                value = value.loaded
             if value.is_meta or (param.sharded.is_meta and not assign):
                 continue
             if type(value) is DTensor and any(isinstance(p, RaggedShard) for p in value.placements):
@@ -64,6 +83,11 @@ def attach(unit: Unit) -> None:
             loaded: torch.Tensor = param.group.as_sharded(param, value)
             if assign and isinstance(value, nn.Parameter):
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
+            if (
+                not assign and loading.get(param) is call
+            ):  # under another name: what was copied there must not change
+                param.group.check_same(param, param.sharded, loaded)
+            loading[param] = call
             state_dict[prefix + attribute] = loaded
 
     for each in modules:
