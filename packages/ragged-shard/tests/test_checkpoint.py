@@ -406,7 +406,7 @@ def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
 
 
 def load_two_names(folder):
-    one = distribute_tensor(torch.arange(12.0).view(6, 2), rank_mesh(3), [RaggedShard((0,), (3, 0, 1))])
+    one = distribute_tensor(torch.arange(16.0).view(8, 2), rank_mesh(3), [RaggedShard((0,), (3, 0, 1))])
     two = (one.detach() + 1).detach()
     dcp.save({"one": one, "two": two}, checkpoint_id=folder)
     target = torch.zeros_like(one)
