@@ -8,7 +8,7 @@ commit    modules get the sharded parameters, hooks and their new class
 
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, overload
 
@@ -37,7 +37,7 @@ from ._schedule.model import (
     Member,
     gathered_around,
     member_of,
-    owners_of_groups,
+    owner_of,
     register,
     uses_in,
 )
@@ -282,18 +282,20 @@ def _plan_takeover(
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
     managed, around_others = _managed_modules(modules)
     found, tied = _find_params(modules, managed, without)
-    meshes = dict.fromkeys((each.tensor for each in found), request.data)
+    meshes: dict[torch.Tensor, DataMesh] = {}
     if placement_fn is not None:
         meshes = choose_meshes({each.tensor: each.name for each in found}, placement_fn, request.data)
-    taken = [_take(each, meshes[each.tensor]) for each in found]
+    taken, gathered = [], gathered_around(modules)
+    for each in found:
+        taken.append(_take(each, meshes.get(each.tensor, request.data)))
+        if each.owner is not None:
+            gathered.append(each.owner[0].unit)
     if request.neighbors is not None:
         _check_neighbors(taken, request.neighbors)
     find_kinds(map(_PARAM, taken), request)
-    gathered = gathered_around(modules)
-    for each in taken:
-        if each.owner is not None:
-            check_taken_over(each.param, request.quantization)
-            gathered.append(each.owner.unit)
+    for one in taken:
+        if one.owner is not None:
+            check_taken_over(one.param, request.quantization)
     return _Takeover(taken, tied, managed, around_others, list(dict.fromkeys(gathered)))
 
 
@@ -320,8 +322,6 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
     unit.take(ready.groups, around_others=takeover.around_others)
     for giver, (groups, around_others) in ready.givers.items():
         giver.unit.take(groups, around_others=around_others)
-    for each in takeover.params:
-        each.param.replaces(each.original)
     for place, param in takeover.tied:
         place.module._parameters[place.attribute] = param.sharded
     for slots, name, buffer in ready.buffers:
@@ -379,9 +379,13 @@ def _find_params(
     """The parameters to take, and places of those that another unit keeps: until one around all places is made."""
     taken: list[_Found] = []
     tied: list[tuple[Place, Param]] = []
-    inside = {sub for module in modules for sub in module.modules()}
+    inside = set[nn.Module]()
+    for module in modules:
+        inside.update(module.modules())
     elsewhere: dict[Member, set[torch.Tensor] | None] = {}
     for each in _params_in(modules, managed, ignored):
+        if not each.alone:
+            continue
         if each.owner is None:
             taken.append(each)
             continue
@@ -405,13 +409,12 @@ def _find_params(
 
 def _params_in(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> Iterator[_Found]:
-    """Those that no unit inside has for itself."""
-    owners = owners_of_groups()
+) -> Iterable[_Found]:
     found: dict[torch.Tensor, _Found] = {}
     for name, path, attribute, held in uses_in(modules):
         param = managed_of(held)
-        owner = None if param is None or param.group not in owners else (owners[param.group], param)
+        member = None if param is None else owner_of(param)
+        owner = None if param is None or member is None else (member, param)
         tensor = held if owner is None else owner[1].sharded
         if held in ignored or tensor in ignored or tensor.numel() == 0:
             continue
@@ -421,7 +424,7 @@ def _params_in(
             each.alone = each.alone or path[-1] in managed
         else:
             each.alone = each.alone or set(path).isdisjoint(owner[0].unit.modules)
-    yield from (each for each in found.values() if each.alone)
+    return found.values()
 
 
 def _used_elsewhere(outer: Member, modules: tuple[nn.Module, ...]) -> set[torch.Tensor] | None:

@@ -51,6 +51,7 @@ class Group:
         params: in the order of the module.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
+        home: the first module of the unit that it is, or was, in; set by `Unit.take`.
         wire_format: blocks that values are quantized in before a gather.
         holds_values: whether the shard holds the parameters' values.
         refused_whole: why `full_params` refuses such parameters; empty if it does not.
@@ -58,6 +59,7 @@ class Group:
             events that the gather must still wait for.
     """
 
+    home: nn.Module
     wire_format: BlockFormat | None = None
     holds_values: ClassVar[bool] = True
     refused_whole: ClassVar[str] = ""

@@ -207,6 +207,7 @@ class Unit:
             meshes.add(group.plan.data)
             if group.prepare_gathers is not None:
                 preparations[group.prepare_gathers] = None
+            group.home = self.modules[0]
             group.commit()
         self.preparations = tuple(preparations)
         self.on_several_meshes = len(meshes) > 1

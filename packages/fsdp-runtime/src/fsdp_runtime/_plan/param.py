@@ -32,15 +32,19 @@ class Place:
     attribute: str
 
 
-_managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = (
-    weakref.WeakValueDictionary()
-)  # by id of a tensor
+# By id of a tensor; it may be of one that is gone, so `managed_of` compares.
+_managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = weakref.WeakValueDictionary()
 
 
 def managed_of(tensor: torch.Tensor) -> "ManagedParam[Any] | None":
     """The parameter of a unit that a tensor is, sharded or not, or that has taken its place; None for any other."""
     found = _managed.get(id(tensor))
-    return found if found is not None and found.knows(tensor) else None
+    if found is None or tensor is found.sharded or tensor is found.unsharded:
+        return found
+    for known in found.replaced:
+        if known() is tensor:
+            return found
+    return None
 
 
 class Wrapper:
@@ -125,21 +129,7 @@ class ManagedParam(Generic[G]):
             self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
         self._example: torch.Tensor | None = example
-        self.replaced: list[weakref.ref[torch.Tensor]] = []
-
-    def replaces(self, tensor: torch.Tensor) -> None:
-        """Note a tensor in whose place this parameter is now, and those that it had replaced."""
-        before = managed_of(tensor)
-        for known in (weakref.ref(tensor), *(before.replaced if before is not None else ())):
-            if (alive := known()) is not None:
-                self.replaced.append(known)
-                _managed[id(alive)] = self
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the pair, or was replaced by it."""
-        if tensor is self.sharded or tensor is self.unsharded:
-            return True
-        return any(known() is tensor for known in self.replaced)
+        self.replaced = [weakref.ref(original)]
 
     @property
     def example(self) -> torch.Tensor:
@@ -174,6 +164,12 @@ class ManagedParam(Generic[G]):
             self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self._user_attributes)
             _managed[id(self.sharded)] = self
+            for known in self.replaced:
+                if (old := known()) is not None:
+                    before = _managed.get(id(old))
+                    if before is not None and old is before.sharded:
+                        self.replaced.extend(before.replaced)
+                    _managed[id(old)] = self
         self.dtype = tensor.dtype
         self.local = self.sharded.local  # type: ignore[attr-defined]
 

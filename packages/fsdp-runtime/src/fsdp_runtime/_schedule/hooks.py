@@ -53,7 +53,8 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
-        member.settle()
+        if member.settled != Member.registered or member.borrowed:
+            member.settle()
         compat.outside_transforms(passes.begin_forward, unit)
         device = unit.data.device
         args, kwargs = map_tensors(

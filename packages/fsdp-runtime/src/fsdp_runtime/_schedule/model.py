@@ -4,20 +4,17 @@ Nothing is written onto parameters; a module carries its `Member`.
 """
 
 import logging
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from torch import nn
 
-from .._params.group import Group
-from .._params.unit import Unit, not_at_rest
-from .._plan.param import ManagedParam, Place, managed_of
+from .._params.unit import Param, Unit, not_at_rest
+from .._plan.param import Place, managed_of
 from .passes import Pass
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "_fsdp_runtime_member"
-_members: "weakref.WeakSet[Member]" = weakref.WeakSet()
 
 
 class Member:
@@ -29,6 +26,7 @@ class Member:
         registered: number of members that were ever registered.
         joined: the same, when `join` was called last.
         settled: the same, when `settle` was called last.
+        borrowed: the parameters that its modules use and a unit around holds: name, parameter, that unit.
     """
 
     registered: ClassVar[int] = 0
@@ -39,7 +37,7 @@ class Member:
         passes.units.append(unit)
         self.joined = self.settled = -1
         self._ties = ""  # as reported
-        self._borrowed: list[tuple[str, ManagedParam[Any], Unit]] = []  # of units around
+        self.borrowed: list[tuple[str, Param, Unit]] = []
 
     def join(self) -> None:
         """Let all units inside this one share its model, under their names in it, if units were added since."""
@@ -75,7 +73,7 @@ class Member:
             self.join()
             self._find_shared()
             self.settled = Member.registered
-        for name, managed, unit in self._borrowed:
+        for name, managed, unit in self.borrowed:
             if managed.registered() is not managed.unsharded:
                 raise RuntimeError(
                     f"{self.unit.name}.{name} is tied to modules outside, so that {unit.name} gathers it: call that "
@@ -84,11 +82,11 @@ class Member:
 
     def _find_shared(self) -> None:
         """Find the parameters that several modules use: raise, or report which unit holds them."""
-        owners, names = owners_of_groups(), dict[ManagedParam[Any], dict[str, None]]()
-        self._borrowed = []
+        names: dict[Param, dict[str, None]] = {}
+        self.borrowed = []
         for name, path, attribute, registered in uses_in(self.unit.modules):
             managed = managed_of(registered)
-            owner = None if managed is None else owners.get(managed.group)
+            owner = None if managed is None else owner_of(managed)
             if managed is None or owner is None:
                 continue
             unit, inner = owner.unit, not self.unit.root and owner.passes is self.passes
@@ -101,13 +99,12 @@ class Member:
                     "module around all that share one, usually the model itself, before the first forward"
                 )
             if set(path).isdisjoint(unit.modules):
-                self._borrowed.append((name, managed, unit))
+                self.borrowed.append((name, managed, unit))
             names.setdefault(managed, {})[name] = None
-        tied = [
-            f"{' = '.join(same)} in {owners[managed.group].unit.name}"
-            for managed, same in names.items()
-            if len(same) > 1
-        ]
+        tied = []
+        for managed, same in names.items():
+            if len(same) > 1 and (owner := owner_of(managed)) is not None:
+                tied.append(f"{' = '.join(same)} in {owner.unit.name}")
         text = "; ".join(tied) if self.unit.root else ""
         if text and text != self._ties:
             _log.info("tied parameters, each gathered and reduced once: %s", text)
@@ -149,31 +146,31 @@ def member_of(module: nn.Module) -> Member | None:
 def register(member: Member) -> None:
     """Note a new member on its modules."""
     Member.registered += 1
-    _members.add(member)
     for module in member.unit.modules:
         module.__dict__[_ATTRIBUTE] = member
 
 
-def owners_of_groups() -> dict[Group, Member]:
-    """The unit of each group."""
-    return {group: member for member in _members for group in member.unit.groups}
+def owner_of(managed: Param) -> Member | None:
+    """The unit that has a parameter; None if it has given it away."""
+    member = member_of(managed.group.home)
+    return member if member is not None and managed.group in member.unit.groups else None
 
 
-def uses_in(modules: Sequence[nn.Module]) -> "Iterator[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]":
+def uses_in(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]:
     """Each parameter, once for each path on which it is reached: name, modules on the path, attribute, parameter."""
+    found = []
+    ahead: list[tuple[str, tuple[nn.Module, ...]]] = []
     for number, module in enumerate(modules):
-        yield from _uses("" if len(modules) == 1 else f"{number}.", (module,))
-
-
-def _uses(
-    prefix: str, path: tuple[nn.Module, ...]
-) -> "Iterator[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]":
-    for attribute, param in path[-1]._parameters.items():
-        if param is not None:
-            yield prefix + attribute, path, attribute, param
-    for name, child in path[-1]._modules.items():
-        if child is not None:
-            yield from _uses(f"{prefix}{name}.", (*path, child))
+        ahead.insert(0, ("" if len(modules) == 1 else f"{number}.", (module,)))
+    while ahead:
+        prefix, path = ahead.pop()
+        for attribute, param in path[-1]._parameters.items():
+            if param is not None:
+                found.append((prefix + attribute, path, attribute, param))
+        for name, child in reversed(path[-1]._modules.items()):
+            if child is not None:
+                ahead.append((f"{prefix}{name}.", (*path, child)))
+    return found
 
 
 def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
