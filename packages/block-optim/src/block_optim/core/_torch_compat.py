@@ -4,8 +4,7 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
 under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2
-makes of a parameter that TP cuts (`_StridedShard`), the hooks that `Optimizer.load_state_dict` runs, and where a module
-keeps its parameters (`_parameters`).
+makes of a parameter that TP cuts (`_StridedShard`), and the hooks that `Optimizer.load_state_dict` runs.
 """
 
 import inspect
@@ -111,9 +110,3 @@ def multiply_by_one_checked(tensors: list[torch.Tensor], flag: torch.Tensor) -> 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor, or a view of it, has been written in place."""
     return int(tensor._version)
-
-
-def slots_of(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dictionary in which a module keeps a parameter, by its dotted name, and the key there."""
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path)._parameters, key

@@ -63,32 +63,27 @@ class Batch:
 
 def batches_of(params: Sequence[Param], averages: Sequence[torch.Tensor]) -> list[Batch]:
     """The calls for some parameters and this rank's averages of them; good for as long as all stay where they are."""
-    kinds: dict[Any, list[int]] = {}
-    for i, (param, average) in enumerate(zip(params, averages, strict=True)):
-        kinds.setdefault((param.device, param.local.dtype, average.dtype), []).append(i)
-    return [
-        batch
-        for members in kinds.values()
-        for batch in _batches_of_kind([params[i] for i in members], [averages[i] for i in members])
-    ]
+    weights = [p.local for p in params]
+    keys = [i if _is_rounded(average) else 0 for i, average in enumerate(averages)]
+    kinds: dict[Any, list[_Slice]] = {}
+    for run in joint_runs([weights, averages], keys):
+        average, weight, param = run.view(averages), run.view(weights), params[run.members[0]]
+        kind = weight.device, weight.dtype, average.dtype
+        kinds.setdefault(kind, []).append(_Slice(average, weight, param.name, param.start or 0))
+    return [batch for slices in kinds.values() for batch in _batches_of_kind(slices)]
 
 
-def _batches_of_kind(params: Sequence[Param], averages: Sequence[torch.Tensor]) -> list[Batch]:
-    """The calls for parameters of one device and dtype whose averages are of one dtype."""
-    weights, device, kept = [p.local for p in params], averages[0].device, averages[0].dtype
-    rounded = kept.itemsize < 4
-    runs = joint_runs([weights, averages], list(range(len(params))) if rounded else [0] * len(params))
-    slices = [
-        _Slice(run.view(averages), run.view(weights), (p := params[run.members[0]]).name, p.start or 0)
-        for run in runs
-    ]
-    if not slices:
-        return []
-    total = sum(s.average.numel() for s in slices)
-    in_place = kept == weights[0].dtype and not rounded
-    limit = total if in_place else chunk_on(device)
-    scratch = Scratch(device, min(limit, total))
-    rounder = Rounder(min(limit, total), device) if rounded else None
+def _is_rounded(average: torch.Tensor) -> bool:
+    return average.dtype.itemsize < 4
+
+
+def _batches_of_kind(slices: list[_Slice]) -> list[Batch]:
+    """The calls for slices of one device and one pair of dtypes."""
+    average, total = slices[0].average, sum(s.average.numel() for s in slices)
+    in_place = average.dtype == slices[0].weight.dtype and not _is_rounded(average)
+    limit = total if in_place else min(total, chunk_on(average.device))
+    scratch = Scratch(average.device, limit)
+    rounder = Rounder(limit, average.device) if _is_rounded(average) else None
     chunks: list[list[_Slice]] = []
     room = 0
     for part in (part for s in slices for part in s.cut(limit)):

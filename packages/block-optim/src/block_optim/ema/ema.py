@@ -12,6 +12,7 @@
 An element's numbers do not depend on where its tensor is cut. Nothing here communicates.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, slots_of, version_of
+from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, version_of
 from block_optim.core.load import own_values, put_values
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Param, strides_of
@@ -31,6 +32,8 @@ from block_optim.ema.batches import Batch, batches_of, trade
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
+# What torch.compile and activation checkpointing put into names.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 _swapped: dict[torch.Tensor, str] = {}  # parameters whose contents are averages, of any EMA, and their names
 
 
@@ -63,23 +66,20 @@ class EMA:
         *,
         dtype: torch.dtype = torch.float32,
         warmup: bool = False,
-        seed: int | None = None,
+        seed: int = 0,
     ) -> None:
         check_choice("dtype", dtype, (torch.float32, torch.bfloat16))
         check_flag("warmup", warmup)
-        if seed is not None and (
-            dtype == torch.float32 or isinstance(seed, bool) or not isinstance(seed, int)
-        ):
-            raise ValueError(
-                f"seed={seed!r} with dtype={dtype}: expected an integer, and dtype=torch.bfloat16"
-            )
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}: expected an integer")
         self.decay, self.updates = decay, 0
-        self._dtype, self._warmup, self._seed = dtype, warmup, seed or 0
+        self._dtype, self._warmup, self._seed = dtype, warmup, seed
         self._rate()
         self._module = params if isinstance(params, nn.Module) else None
         self._reshard()
-        self._frozen = _named(params)
-        self._slots = _slots(params) if isinstance(params, nn.Module) else {}
+        self._entries = dict(_entries(params))  # every name, a tied parameter's too
+        names = {tensor: name for name, tensor in reversed(self._entries.items())}
+        self._frozen = {name: tensor for name, tensor in self._entries.items() if names[tensor] == name}
         self._params: dict[str, Param] = {}
         self._averages: dict[str, torch.Tensor] = {}  # in the parameters' shapes and placements
         self._layouts: dict[str, tuple[Any, ...]] = {}
@@ -101,7 +101,7 @@ class EMA:
 
         Raises:
             RuntimeError: inside `swapped`.
-            ValueError: a parameter that was replaced, or has another shape, dtype or device than before, named.
+            ValueError: a parameter that was added, replaced, or has another shape, dtype or device than before.
         """
         self._refuse_swapped("update()")
         rate = self._rate()
@@ -117,12 +117,10 @@ class EMA:
 
     def _follow(self) -> None:
         """Begin averages of parameters that train now, and prepare the calls again if memory is elsewhere."""
-        for name in self._slots:
-            self._check_slot(name, gathered=True)
+        self._check_module(gathered=True)
         if fresh := [Param(t, name) for name, t in self._frozen.items() if t.requires_grad]:
             self._begin(fresh)
-        locals_ = locals_of(p.tensor for p in self._params.values())
-        places = [(t.data_ptr(), t.dtype, t.shape) for t in locals_]
+        places = [(t.data_ptr(), t.dtype, t.shape) for t in self._locals()]
         if places == self._places:
             return
         for name, param in self._params.items():
@@ -134,6 +132,9 @@ class EMA:
         self._batches = batches_of(list(self._params.values()), locals_of(self._averages.values()))
         self._places = places
 
+    def _locals(self) -> list[torch.Tensor]:
+        return locals_of(param.tensor for param in self._params.values())
+
     @torch.no_grad()
     def _begin(self, params: list[Param]) -> None:
         """Make averages from the weights, neighbors where these are."""
@@ -141,9 +142,8 @@ class EMA:
         for param in params:
             self._check(param)
             wide = torch.promote_types(param.dtype, torch.float32)
-            kinds.setdefault(
-                (wide if self._dtype == torch.float32 else self._dtype, param.device), []
-            ).append(param)
+            dtype = wide if self._dtype == torch.float32 else self._dtype
+            kinds.setdefault((dtype, param.device), []).append(param)
         for (dtype, device), members in kinds.items():
             space = FlatSpace([param.local for param in members])
             for param, average in zip(members, space.views(space.zeros(dtype, device)), strict=True):
@@ -162,9 +162,8 @@ class EMA:
                 f"{param.name}: its memory has holes (shape {tuple(local.shape)}, stride {local.stride()}); make it "
                 "contiguous() before EMA is built"
             )
-        if self._dtype == torch.float32:
-            return
-        if param.start is None or not local.is_contiguous() or param.dtype.itemsize > 4:
+        one_run = param.start is not None and local.is_contiguous()
+        if self._dtype == torch.bfloat16 and not (one_run and param.dtype.itemsize <= 4):
             raise ValueError(
                 f"{param.name}: dtype=torch.bfloat16 needs parameters of at most 4 bytes an element, of which a rank "
                 f"has one contiguous run; it is {param.dtype} with placements {param.placements} and stride "
@@ -188,20 +187,20 @@ class EMA:
         self._refuse_swapped("swapped()")
         self._follow()
         self._check_resharded()
-        written: list[str] = []
         with ExitStack() as stack:
             stack.callback(self._reshard)
             for name, param in self._params.items():
                 stack.callback(self._restore, name, self._exchange(name))
                 _swapped[param.tensor] = name
-            stack.callback(self._note_writes, self._versions(), written)
             stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+            before = [(t.data_ptr(), version_of(t)) for t in self._locals()]
             yield
+            written = self._written_since(before)
         self._check_resharded()
         if written:
             raise RuntimeError(
-                f"{written[0]}: it, or a tensor in the same memory, was written to inside swapped(). The weights are "
-                "as before, but their averages may be what was written; load them again, and train outside of swapped()"
+                f"{written}: it, or a tensor in the same memory, was written to inside swapped(). The weights are as "
+                "before, but their averages may be what was written; load them again, and train outside of swapped()"
             )
 
     @torch.no_grad()
@@ -235,15 +234,12 @@ class EMA:
                 "the average now, and the average has its weights"
             )
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        """Addresses of parameters, and how often their memory was written to; neighbors may share the count."""
-        locals_ = locals_of(p.tensor for p in self._params.values())
-        return {name: (t.data_ptr(), version_of(t)) for name, t in zip(self._params, locals_, strict=True)}
-
-    def _note_writes(self, before: dict[str, tuple[int, int]], written: list[str]) -> None:
-        """List parameters that are where they were, and were written to."""
-        now = self._versions()
-        written += [n for n, (address, _) in before.items() if now[n][0] == address and now[n] != before[n]]
+    def _written_since(self, before: list[tuple[int, int]]) -> str | None:
+        """The first parameter that is where it was, and was written to; neighbors may share the count."""
+        for name, t, (address, version) in zip(self._params, self._locals(), before, strict=True):
+            if t.data_ptr() == address and version_of(t) != version:
+                return name
+        return None
 
     def _reshard(self) -> None:
         """Free the gathered parameters of all units of the module."""
@@ -252,40 +248,34 @@ class EMA:
                 module.reshard()
 
     def _check_resharded(self) -> None:
-        """Reshard; raise if the module has trained parameters other than this EMA's."""
-        if self._module is None:
-            for name, param in self._params.items():
-                if param.mesh is not None:
-                    raise ValueError(
-                        f"{name}: EMA has tensors of a sharded model and cannot reshard it; build it from the module"
-                    )
-            return
-        self._reshard()
-        for name in self._slots:
-            self._check_slot(name, gathered=False)
-        known = {param.tensor for param in self._params.values()}
-        for name, tensor in self._module.named_parameters():
-            if tensor.requires_grad and tensor not in known:
-                raise ValueError(
-                    f"{name}: the module got this parameter after EMA was built; build EMA after that"
-                )
-
-    def _check_slot(self, name: str, *, gathered: bool) -> None:
-        """Raise unless the module has a parameter where it was, sharded, or ``gathered`` if that may be."""
-        slots, key = self._slots[name]
-        own, now = self._params[name].tensor if name in self._params else self._frozen[name], slots.get(key)
-        if now is own:
-            return
-        if now is None or not isinstance(own, DISTRIBUTED) or _placement(now) == _placement(own):
+        """Reshard; raise if the module has other parameters than this EMA's."""
+        distributed = next((name for name, p in self._params.items() if p.mesh is not None), None)
+        if self._module is None and distributed is not None:
             raise ValueError(
-                f"{name}: the module has another tensor there than when EMA was built (fully_shard, an assignment, "
-                "load_state_dict(assign=True) or a parametrization); build EMA after that"
+                f"{distributed}: EMA has tensors of a sharded model and cannot reshard it; build it from the module"
             )
-        if not gathered:
-            raise RuntimeError(
-                f"{name}: the module has the gathered parameter there, which does not follow the shards; call "
-                "reshard() on its unit, or build EMA from the module that has the unit"
-            )
+        self._reshard()
+        self._check_module(gathered=False)
+
+    def _check_module(self, *, gathered: bool) -> None:
+        """Raise unless the module's parameters are those that it had, sharded, or ``gathered`` if that may be."""
+        if self._module is None:
+            return
+        found = dict(_entries(self._module))
+        for name in self._entries | found:
+            own, now = self._entries.get(name), found.get(name)
+            if now is own or (own is None and now is not None and not now.requires_grad):
+                continue
+            if now is None or not isinstance(own, DISTRIBUTED) or _placement(now) == _placement(own):
+                raise ValueError(
+                    f"{name}: the module has another tensor there, or none, than when EMA was built (fully_shard, an "
+                    "assignment, load_state_dict(assign=True), a new layer or a parametrization); build EMA after that"
+                )
+            if not gathered:
+                raise RuntimeError(
+                    f"{name}: the module has the gathered parameter there, which does not follow the shards; call "
+                    "reshard() on its unit, or build EMA from the module that has the unit"
+                )
 
     def _refuse_swapped(self, what: str) -> None:
         name = next((name for name, p in self._params.items() if p.tensor in _swapped), None)
@@ -328,34 +318,21 @@ class EMA:
         self.updates = updates
 
 
-def _named(params: Weights) -> dict[str, torch.Tensor]:
-    """The parameters by name, each once."""
+def _entries(params: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors; a module's tied parameter by all its names, without those of wrappers."""
     if isinstance(params, torch.Tensor):
         raise TypeError("EMA was given one tensor; give it a module or a list")
-    result: dict[str, torch.Tensor] = {}
-    seen: set[torch.Tensor] = set()
-    entries = params.named_parameters() if isinstance(params, nn.Module) else params
-    for i, entry in enumerate(entries):
+    if isinstance(params, nn.Module):
+        params = params.named_parameters(remove_duplicate=False)
+    seen: dict[str, torch.Tensor] = {}
+    for i, entry in enumerate(params):
         name, tensor = entry if isinstance(entry, tuple) else (None, entry)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"EMA was given {tensor!r}: expected a module, tensors or (name, tensor) pairs")
-        name = f"parameter {i} of shape {tuple(tensor.shape)}" if name is None else _plain(name)
-        if name in result and tensor not in seen:
+        name = f"parameter {i} of shape {tuple(tensor.shape)}" if name is None else _WRAPPERS.sub("", name)
+        if seen.setdefault(name, tensor) is not tensor:
             raise ValueError(f"EMA was given two parameters named {name!r}")
-        if tensor not in seen:
-            seen.add(tensor)
-            result[name] = tensor
-    return result
-
-
-def _slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """The dictionaries that have the module's parameters, by name, with the key there."""
-    return {_plain(name): slots_of(module, name) for name, _ in module.named_parameters()}
-
-
-def _plain(name: str) -> str:
-    """The name without what torch.compile and activation checkpointing add, as in state dicts."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        yield name, tensor
 
 
 def _placement(tensor: torch.Tensor) -> Any:
@@ -364,8 +341,7 @@ def _placement(tensor: torch.Tensor) -> Any:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must stay as it is."""
-    local, placement = local_of(tensor), _placement(tensor)
-    placements = () if placement is None else placement[1]
+    local, placements = local_of(tensor), tuple(getattr(tensor, "placements", ()))
     return (
         tuple(tensor.shape),
         tensor.dtype,
@@ -377,10 +353,9 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in _swapped:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() inside EMA.swapped(): {_swapped[param]} has the value of an "
-                    "average; train outside"
-                )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param in _swapped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() inside EMA.swapped(): {_swapped[param]} has the value of an "
+                "average; train outside"
+            )
