@@ -12,8 +12,11 @@ product. Integer arithmetic, so torch and Triton agree.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
+
+from block_optim.core._torch_compat import foreach_copy_
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 GOLDEN = 0x9E3779B9
@@ -63,17 +66,25 @@ class Rounder:
         """Round ``wide`` (1-D fp32, overwritten) into ``out`` (bf16); ``start`` is the first element's global index."""
         while wide.numel():
             n = min(wide.numel(), self._count.numel())
-            self._round(wide[:n], out[:n], seed, name, step, start)
+            self.each(wide[:n], [out[:n]], seed, step, [(name, start)])
             wide, out, start = wide[n:], out[n:], start + n
 
-    def _round(
-        self, wide: torch.Tensor, out: torch.Tensor, seed: int, name: str, step: int, start: int
+    def each(
+        self,
+        wide: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        seed: int,
+        step: int,
+        places: Sequence[tuple[str, int]],
     ) -> None:
+        """Round stretches that follow each other in ``wide``, all at once; ``places``: their names and starts."""
         n, bits = wide.numel(), wide.view(torch.int32)
-        first, second = keys_of(seed, name, step)
         x, spare = self._hash[:n], self._spare[:n]
-        torch.add(self._count[:n], signed(start + first & _MASK), out=x)
-        x.bitwise_xor_(signed(second))
+        lengths = [out.numel() for out in outs]
+        for part, (name, start) in zip(x.split(lengths), places, strict=True):
+            first, second = keys_of(seed, name, step)
+            torch.add(self._count[: len(part)], signed(start + first & _MASK), out=part)
+            part.bitwise_xor_(signed(second))
         for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1])):
             _shift(x, shift, out=spare)
             x.bitwise_xor_(spare).mul_(signed(multiplier))
@@ -81,7 +92,7 @@ class Rounder:
         torch.bitwise_and(bits, 0x7FFFFFFF, out=spare).le_(INFINITY).neg_()  # 0 for NaN, else all ones
         bits.add_(x.bitwise_and_(spare))
         bits.bitwise_or_(spare.bitwise_not_().bitwise_and_(QUIET)).bitwise_and_(-0x10000)
-        out.copy_(wide)
+        foreach_copy_(outs, wide.split(lengths))
 
 
 def _shift(x: torch.Tensor, by: int, *, out: torch.Tensor) -> None:

@@ -37,10 +37,12 @@ class Batch:
     """Slices of one device and one pair of dtypes that are moved by one call."""
 
     def __init__(self, slices: list[_Slice], scratch: Scratch, rounder: Rounder | None) -> None:
-        self._slices, self._rounder = slices, rounder
+        self._rounder, self._places = rounder, [(s.name, s.first) for s in slices]
         self._averages, self._weights = [s.average for s in slices], [s.weight for s in slices]
         self._wide_averages = self._wide("averages", self._averages, scratch)
         self._wide_weights = self._wide("weights", self._weights, scratch)
+        if rounder is not None:  # their copies follow each other there
+            self._flat = scratch.take("averages", (sum(a.numel() for a in self._averages),), torch.float32)
 
     def _wide(self, role: str, tensors: list[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
         """The tensors, or scratch for them in the dtype that is computed in."""
@@ -57,8 +59,7 @@ class Batch:
                 compat.foreach_copy_(wide, narrow)
         compat.foreach_lerp_(self._wide_averages, self._wide_weights, weight)
         if self._rounder is not None:
-            for s, average in zip(self._slices, self._wide_averages, strict=True):
-                self._rounder(average, s.average, seed, s.name, step, s.first)
+            self._rounder.each(self._flat, self._averages, seed, step, self._places)
 
 
 def batches_of(params: Sequence[Param], averages: Sequence[torch.Tensor]) -> list[Batch]:
