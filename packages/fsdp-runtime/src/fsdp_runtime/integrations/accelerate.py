@@ -106,10 +106,9 @@ def _shard_units(model: nn.Module, plugin: Any, options: dict[str, Any]) -> None
             if policy(module) and not isinstance(module, AnyFSDPModule):
                 fully_shard(module, **options)
     first, last = (_embedding(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
-    tied = first is not None and last is not None and first.weight is last.weight
-    if first is not None and not tied and not isinstance(first, AnyFSDPModule):
+    if first is not None and not isinstance(first, AnyFSDPModule):
         fully_shard(first, **options)
-    tail = [_final_norm(model), first if tied else None, last]
+    tail = [_final_norm(model), last]
     found = [module for module in tail if module is not None and not isinstance(module, AnyFSDPModule)]
     if found:
         fully_shard(found, **{**options, "reshard_after_forward": False})

@@ -203,7 +203,7 @@ def sharded_loading(**options: Any) -> Iterator[None]:
         (
             "distributed.mixin",
             "apply_fully_sharded_data_parallelism",
-            lambda old: _tied_first(old, options, made),
+            lambda old: _sharding_by_us(old, options, made),
         ),
         ("core_model_loading", "DtensorShardOperation", _read_own_or),
         ("core_model_loading", "set_param_for_module", _cut_before),
@@ -240,27 +240,17 @@ def _replaced(*names: tuple[str, str, Callable[[Any], Any]]) -> Iterator[None]:
             setattr(module, name, theirs)
 
 
-def _tied_first(
+def _sharding_by_us(
     theirs: Callable[..., Any], options: Mapping[str, Any], made: list[tuple[nn.Module, dict[str, str]]]
 ) -> Callable[..., Any]:
-    """Parameters are tied before sharding, and modules that share one are in one unit."""
+    """Parameters are tied before sharding, not after loading."""
+
+    def shard(module: Any, **given: Any) -> Any:
+        return fully_shard(module, **{**given, **options})
 
     def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
-        ties = dict(model.all_tied_weights_keys)
-        made.append((model, ties))
+        made.append((model, dict(model.all_tied_weights_keys)))
         model.tie_weights(recompute_mapping=False)
-        modules = dict(model.named_modules())
-        sharing = [
-            (modules[source.rpartition(".")[0]], modules[target.rpartition(".")[0]])
-            for target, source in ties.items()
-        ]
-
-        def shard(module: Any, **given: Any) -> Any:
-            unit = list(module) if isinstance(module, list) else [module]
-            more = [target for source, target in sharing if source in unit and target not in unit]
-            inside = [one for one in more if not any(one in own.modules() for own in unit)]
-            return fully_shard(unit + inside if inside else module, **{**given, **options})
-
         with _replaced(("distributed.fsdp", "fully_shard", lambda _: shard)):
             return theirs(model, *args, **kwargs)
 
