@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import fully_shard, get_full_state_dict, set_full_state_dict
+import block_optim
+from fsdp_runtime import block_policies, fully_shard, get_full_state_dict, set_full_state_dict
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
@@ -208,6 +209,43 @@ def test_blocks_that_share_parameters_inside_a_unit_train_as_in_one_process(rank
                     optimizer.zero_grad()
             for one, two in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one.full_tensor(), two)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["AdamW8bit", "mixed_optimizer_for"])
+@on_ranks("ranks")
+def test_block_optimizers_update_it_as_where_one_unit_has_all(name, ranks):
+    found = []
+    for order in (*ORDERS, ("",)):
+        model = wrap(seeded(tied=True), order, block_policy=block_policies.rows(1))
+        mixed = name == "mixed_optimizer_for"
+        optimizer = block_optim.mixed_optimizer_for(model, verbose=False) if mixed else None
+        optimizer = optimizer or getattr(block_optim, name)(model.parameters(), lr=0.05)
+        for step in range(2):
+            loss_of(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(get_full_state_dict(model))
+    for values in found:
+        for key, value in values.items():
+            torch.testing.assert_close(value, found[-1][key], rtol=1e-4, atol=1e-5, msg=key)
+    assert not found[0]["embed.weight"].equal(seeded(tied=True).embed.weight)
+
+
+@on_ranks(3)
+def test_it_moves_out_of_a_unit_that_is_gathered_and_into_one_with_meshes_by_parameter():
+    model = seeded(tied=True)
+    fully_shard(model.embed)
+    model.embed.unshard()
+    fully_shard(model.head)
+    model.head.unshard()
+    fully_shard(model, shard_placement_fn=lambda param: None)
+    assert owner(model, "embed.weight") == [""]
+    plain = seeded(tied=True)
+    loss_of(model, tokens()).backward()
+    for rank in range(3):
+        (loss_of(plain, tokens(rank=rank)) / 3).backward()
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
 
 
 def collectives(tied, order):
