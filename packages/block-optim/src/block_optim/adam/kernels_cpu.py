@@ -16,7 +16,7 @@ import torch
 from block_optim.adam.plan import Step
 from block_optim.adam.scalars import Rates
 from block_optim.core import _torch_compat as compat
-from block_optim.core.device import per_device
+from block_optim.core.chunks import chunk_on, packed
 from block_optim.core.precision import Origin
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import Run
@@ -24,8 +24,6 @@ from block_optim.core.scratch import Scratch
 from block_optim.core.skip import unless
 from ragged_shard import is_cpu
 
-# Elements worked on together: what the scratch holds. Below this many, slices are put into one foreach call.
-CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
 # Elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work.
 VECTOR = 16
 
@@ -141,26 +139,12 @@ class _Batch:
             self.rounder(wide.view(-1), param.view(-1), origin.seed, origin.name, step, origin.element)
 
 
-def _chunks(slices: list[RunSlice], limit: int) -> list[list[RunSlice]]:
-    """Slices in batches of at most ``limit`` elements, long ones cut."""
-    batches: list[list[RunSlice]] = []
-    room = 0
-    for whole in slices:
-        for start in range(0, whole.numel, limit):
-            result = whole.range(start, min(start + limit, whole.numel))
-            if result.numel > room or not batches:
-                batches.append([])
-                room = limit
-            batches[-1].append(result)
-            room -= result.numel
-    return batches
-
-
 def _batches(slices: list[RunSlice], limit: int, grad_dtype: torch.dtype) -> list[_Batch]:
-    """Batches of at most ``limit`` elements that share one scratch; all are rounded in the same way."""
-    chunks = _chunks(slices, limit)
-    if not chunks:
+    """Batches of at most ``limit`` elements, long slices cut; all share one scratch and are rounded in the same way."""
+    if not slices:
         return []
+    parts = (s.range(i, min(i + limit, s.numel)) for s in slices for i in range(0, s.numel, limit))
+    chunks = packed(parts, lambda part: part.numel, limit)
     device, size = slices[0].param.device, max(sum(s.numel for s in chunk) for chunk in chunks)
     scratch = Scratch(device, size)
     rounder = None if slices[0].origin is None else Rounder(size, device)
@@ -181,7 +165,7 @@ class ListKernel:
     @staticmethod
     def over(slices: list[RunSlice], grad_dtype: torch.dtype) -> "list[ListKernel]":
         """Kernels that together do all slices."""
-        limit = per_device(slices[0].param.device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+        limit = chunk_on(slices[0].param.device)
         return [ListKernel(batch) for batch in _batches(slices, limit, grad_dtype)]
 
     def __call__(self, step: Step) -> None:
@@ -264,9 +248,7 @@ class FusedKernel:
             bodies = [s.range(0, s.numel - s.numel % VECTOR) for s in same if s.numel >= VECTOR]
             if not is_cpu(device):
                 bodies, tails = same, []
-            limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-            if not narrow:
-                limit = sum(s.numel for s in bodies)
+            limit = chunk_on(device) if narrow else sum(s.numel for s in bodies)
             kernels += [FusedKernel(batch) for batch in _batches(bodies, limit, grad_dtype)]
             if tails:
                 (batch,) = _batches(tails, len(tails) * VECTOR, grad_dtype)

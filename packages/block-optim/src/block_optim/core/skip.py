@@ -14,6 +14,7 @@ import torch
 
 from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_copy_
+from block_optim.core.chunks import packed
 
 T = TypeVar("T")
 
@@ -46,15 +47,7 @@ def portions(
     if flag is None:
         yield items
         return
-    start, filled = 0, 0
-    for i, item in enumerate(items):
-        size = nbytes(item)
-        if i > start and filled + size > PORTION:
-            yield items[start:i]
-            start, filled = i, 0
-        filled += size
-    if start < len(items):
-        yield items[start:]
+    yield from packed(items, nbytes, PORTION)
 
 
 class PendingFlags:

@@ -7,14 +7,11 @@ from typing import Any
 import torch
 
 from block_optim.core import _torch_compat as compat
-from block_optim.core.device import per_device
+from block_optim.core.chunks import chunk_on, packed
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import joint_runs
 from block_optim.core.scratch import Scratch
-
-# Elements that are worked on in fp32 copies, or that trade places, together.
-CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -85,14 +82,8 @@ def _batches_of_kind(slices: list[_Slice]) -> list[Batch]:
     limit = total if in_place else min(total, chunk_on(average.device))
     scratch = Scratch(average.device, limit)
     rounder = Rounder(limit, average.device) if _is_rounded(average) else None
-    chunks: list[list[_Slice]] = []
-    room = 0
-    for part in (part for s in slices for part in s.cut(limit)):
-        if part.average.numel() > room:
-            chunks.append([])
-            room = limit
-        chunks[-1].append(part)
-        room -= part.average.numel()
+    parts = (part for s in slices for part in s.cut(limit))
+    chunks = packed(parts, lambda part: part.average.numel(), limit)
     return [Batch(chunk, scratch, rounder) for chunk in chunks]
 
 
@@ -104,8 +95,3 @@ def trade(first: torch.Tensor, second: torch.Tensor) -> None:
         spare = a.clone()
         a.copy_(b)
         b.copy_(spare)
-
-
-def chunk_on(device: torch.device) -> int:
-    """Elements to work on together."""
-    return per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)

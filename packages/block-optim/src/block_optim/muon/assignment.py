@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound
+from block_optim.core.chunks import packed
 from block_optim.muon.matrices import Matrix
 
 SENT_BYTES = 2  # elements travel as bf16: Newton-Schulz rounds its input to it, and returns it
@@ -156,13 +157,11 @@ def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_byt
             queue.sort(
                 key=lambda i: (-matrices[i].flops, matrices[i].matrix.rows, matrices[i].matrix.columns, i)
             )
-            bucket, filled = first, 0
-            for i in queue:
-                if filled and filled + matrices[i].nbytes > bucket_bytes:
-                    bucket, filled = bucket + 1, 0
-                filled += matrices[i].nbytes
-                buckets[i] = bucket
-            used = max(used, bucket)
+            runs = packed(queue, lambda i: matrices[i].nbytes, bucket_bytes)
+            for bucket, run in enumerate(runs, first):
+                for i in run:
+                    buckets[i] = bucket
+                used = max(used, bucket)
         first = used + 1
     result = (
         replace(m, owner=owner, bucket=bucket)
