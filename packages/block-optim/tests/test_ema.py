@@ -169,8 +169,10 @@ def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(mo
     others = (average("v"), average(seed=1), average(updates=2))
     assert not any(first.equal(other) for other in others)
     assert 16 < int((first == 1).sum()) < 48
-    monkeypatch.setattr("block_optim.core.chunks.CPU_CHUNK", 5)
-    assert first.equal(average())
+    for chunk in ("chunks.CPU_CHUNK", "rounding.CHUNK"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"block_optim.core.{chunk}", 5)
+            assert first.equal(average())
 
 
 def test_neighbors_that_are_rounded_have_the_bits_of_tensors_apart():

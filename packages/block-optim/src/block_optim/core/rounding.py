@@ -17,11 +17,12 @@ from collections.abc import Sequence
 import torch
 
 from block_optim.core._torch_compat import foreach_copy_
+from block_optim.core.device import per_device
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 GOLDEN = 0x9E3779B9
 INFINITY, QUIET = 0x7F800000, 0x400000  # in fp32's bits: NaN is above the first
-CHUNK = 1 << 18  # elements rounded together
+CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 22  # elements rounded together
 _MASK = 0xFFFFFFFF
 
 
@@ -54,10 +55,11 @@ def signed(x: int) -> int:
 
 
 class Rounder:
-    """Rounds stretches of one device, at most ``numel`` elements at a time; its buffers are made once."""
+    """Rounds stretches of one device, ``numel`` elements at a time, or fewer; its buffers are made once."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self._count = torch.arange(min(numel, CHUNK), dtype=torch.int32, device=device)
+        self.numel = min(numel, per_device(device, cpu=CHUNK, accelerator=ACCELERATOR_CHUNK))
+        self._count = torch.arange(self.numel, dtype=torch.int32, device=device)
         self._hash, self._spare = torch.empty_like(self._count), torch.empty_like(self._count)
 
     def __call__(
@@ -65,7 +67,7 @@ class Rounder:
     ) -> None:
         """Round ``wide`` (1-D fp32, overwritten) into ``out`` (bf16); ``start`` is the first element's global index."""
         while wide.numel():
-            n = min(wide.numel(), self._count.numel())
+            n = min(wide.numel(), self.numel)
             self.each(wide[:n], [out[:n]], seed, step, [(name, start)])
             wide, out, start = wide[n:], out[n:], start + n
 
@@ -77,7 +79,7 @@ class Rounder:
         step: int,
         places: Sequence[tuple[str, int]],
     ) -> None:
-        """Round stretches that follow each other in ``wide``, all at once; ``places``: their names and starts."""
+        """Round stretches that follow each other in ``wide``, at most ``numel``; ``places``: their names and starts."""
         n, bits = wide.numel(), wide.view(torch.int32)
         x, spare = self._hash[:n], self._spare[:n]
         lengths = [out.numel() for out in outs]

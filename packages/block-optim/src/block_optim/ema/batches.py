@@ -80,8 +80,9 @@ def _batches_of_kind(slices: list[_Slice]) -> list[Batch]:
     average, total = slices[0].average, sum(s.average.numel() for s in slices)
     in_place = average.dtype == slices[0].weight.dtype and not _is_rounded(average)
     limit = total if in_place else min(total, chunk_on(average.device))
-    scratch = Scratch(average.device, limit)
     rounder = Rounder(limit, average.device) if _is_rounded(average) else None
+    limit = limit if rounder is None else rounder.numel
+    scratch = Scratch(average.device, limit)
     parts = (part for s in slices for part in s.cut(limit))
     chunks = packed(parts, lambda part: part.average.numel(), limit)
     return [Batch(chunk, scratch, rounder) for chunk in chunks]
