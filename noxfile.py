@@ -49,7 +49,7 @@ _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {
     "order_mutants": ["-m", "tools.order_mutants"],
     "multihost": ["-m", "tools.multihost"],
-    **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers")},
+    **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")},
 }
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.

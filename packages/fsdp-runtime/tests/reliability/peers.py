@@ -78,11 +78,12 @@ class Outcome:
         parts = [f"{len(self.raised)} of {len(self.lines)} ranks raise", f"{self.seconds:.1f} s"]
         parts += ["**the other hangs**"] if self.hung else []
         parts += [f"**another ends by {name}**" for name in self.died]
-        said = f": `{_cell(self.raised[0])}`" if self.raised else ""
-        return f"{', '.join(parts)}{said}" + (f" after `{_cell(self.report)}`" if self.report else "")
+        said = f": `{cell(self.raised[0])}`" if self.raised else ""
+        return f"{', '.join(parts)}{said}" + (f" after `{cell(self.report)}`" if self.report else "")
 
 
-def _cell(line: str, most: int = 90) -> str:
+def cell(line: str, most: int = 90) -> str:
+    """The beginning of a line, without what ends a cell of a table."""
     line = line.replace("|", "\\|").replace("`", "'").replace(f"({socket.gethostname()}", "(host")
     return line if len(line) <= most else f"{line[:most]} ..."
 
