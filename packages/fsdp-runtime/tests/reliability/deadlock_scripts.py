@@ -103,7 +103,7 @@ class Script:
             return torch.optim.AdamW(self.net.parameters(), lr=0.01, weight_decay=self.decay)
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
 
-    def sharded(self, mesh: DeviceMesh) -> dict[str, Tensor]:
+    def sharded(self, mesh: DeviceMesh) -> dict[str, Any]:
         """Train on all ranks; the sharded weights."""
         self.mesh, self.rank, self.world = mesh, mesh.get_rank(), mesh.size()
         self.wrap()
@@ -152,7 +152,8 @@ class Script:
 class skipped(Script):
     title = "a rank has no image in a step and skips the block; ours: `skippable=True`"
     sources = "torchtitan#4777, miles#2406"
-    expected, skippable = "right", True
+    expected: ClassVar[Expected] = "right"
+    skippable = True
 
     def run(self, rank: int, step: int) -> dict[str, Any]:
         return {"order": (0, 2) if rank == self.world - 1 and step else (0, 1, 2)}
@@ -160,7 +161,8 @@ class skipped(Script):
 
 class skipped_undeclared(skipped):
     title = "the same, not declared"
-    expected, skippable = "raises", False
+    expected: ClassVar[Expected] = "raises"
+    skippable = False
 
 
 class random_depth(Script):

@@ -131,7 +131,8 @@ def _run_rank(script: str, system: str, rank: int, ranks: int, port: int, folder
 def train(script: str, system: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Run a script on this rank: the "error", if there was one, and "wrong", the names of weights; "seconds"."""
     wanted = SCRIPTS[script]("plain").plain(mesh.size())
-    begun, end = time.monotonic(), {}
+    end: dict[str, Any] = {}
+    begun = time.monotonic()
     try:
         weights = SCRIPTS[script](system).sharded(mesh)
         full = {name: weight.full_tensor() for name, weight in weights.items()}
