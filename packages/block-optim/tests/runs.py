@@ -8,6 +8,7 @@
 On a mesh of two axes the first one replicates.
 """
 
+import itertools
 import random
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from block_optim.core.holding import Holding
+from block_optim.core.pieces import run
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import rank_mesh
@@ -30,6 +33,11 @@ STACKS = ((3, 8, 6), (5, 4, 7), (6, 2, 3, 3))
 def tensors(shapes, seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def held_runs(cuts):
+    """A Holding without a mesh: rank r holds [cuts[r], cuts[r + 1]); this process is rank 0."""
+    return Holding(None, (), (), 0, tuple(run(*ends) for ends in itertools.pairwise(cuts)))
 
 
 def full(tensor):

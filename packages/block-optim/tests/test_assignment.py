@@ -3,9 +3,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from runs import held_runs
 
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
-from block_optim.core.holding import Holding
 from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
 from block_optim.muon.matrices import Matrix, matrices_of
 
@@ -106,7 +106,7 @@ def llama_8b(num_ranks):
     found = []
     for i, (rows, columns) in enumerate(shapes * 32):
         (matrix,) = matrices_of("w", (rows, columns), "auto")
-        holding = Holding.of_runs(even_cuts(rows * columns, num_ranks))
+        holding = held_runs(even_cuts(rows * columns, num_ranks))
         flops = 5 * min(rows, columns) ** 2 * (4 * max(rows, columns) + 2 * min(rows, columns))
         found.append(
             AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(*matrix.ranges), flops)
@@ -136,7 +136,7 @@ def test_an_assignment_is_a_value_and_its_fingerprint_tells_others_apart():
 
 def test_an_assignment_prints_owner_bytes_flops_and_imbalance():
     matrix = Matrix(4, 6, ((0, 24),))
-    holding = Holding.of_runs((0, 18, 24))
+    holding = held_runs((0, 18, 24))
     matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(*matrix.ranges), 2000)]
     text = str(Assignment((assign_domain(matrices, 2, 100),)))
     assert text.splitlines() == [
@@ -199,7 +199,7 @@ def test_interleaved_rows_are_gathered_group_by_group():
 def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
     cuts = [0, *sorted(cuts), 72]
     for matrix in matrices_of("w", (12, 6), how):
-        holding = Holding.of_runs(cuts)
+        holding = held_runs(cuts)
         seen = []
         for rank in range(len(cuts) - 1):
             pieces = matrix.pieces(holding, rank)

@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from runs import placed, world_mesh
+from runs import held_runs, placed, world_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from block_optim import AdamW8bit, Muon, Param, Shampoo
-from block_optim.core.holding import Holding, boxes_of
 from block_optim.core.pieces import pieces_of
 from layout_planner import Tile
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor, held_boxes
@@ -33,7 +32,6 @@ def agrees(tensor):
     for piece in holding.own:
         assert torch.equal(piece.here(local), piece.of(full))
     assert holding.numel == local.numel()
-    assert (len(boxes_of(tensor)) > 0) == (local.numel() > 0)
     if len(holding.own) == 1 and holding.own[0].rows == 1:
         assert param.start == holding.own[0].first
     return holding
@@ -168,7 +166,7 @@ def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
 
 
 def test_holders_of_a_range_are_found_with_what_each_has_of_it():
-    holding = Holding.of_runs((0, 3, 3, 7, 10))
+    holding = held_runs((0, 3, 3, 7, 10))
     assert holding.holders((0, 3)) == ((0, 3),)
     assert holding.holders((2, 8)) == ((0, 1), (2, 4), (3, 1))
     assert holding.holders((3, 7)) == ((2, 4),)

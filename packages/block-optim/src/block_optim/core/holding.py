@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, new_ordered_group
-from block_optim.core.pieces import Piece, flat_offset, pieces_of, run
+from block_optim.core.pieces import Piece, pieces_of, run
 from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
 
 Range = tuple[int, int]  # elements [start, stop)
@@ -59,11 +59,6 @@ class Holding:
     rank: int
     held: tuple[tuple[Piece, ...], ...]
     copies: bool = False
-
-    @classmethod
-    def of_runs(cls, cuts: Sequence[int]) -> "Holding":
-        """A Holding without a mesh, for planning: rank r holds [cuts[r], cuts[r + 1]); this process is rank 0."""
-        return cls(None, (), (), 0, tuple(run(a, b) for a, b in itertools.pairwise(cuts)))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -241,27 +236,15 @@ def _splits(holding: Holding, position: int, units: Sequence[Sequence[Range]]) -
 # ---------------------------------------------------------------- this rank's own elements, in any placement
 
 
-def boxes_of(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The (offsets, sizes) of the boxes of a distributed tensor that this rank holds, empty ones left out."""
-    result = ((tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__())
-    return [(offsets, sizes) for offsets, sizes in result if math.prod(sizes)]
-
-
-def first_element(tensor: torch.Tensor) -> int | None:
+def first_element(tensor: Any) -> int | None:
     """Start of this rank's run in the flattened tensor; None if its elements are not one run."""
     if not isinstance(tensor, DISTRIBUTED) or all(isinstance(p, Replicate) for p in tensor.placements):
         return 0
-    boxes, count = boxes_of(tensor), local_of(tensor).numel()
-    if sum(math.prod(size) for _, size in boxes) != count:
-        return None
-    if count == 0:
-        return 0
-    first = min(flat_offset(offset, tensor.shape) for offset, _ in boxes)
-    last = max(
-        flat_offset([o + s - 1 for o, s in zip(offset, size, strict=True)], tensor.shape)
-        for offset, size in boxes
-    )
-    return first if last - first + 1 == count else None
+    boxes = [(c.offsets, c.sizes) for c in tensor.__create_chunk_list__() if math.prod(c.sizes)]
+    count, pieces = local_of(tensor).numel(), pieces_of(boxes, tensor.shape)
+    if not pieces:
+        return None if count else 0
+    return pieces[0].first if len(pieces) == pieces[0].rows == 1 and pieces[0].numel == count else None
 
 
 def wrap_local(

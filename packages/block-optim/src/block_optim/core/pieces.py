@@ -130,12 +130,12 @@ def _pieces_of_box(
     width, stride = math.prod(sizes[inner:]), math.prod(shape[inner:])
     rows = math.prod(sizes[outer:inner])
     for index in itertools.product(*(range(o, o + n) for o, n in zip(offsets, sizes[:outer], strict=False))):
-        first = flat_offset((*index, *offsets[outer:]), shape)
+        first = _flat_offset((*index, *offsets[outer:]), shape)
         yield Piece(first, rows, width, stride if rows > 1 else width, local)
         local += rows * width
 
 
-def flat_offset(index: Sequence[int], shape: Sequence[int]) -> int:
+def _flat_offset(index: Sequence[int], shape: Sequence[int]) -> int:
     """Index of an element in the row-major flattened tensor."""
     offset = 0
     for i, size in zip(index, shape, strict=True):
