@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import block_optim
-from fsdp_runtime import block_policies, fully_shard, get_full_state_dict, set_full_state_dict
+from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict, set_full_state_dict
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
@@ -327,6 +327,36 @@ def test_tying_after_sharding_changes_nothing_where_it_is_tied_and_raises_on_eve
             ):
                 model.to(torch.float32)
             assert model.embed.weight.full_tensor().equal(values)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_tying_while_parameters_are_gathered_is_not_forgotten_when_they_are_freed(ranks):
+    for order in (("",), ("embed", "head", "")):
+        model = wrap(seeded(), order)
+        model.unshard()
+        model.head.weight = model.embed.weight
+        model.reshard()
+        with pytest.raises(
+            (RuntimeError, ValueError), match=r"head\.weight.*Tie parameters before fully_shard"
+        ):
+            loss_of(model, tokens())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_full_params_raises_on_every_rank_where_one_of_its_modules_was_given_other_values(ranks):
+    model = wrap(seeded(tied=True), ("embed", "head", ""))
+    ones = torch.ones(12, 8)
+    with full_params(model):
+        model.embed.weight, model.head.weight = nn.Parameter(ones), nn.Parameter(ones.clone())
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.full_tensor().equal(ones)
+    for one in (model.embed, model.head):
+        with pytest.raises(ValueError, match=r"weight is one parameter in 2 modules"), full_params(model):
+            one.weight = nn.Parameter(2 * ones)
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.full_tensor().equal(ones)
 
 
 @on_ranks(2)

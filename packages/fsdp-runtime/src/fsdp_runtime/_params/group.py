@@ -370,11 +370,13 @@ class Group:
     # -- which object the module holds ------------------------------------------------------------------------------
 
     def register_sharded(self) -> None:
-        """Put the sharded parameters into their modules."""
+        """Put the sharded parameters into their modules, but for what a user has assigned, which `adopt` takes."""
         for param in self.params:
-            sharded = param.sharded
+            sharded, unsharded = param.sharded, param.unsharded
             for slots, attribute in param.slots:
-                slots[attribute] = sharded
+                held = slots.get(attribute)
+                if held is unsharded or held is None:
+                    slots[attribute] = sharded
 
     def register_unsharded(self) -> None:
         """Put the unsharded parameters into their modules."""

@@ -31,7 +31,8 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: parameters are offloaded, or in another `full_params`.
         NotImplementedError: a parameter that another parallelism has cut, or a tensor subclass, by name.
-        ValueError: a parameter on the meta device; or, leaving, one that has another shape; by name.
+        ValueError: a parameter on the meta device; or, leaving, one that has another shape, or different values in
+            modules that share it; by name.
     """
     units = units_of(module)
     for unit in units:
@@ -60,8 +61,9 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     finally:
         for unit in units:
             unit.closed = ""
-            for group in unit.groups:
-                group.register_sharded()
+        for param, _ in whole:
+            for slots, attribute in param.slots:
+                slots[attribute] = param.sharded
 
 
 def _check(unit: Unit) -> None:
@@ -95,12 +97,19 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
 
 
 def _written(param: Param) -> torch.Tensor:
-    slots, attribute = param.slots[0]
-    value = slots.get(attribute)
-    if value is None or tuple(value.shape) != param.shape:
+    found: dict[int, torch.Tensor] = {}
+    for slots, attribute in param.slots:
+        value = slots.get(attribute)
+        if value is None or tuple(value.shape) != param.shape:
+            raise ValueError(
+                f"full_params: {param.name} is {None if value is None else tuple(value.shape)} now; expected a tensor "
+                f"of shape {param.shape}"
+            )
+        found[id(value)] = value.detach()
+    first, *others = found.values()
+    if not all(torch.allclose(first, other.to(first), rtol=0, atol=0, equal_nan=True) for other in others):
         raise ValueError(
-            f"full_params: {param.name} is {None if value is None else tuple(value.shape)} now; expected a tensor of "
-            f"shape {param.shape}"
+            f"full_params: {param.name} is one parameter in {len(param.slots)} modules, and was given different values "
+            "for them"
         )
-    plain: torch.Tensor = value.detach()
-    return plain
+    return first
