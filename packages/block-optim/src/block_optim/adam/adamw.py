@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.adam.rule import AdamWRule, check_dense
+from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_flag, check_range
@@ -91,7 +91,7 @@ class AdamW(BlockOptimizer):
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
         for param in params:
-            check_dense(param)
+            param.check_dense()
 
     @override
     def init_states(self, group: Group, params: list[Param]) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from block_optim.adam.adamw import check_adamw_options
 from block_optim.adam.q8.grid import AUTO, DEFAULT_BLOCK, block_for, check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
-from block_optim.adam.rule import AdamWRule, check_dense
+from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
@@ -133,7 +133,7 @@ class AdamW8bit(BlockOptimizer):
         least, chosen = group["min_8bit_numel"], {}
         rule = self._rules.get(id(group), self.defaults["quantize"])
         for param in params:
-            check_dense(param)
+            param.check_dense()
             if param.tensor not in self._chosen:
                 self._chosen[param.tensor] = is_quantized(param.name, param.tensor, least, rule)
             if self._chosen[param.tensor]:

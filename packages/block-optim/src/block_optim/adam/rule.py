@@ -25,7 +25,7 @@ from block_optim.core._torch_compat import local_of
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
 from block_optim.core.precision import Origin, origin_of
-from block_optim.core.runs import FlatSpace, Run, gap_index, is_dense, joint_runs
+from block_optim.core.runs import FlatSpace, Run, gap_index, joint_runs
 from ragged_shard import CPU, has_triton, is_cpu
 
 
@@ -80,15 +80,6 @@ class AdamWRule(Rule[Moments]):
 def _state_dtype(param: Param) -> torch.dtype:
     """Dtype of a parameter's moments: as wide as the parameter, at least fp32."""
     return torch.promote_types(param.dtype, torch.float32)
-
-
-def check_dense(param: Param) -> None:
-    """Raise unless the local tensor fills its memory without holes."""
-    if not is_dense(param.local):
-        raise ValueError(
-            f"{param.name}: its memory has holes (shape {tuple(param.local.shape)}, stride {param.local.stride()}); "
-            "optimize a contiguous tensor"
-        )
 
 
 class _Plan(StepPlan[Moments]):

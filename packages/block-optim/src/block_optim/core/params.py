@@ -25,6 +25,7 @@ from block_optim.core.holding import (
     holding_of,
     wrap_local,
 )
+from block_optim.core.runs import is_dense
 from layout_planner import Block, TensorSpec
 from ragged_shard import RaggedDTensor, RaggedShard
 
@@ -238,6 +239,14 @@ class Param:
                         f"{self.name}: its placements {self.placements} cut {block!r}, which {optimizer} needs whole "
                         f"on a rank; pass block_policy={optimizer}.block_policy() to fully_shard"
                     )
+
+    def check_dense(self) -> None:
+        """Raise ValueError unless the local tensor fills its memory without holes."""
+        if not is_dense(self.local):
+            raise ValueError(
+                f"{self.name}: its memory has holes (shape {tuple(self.local.shape)}, stride {self.local.stride()}); "
+                "make it contiguous() first"
+            )
 
     def check_row_major(self) -> None:
         """Raise ValueError unless the local tensor is contiguous."""

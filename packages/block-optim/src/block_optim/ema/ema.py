@@ -27,7 +27,7 @@ from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, ver
 from block_optim.core.load import own_values, put_values
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Param, strides_of
-from block_optim.core.runs import FlatSpace, is_dense
+from block_optim.core.runs import FlatSpace
 from block_optim.ema.batches import Batch, batches_of, trade
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -156,12 +156,8 @@ class EMA:
 
     def _check(self, param: Param) -> None:
         """Raise ValueError if there can be no average of a parameter."""
+        param.check_dense()
         local = param.local
-        if not is_dense(local):
-            raise ValueError(
-                f"{param.name}: its memory has holes (shape {tuple(local.shape)}, stride {local.stride()}); make it "
-                "contiguous() before EMA is built"
-            )
         one_run = param.start is not None and local.is_contiguous()
         if self._dtype == torch.bfloat16 and not (one_run and param.dtype.itemsize <= 4):
             raise ValueError(
