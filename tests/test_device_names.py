@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from ragged_shard import has_triton
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     path.name: path for path in (ROOT / "packages").glob("*/src/*") if (path / "__init__.py").exists()
 }
 KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "npu", "mtia", "hip")
-NAME = re.compile(rf"({'|'.join(KINDS)})(:.*)?")
+NAME = re.compile(rf"({'|'.join((*KINDS, 'nccl'))})(:.*)?")
+ASKS = ("is_cuda", "is_xpu", "is_mps")  # of a tensor
 DECIDES = {
     "ragged_shard": ["_device.py"],
     "block_optim": ["core/device.py"],
@@ -25,13 +29,21 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 
 def device_names(text: str) -> list[str]:
-    """Where a file names a kind of device: a string such as "cuda:0", `torch.cuda`, an import of it."""
+    """Where a file names a kind of device: "cuda:0", "nccl", `torch.cuda`, an import of it, `x.is_cuda`, `x.cuda()`."""
     tree = ast.parse(text)
     said = docstrings(tree)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
             names = NAME.fullmatch(node.value) is not None
+        elif isinstance(node, ast.Attribute) and node.attr in ASKS:
+            names = True
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in KINDS[1:]
+        ):
+            names = True  # x.cuda(); every device has x.cpu()
         elif isinstance(node, ast.Attribute) and node.attr in KINDS:
             names = ast.unparse(node.value) == "torch"
         elif isinstance(node, ast.ImportFrom):
@@ -72,7 +84,7 @@ def test_page_locked_memory_is_asked_for_on_the_cpu_by_name(package):
     tensors = {
         path.name: pinned_without_a_device(path.read_text())
         for path in PACKAGES[package].rglob("*.py")
-        if "torch.empty(" in path.read_text()
+        if re.search(r"torch\.(empty|zeros)\(", path.read_text())
     }
     assert not any(tensors.values()), tensors
 
@@ -80,7 +92,8 @@ def test_page_locked_memory_is_asked_for_on_the_cpu_by_name(package):
 @pytest.mark.parametrize(
     "text",
     ['x.to("cuda")', 'd == "cpu:0"', "torch.cuda.synchronize()", "import torch.cuda", "from torch.cuda import Event",
-     "from torch import xpu", 'init("cpu:gloo,cuda:nccl")', 'KINDS = {"mps": 1}'],
+     "from torch import xpu", 'init("cpu:gloo,cuda:nccl")', 'KINDS = {"mps": 1}',
+     'backend == "nccl"', "x.is_cuda", "x.cuda(0)"],
 )  # fmt: skip
 def test_a_device_name_is_found(text):
     assert device_names(text)
@@ -99,3 +112,12 @@ def test_a_device_name_is_found(text):
 )
 def test_what_names_no_device_is_not(text):
     assert not device_names(text)
+
+
+def test_kernels_are_not_for_rocm_whose_devices_have_the_same_name(monkeypatch):
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert has_triton(cuda)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not has_triton(cuda)

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
+from fsdp_runtime.optim import clip
 from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
@@ -55,6 +56,23 @@ def poison_padding(model):
     for local, held in storages.values():
         local.as_strided(held.shape, (1,), 0)[~held] = torch.nan
     return sum(int((~held).sum()) for _, held in storages.values())
+
+
+@pytest.mark.parametrize(("on_cpu", "sums"), [(True, [11]), (False, [1])])
+def test_a_long_gradient_is_summed_in_pieces_on_a_cpu_alone(monkeypatch, on_cpu, sums):
+    found: list[int] = []
+    norms = clip.compat.norms
+
+    def counted(tensors, *options):
+        found.append(len(tensors))
+        return norms(tensors, *options)
+
+    monkeypatch.setattr(clip, "is_cpu", lambda device: on_cpu)
+    monkeypatch.setattr(clip.compat, "norms", counted)
+    param = nn.Parameter(torch.zeros(700_000))
+    param.grad = torch.ones(700_000)
+    assert clip_grad_norm_(param, 1.0).item() == pytest.approx(700_000**0.5, rel=1e-5)
+    assert found == sums
 
 
 def clipped(hybrid=False):

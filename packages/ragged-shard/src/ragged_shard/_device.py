@@ -36,8 +36,12 @@ def num_devices(kind: str) -> int:
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and the kernels of these packages have been written for this kind of device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed and the kernels of these packages have been written for this kind of device.
+
+    They have PTX in them, which ROCm's Triton does not take although its devices are called CUDA's.
+    """
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and importlib.util.find_spec("triton") is not None
 
 
 def multiplies_blocks(device: torch.device) -> bool:

@@ -108,9 +108,11 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor on every rank; through the GPU if the process group does not move CPU tensors."""
+    """Rank 0's tensor on every rank; through the accelerator if the process group does not move CPU tensors."""
     if tensor.is_cpu and f"{CPU.type}:" not in dist.get_backend_config():
-        return _broadcast(tensor.cuda()).to(tensor.device)
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None  # the group's backend is one of an accelerator
+        return _broadcast(tensor.to(accelerator)).to(tensor.device)
     dist.broadcast(tensor, src=0)
     return tensor
 

@@ -21,7 +21,7 @@ from block_optim.adam.variants import VECTOR, Variant
 from block_optim.core import device as devices
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
-from ragged_shard import is_cpu
+from ragged_shard import CPU, is_cpu
 
 # Bytes to which parameters, gradients and moments are aligned for accesses of that width; half as many for codes.
 ALIGNMENT = 16
@@ -146,7 +146,7 @@ class Launch:
         if capturable:
             pin = not is_cpu(self._device)
             self._captured = list(
-                torch.zeros(CAPTURES, len(rows), dtype=torch.int64, pin_memory=pin).unbind()
+                torch.zeros(CAPTURES, len(rows), dtype=torch.int64, device=CPU, pin_memory=pin).unbind()
             )
         self._num_captured = 0
 

@@ -5,7 +5,7 @@ A rank works on the blocks it owns, and their number changes with the world size
     CPU    one BLAS or LAPACK call for each matrix, every operand on a 64-byte boundary: MKL's result for a matrix of
            odd size changes with its address, and a sum over a large one with the number of its neighbours;
            powers one row at a time, since vector code and the scalar code for what is left over differ in an ulp
-    CUDA   one batched call over a number of matrices that depends on their size alone, filled up where there are
+    else   one batched call over a number of matrices that depends on their size alone, filled up where there are
            fewer (which kernel cuBLAS and cuSOLVER choose depends on the batch)
 
 Factors are symmetric and may be stored packed, the lower triangle row by row: d(d+1)/2 elements.
@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from ragged_shard import is_cpu
 
 T = TypeVar("T")
 _LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, but not re-exported
@@ -43,9 +45,9 @@ def empty_batch(count: int, rows: int, cols: int, *, dtype: torch.dtype, device:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """(k, m, p) @ (k, p, n) -> (k, m, n), the same bits for a matrix at any k (on CUDA: for a fixed k)."""
+    """(k, m, p) @ (k, p, n) -> (k, m, n), the same bits for a matrix at any k (not on a CPU: for a fixed k)."""
     count, rows, cols = left.shape[0], left.shape[1], right.shape[2]
-    if left.is_cuda:
+    if not is_cpu(left.device):
         return torch.bmm(left, right)
     out = empty_batch(count, rows, cols, dtype=left.dtype, device=left.device)
     for a, b, c in zip(left, right, out, strict=True):
@@ -66,7 +68,7 @@ def norms(batch: Tensor) -> Tensor:
     largest = flat.abs().amax(1)
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
     scaled = flat / scale[:, None]
-    if batch.is_cuda:
+    if not is_cpu(batch.device):
         result: Tensor = torch.linalg.vector_norm(scaled, dim=1)
     else:
         result = torch.stack([torch.linalg.vector_norm(row) for row in scaled])
@@ -75,24 +77,24 @@ def norms(batch: Tensor) -> Tensor:
 
 def row_sums(batch: Tensor) -> Tensor:
     """(k, m, n) -> (k, m)."""
-    return batch.sum(2) if batch.is_cuda else torch.stack([matrix.sum(1) for matrix in batch])
+    return torch.stack([matrix.sum(1) for matrix in batch]) if is_cpu(batch.device) else batch.sum(2)
 
 
 def col_sums(batch: Tensor) -> Tensor:
     """(k, m, n) -> (k, n)."""
-    return batch.sum(1) if batch.is_cuda else torch.stack([matrix.sum(0) for matrix in batch])
+    return torch.stack([matrix.sum(0) for matrix in batch]) if is_cpu(batch.device) else batch.sum(1)
 
 
 def power(batch: Tensor, exponent: float) -> Tensor:
     """Elementwise power of (k, n). The bits of a row do not depend on the others."""
-    if batch.is_cuda:
+    if not is_cpu(batch.device):
         return batch.pow(exponent)
     return torch.stack([row.clone().pow_(exponent) for row in batch])
 
 
 def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (k, d) ascending and eigenvectors (k, d, d); NaN for a matrix that LAPACK could not do."""
-    if batch.is_cuda:
+    if not is_cpu(batch.device):
         try:
             values, vectors = torch.linalg.eigh(batch)
             return values, vectors
@@ -104,7 +106,7 @@ def eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 def qr(batch: Tensor) -> Tensor:
     """The orthonormal factor Q of each matrix, (k, d, d)."""
-    if batch.is_cuda:
+    if not is_cpu(batch.device):
         basis: Tensor = torch.linalg.qr(batch)[0]
         return basis
     return _stacked([torch.linalg.qr(matrix.clone())[0] for matrix in batch])

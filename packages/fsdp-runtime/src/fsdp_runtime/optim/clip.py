@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ragged_shard
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import CPU, RaggedDTensor, is_cpu
 
 from .. import _torch_compat as compat
 from .in_backward import updated_in_backward
 
 _ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
-_PIECE = 1 << 16  # elements in one sum: over longer ones torch's CPU kernels lose digits
+_PIECE = 1 << 16  # elements in one sum on a CPU: over longer ones torch's kernels there lose digits
 
 
 @torch.no_grad()
@@ -193,7 +193,8 @@ class _Gradients:
                 dtype = torch.promote_types(dtype, wide)
                 pieces: list[torch.Tensor] = []
                 for tensor in tensors:
-                    pieces += tensor.reshape(-1).split(_PIECE) if tensor.numel() > _PIECE else (tensor,)
+                    splits = is_cpu(tensor.device) and tensor.numel() > _PIECE
+                    pieces += tensor.reshape(-1).split(_PIECE) if splits else (tensor,)
                 pieces = [piece for piece in pieces if piece.numel()]
                 if pieces:
                     norms.append(compat.norms(pieces, order, wide).to(self._device, torch.float64))

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ragged_shard import is_cpu
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -196,7 +198,7 @@ def swiglu_of_experts(
     act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
     """Rows sorted by expert, `counts_E` of each, through their expert's SwiGLU. An expert may get none."""
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:  # one kernel for all experts, and no sync with the host
+    if x_SD.dtype == torch.bfloat16 and not is_cpu(x_SD.device):  # one kernel, and no sync with the host
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         gate_SF = F.grouped_mm(x_SD, gate_EFD.transpose(1, 2), offs=offsets_E)
         up_SF = F.grouped_mm(x_SD, up_EFD.transpose(1, 2), offs=offsets_E)
