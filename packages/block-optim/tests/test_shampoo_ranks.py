@@ -20,7 +20,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shampoo kl": {"kl": True, "root_method": "newton", "start_preconditioning_step": 2},
     "shampoo sums": {"betas": (0.9, 1.0), "grafting": "rmsprop", "overlap": True, "diagonal_above": 20},
     "soap": {"diagonal_above": 20},
-    "soap beside": {"overlap": True, "first_step_update": True, "stagger": False},
+    "soap beside": {"overlap": True, "stagger": False},
 }
 
 

@@ -95,17 +95,6 @@ def test_the_first_step_makes_the_bases_and_moves_nothing():
     assert not torch.equal(basis.abs(), torch.eye(6))
 
 
-def test_the_first_step_may_update_which_is_then_the_sign_in_its_own_basis():
-    param = parameter((5, 5))
-    left, _, right = torch.linalg.svd(gradients((5, 5), 1)[0])
-    before, grad = param.detach().clone(), left @ torch.arange(1.0, 6).flip(0).diag() @ right
-    optimizer = SOAP([param], lr=0.1, weight_decay=0.0, eps=1e-3, first_step_update=True)
-    train([param], [[grad]], optimizer)
-    torch.testing.assert_close((before - param.detach()) / 0.1, left @ right, rtol=1e-2, atol=1e-2)
-    factor = optimizer.state[param]["factor_rows"][0]
-    torch.testing.assert_close(factor, 0.05 * (grad @ grad.mT)[0, 0])  # counted once
-
-
 def test_vectors_take_adams_step_from_the_second_step_on():
     param = parameter((7,))
     grads = [torch.randn(7, generator=torch.Generator().manual_seed(i)) for i in range(6)]

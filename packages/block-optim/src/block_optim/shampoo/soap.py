@@ -42,7 +42,7 @@ _Refreshed = tuple[Batch, dict[str, tuple[Roots, Tensor]]]
 
 
 class SOAP(Preconditioned):
-    """SOAP, blocked.
+    """SOAP, blocked. The first step makes the bases and moves nothing, as in the published code.
 
     Args:
         params: tensors, named tensors or groups; every option may be set for each group.
@@ -55,8 +55,6 @@ class SOAP(Preconditioned):
         diagonal_above: dimensions larger than this are not rotated.
         matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
         precondition_frequency: updates from one refresh of a block's bases to the next.
-        first_step_update: use the first gradient too, in a basis made from itself. By default the first step only makes
-            the bases, and moves nothing.
         stagger: spread the blocks' turns over the steps (the first bases are made in the first step).
         overlap: refresh during the next forward and backward, in a thread, on CUDA with a separate stream.
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
@@ -71,8 +69,6 @@ class SOAP(Preconditioned):
         ValueError: an option that does not fit, or a parameter that is cut other than along its rows.
     """
 
-    format_options = (*Preconditioned.format_options, "first_step_update")
-
     def __init__(
         self,
         params: ParamsT,
@@ -86,7 +82,6 @@ class SOAP(Preconditioned):
         diagonal_above: int = 65536,
         matrices: str = "auto",
         precondition_frequency: int = 10,
-        first_step_update: bool = False,
         stagger: bool = True,
         overlap: bool = False,
         factor_dtype: torch.dtype | str = "float32",
@@ -102,8 +97,7 @@ class SOAP(Preconditioned):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
             "matrices": matrices, "precondition_frequency": precondition_frequency,
-            "first_step_update": first_step_update, "stagger": stagger, "overlap": overlap,
-            "factor_dtype": factor_dtype, "packed": packed,
+            "stagger": stagger, "overlap": overlap, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
@@ -144,14 +138,14 @@ class SOAP(Preconditioned):
         works = self._gather(active)
         self._precondition(works, active.found_inf)
         self._scatter(works)
-        moving = [w for w in works if updates_at(w.tensor.group, w.step)]
+        moving = [w for w in works if w.step > 1]
         self._apply(moving, active.found_inf, _move, lambda works: [])
 
     def _precondition(self, works: Sequence[TensorStep], skip: Tensor | None) -> None:
         """Write the updates, advance the states, and refresh the bases whose turn it is."""
         due: list[Batch] = []
         for group, step, members in by_step(works):
-            updates = updates_at(group, step)
+            updates = step - 1
             self._elementwise(group, updates, [w for w in members if w.tensor.grid is None], skip)
             own = StepBlocks(members)
             for batch in batches(own.blocks):
@@ -170,18 +164,15 @@ class SOAP(Preconditioned):
             self._run_later(due[0].device, [partial(_turned_by, b, _load(b)) for b in later], self._turn)
 
     def _update_blocks(self, group: Group, step: int, batch: Batch, own: StepBlocks) -> None:
-        updates = updates_at(group, step)
         grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
-        if step == 1:
-            self._accumulate(group, batch, grads)
-            self._first_bases(group, batch)
-        if updates == 0:
-            for target in targets:
-                target.zero_()
-            return
-        foreach_copy_(targets, list(_direction(group, updates, batch, grads)[: len(targets)]))
         if step > 1:
+            foreach_copy_(targets, list(_direction(group, step - 1, batch, grads)[: len(targets)]))
             self._accumulate(group, batch, grads)
+            return
+        self._accumulate(group, batch, grads)
+        self._first_bases(group, batch)
+        for target in targets:
+            target.zero_()
 
     def _elementwise(
         self, group: Group, updates: int, works: Sequence[TensorStep], skip: Tensor | None
@@ -243,11 +234,6 @@ def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> N
     if group["weight_decay"]:
         keep = 1 - group["lr"] * group["weight_decay"]
         foreach_mul_(weights, keep.to(weights[0].device).reshape(()) if isinstance(keep, Tensor) else keep)
-
-
-def updates_at(group: Group, step: int) -> int:
-    """Number of the update that a step makes; 0 for a first step that makes none."""
-    return step if group["first_step_update"] else step - 1
 
 
 def _group(batch: Batch) -> Group:
