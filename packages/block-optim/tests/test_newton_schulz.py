@@ -288,7 +288,7 @@ def test_no_set_lets_a_singular_value_of_at_most_one_exceed_its_ceiling(name):
 
 def test_one_triple_is_repeated_as_torch_does_and_a_list_is_taken_as_it_is():
     assert resolve(KELLER, 7).steps == (KELLER,) * 7
-    assert resolve([(2, -1.5, 0.5), KELLER]) == Polynomials("custom", ((2.0, -1.5, 0.5), KELLER))
+    assert resolve([(2, -1.5, 0.5), KELLER]) == Polynomials(((2.0, -1.5, 0.5), KELLER))
 
 
 def test_deepseek_goes_on_with_its_last_step():

@@ -50,11 +50,9 @@ class Polynomials:
     """The polynomials of one orthogonalisation, in order. The matrix is divided by its Frobenius norm before the first.
 
     Attributes:
-        name: the set's name, or "custom".
         steps: a triple (a, b, c) for each step.
     """
 
-    name: str
     steps: tuple[Triple, ...]
 
     def __call__(self, x: float) -> float:
@@ -96,13 +94,13 @@ def polar_express(steps: int = 5) -> tuple[Triple, ...]:
 @lru_cache(maxsize=256)
 def _named(name: str, steps: int | None) -> Polynomials:
     if name == "keller":
-        return Polynomials(name, (KELLER,) * (steps or 5))
+        return Polynomials((KELLER,) * (steps or 5))
     if name == "polar_express":
-        return Polynomials(name, polar_express(steps or 5))
+        return Polynomials(polar_express(steps or 5))
     if name == "deepseek_v4":
-        return Polynomials(name, (KELLER,) * 8 + ((2.0, -1.5, 0.5),) * (_at_least(name, 10, steps) - 8))
+        return Polynomials((KELLER,) * 8 + ((2.0, -1.5, 0.5),) * (_at_least(name, 10, steps) - 8))
     if name == "quintic":
-        return Polynomials(name, _exactly(name, _QUINTIC, steps))
+        return Polynomials(_exactly(name, _QUINTIC, steps))
     raise ValueError(
         f"coefficients {name!r} are not known: use one of {', '.join(NAMES)}, or a list of triples"
     )
@@ -121,7 +119,7 @@ def _custom(numbers: Sequence[Sequence[float]] | Sequence[float], steps: int | N
         result = ()
     if not result or not all(math.isfinite(x) for triple in result for x in triple):
         raise ValueError(f"coefficients {numbers!r}: expected a list of triples (a, b, c) of finite numbers")
-    return Polynomials("custom", _exactly("custom", result, steps))
+    return Polynomials(_exactly("custom", result, steps))
 
 
 def _triple(numbers: Sequence[float] | float) -> Triple:

@@ -218,7 +218,7 @@ def _rescue(matrix: torch.Tensor, recipe: Recipe, was_gram: bool) -> torch.Tenso
     x = x / x.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     x = x / x.norm().clamp(min=torch.finfo(torch.float32).tiny)
     x = x.mT if x.size(0) > x.size(1) else x
-    safest = Polynomials("safest", polar_express(8))
+    safest = Polynomials(polar_express(8))
     for a, b, c in safest.steps:
         g = x @ x.mT
         x = torch.addmm(x, torch.addmm(g, g, g, beta=b, alpha=c), x, beta=a)
