@@ -70,7 +70,7 @@ class Case:
         types = Types(param, grad, self.rounds)
         if self.tile is None:
             return wide_variant(types, not self.scalar)
-        return quantized_variant(self.tile, types, aligned=not self.scalar, single=self.single)
+        return quantized_variant(self.tile, types, not self.scalar, self.single)
 
     @property
     def data_bytes(self) -> tuple[int, int]:

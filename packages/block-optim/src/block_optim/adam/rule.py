@@ -20,7 +20,7 @@ from typing_extensions import override
 from block_optim.adam.kernels_cpu import FusedKernel, Kernel, ListKernel, RunSlice
 from block_optim.adam.launch import Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
-from block_optim.adam.variants import VECTOR, Types, Variant, wide_variant
+from block_optim.adam.variants import VECTOR, Types, wide_variant
 from block_optim.core._torch_compat import local_of
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
@@ -125,7 +125,7 @@ class _Plan(StepPlan[Moments]):
             narrow = dtype != torch.float32 or grad_dtype != torch.float32
             if fused and narrow and slices[0].first.dtype == torch.float32 and has_triton(device):
                 rows = [row for s in slices for row in _rows(s, grad_dtype)]
-                variant = partial(_variant, Types(dtype, grad_dtype, seed is not None))
+                variant = partial(wide_variant, Types(dtype, grad_dtype, seed is not None))
                 launches = launches_of(rows, seed, variant, capturable=self.capturable)
                 self.launches.append((Scalars(device, len(self.classes)), launches))
             else:
@@ -155,10 +155,6 @@ class _Plan(StepPlan[Moments]):
 _NOWHERE = Origin("", 0, 0)
 
 
-def _variant(types: Types, aligned: bool, single: bool) -> Variant:
-    return wide_variant(types, aligned)
-
-
 def _rows(s: RunSlice, grad_dtype: torch.dtype) -> list[Row]:
     """A row for as many whole vectors as there are, and one for what is left."""
     origin = s.origin or _NOWHERE
@@ -169,20 +165,9 @@ def _rows(s: RunSlice, grad_dtype: torch.dtype) -> list[Row]:
             continue
         param, *states = (t.as_strided((s.numel,), (1,))[start:stop] for t in (s.param, s.first, s.second))
         count = stop - start
-        result.append(
-            Row(
-                param,
-                tuple(states),
-                s.run,
-                start,
-                1,
-                count,
-                count,
-                count,
-                s.kind,
-                grad_dtype,
-                origin.element + start,
-                origin.name,
-            )
-        )
+        row = Row(
+            param, tuple(states), s.run, start, 1, count, count, count, s.kind, grad_dtype,
+            origin.element + start, origin.name,
+        )  # fmt: skip
+        result.append(row)
     return result

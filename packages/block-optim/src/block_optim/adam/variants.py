@@ -48,8 +48,8 @@ class Variant:
     pieces: int = 1
 
 
-def wide_variant(types: Types, aligned: bool) -> Variant:
-    """Variant for parameters with fp32 moments."""
+def wide_variant(types: Types, aligned: bool, single: bool = False) -> Variant:
+    """Variant for parameters with fp32 moments, the same whether or not rows have a ``single`` tile."""
     from block_optim.adam import kernels_triton
 
     block = 4 * WARP * elements_of_thread(aligned)

@@ -27,7 +27,7 @@ from block_optim.adam.q8.grid import (
 )
 from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
 from block_optim.adam.q8.variants import quantized_variant
-from block_optim.adam.variants import Types, Variant
+from block_optim.adam.variants import Types
 from block_optim.core._torch_compat import local_of
 from block_optim.core.device import per_device
 from block_optim.core.gradients import StepGradients
@@ -173,7 +173,7 @@ class _Plan(StepPlan[Codes]):
         for device, stretches in result.items():
             if has_triton(device):
                 scalars = Scalars(device, len(self.classes))
-                self.launches.append((scalars, self._launches(device, stretches, grads)))
+                self.launches.append((scalars, self._launches(stretches, grads)))
             else:
                 self.calls += self._tile_steps(device, stretches)
 
@@ -213,17 +213,12 @@ class _Plan(StepPlan[Codes]):
             (entry.param.start or 0) + stretch.start,  # only stochastic rounding asks, of what is one run
         )
 
-    def _launches(
-        self, device: torch.device, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]
-    ) -> list[Launch]:
+    def _launches(self, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]) -> list[Launch]:
         rows: dict[tuple[Any, ...], list[Row]] = {}
         for run, kind, s in stretches:
             i = run.members[0]
-            group, dtypes, t = (
-                self.entries[i].group,
-                (self.locals[i].dtype, grads[i].dtype),
-                self._tensors(i, s),
-            )
+            group, t = self.entries[i].group, self._tensors(i, s)
+            dtypes = (self.locals[i].dtype, grads[i].dtype)
             row = Row(
                 t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.tile[1], s.num_scales, kind,
                 dtypes[1], t.first_element, t.name,
@@ -232,7 +227,7 @@ class _Plan(StepPlan[Codes]):
             rows.setdefault((s.tile, seed, dtypes), []).append(row)
         result: list[Launch] = []
         for (tile, seed, dtypes), chosen in rows.items():
-            variant = partial(_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
+            variant = partial(quantized_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
             result += launches_of(chosen, seed, variant, capturable=self.capturable)
         return result
 
@@ -250,10 +245,6 @@ class _Plan(StepPlan[Codes]):
             tiles = TileStep(self._tensors(i, piece), piece, scratch, rounding)
             calls.append(_Call(tiles, run, piece, kind))
         return calls
-
-
-def _variant(tile: tuple[int, int], types: Types, aligned: bool, single: bool) -> Variant:
-    return quantized_variant(tile, types, aligned=aligned, single=single)
 
 
 def _pieces(stretch: Stretch, limit: int) -> list[Stretch]:

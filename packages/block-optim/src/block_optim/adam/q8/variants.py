@@ -13,7 +13,7 @@ from block_optim.adam.variants import VECTOR, WARP, Types, Variant, elements_of_
 _MOST_WARPS = 16
 
 
-def quantized_variant(tile: tuple[int, int], types: Types, *, aligned: bool, single: bool) -> Variant:
+def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single: bool) -> Variant:
     """Variant for tiles of 8-bit states; ``single``: no row of the stretches has more than one tile."""
     from block_optim.adam.q8 import kernels_triton
 
