@@ -233,19 +233,18 @@ def test_block_optimizers_update_it_as_where_one_unit_has_all(name, ranks):
 
 
 @on_ranks(3)
-def test_it_moves_out_of_a_unit_that_is_gathered_and_into_one_with_meshes_by_parameter():
-    model = seeded(tied=True)
-    fully_shard(model.embed)
-    model.embed.unshard()
-    fully_shard(model.head)
-    model.head.unshard()
-    fully_shard(model, shard_placement_fn=lambda param: None)
-    assert owner(model, "embed.weight") == [""]
-    plain = seeded(tied=True)
-    loss_of(model, tokens()).backward()
-    for rank in range(3):
-        (loss_of(plain, tokens(rank=rank)) / 3).backward()
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+def test_it_moves_out_of_units_that_are_gathered_and_have_others_left():
+    model, x = seeded(Nested), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
+    for module in (model.inner.a, model.inner.b):
+        fully_shard(module)
+        module.unshard()
+    model = fully_shard(model, shard_placement_fn=lambda param: None)
+    assert owner(model, "inner.a.weight") == [""]
+    plain = seeded(Nested)
+    model(x[dist.get_rank()]).square().mean().backward()
+    plain(x).square().mean().backward()
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), two.grad)
 
 
 def collectives(tied, order):

@@ -237,15 +237,12 @@ class _Takeover:
     """Which parameters a unit takes, and from where.
 
     Attributes:
-        tied: sharded parameters that stay with another unit until one around all their modules is made, and where
-            modules inside still hold what they were made of.
         managed: the modules whose buffers move.
         around_others: whether another unit is inside.
         gathered: units that hold gathered memory, around, or giving parameters.
     """
 
     params: list[_Taken]
-    tied: list[tuple[Place, Param]]
     managed: set[nn.Module]
     around_others: bool
     gathered: list[Unit]
@@ -281,7 +278,7 @@ def _plan_takeover(
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
     managed, around_others = _managed_modules(modules)
-    found, tied = _find_params(modules, managed, without)
+    found = _find_params(modules, managed, without)
     meshes: dict[torch.Tensor, DataMesh] = {}
     if placement_fn is not None:
         meshes = choose_meshes({each.tensor: each.name for each in found}, placement_fn, request.data)
@@ -296,7 +293,7 @@ def _plan_takeover(
     for one in taken:
         if one.owner is not None:
             check_taken_over(one.param, request.quantization)
-    return _Takeover(taken, tied, managed, around_others, list(dict.fromkeys(gathered)))
+    return _Takeover(taken, managed, around_others, list(dict.fromkeys(gathered)))
 
 
 def _allocate(member: Member, takeover: _Takeover) -> _Ready:
@@ -322,8 +319,6 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
     unit.take(ready.groups, around_others=takeover.around_others)
     for giver, (groups, around_others) in ready.givers.items():
         giver.unit.take(groups, around_others=around_others)
-    for place, param in takeover.tied:
-        place.module._parameters[place.attribute] = param.sharded
     for slots, name, buffer in ready.buffers:
         slots[name] = buffer
     for inner in takeover.managed:
@@ -362,23 +357,22 @@ class _Found:
     Attributes:
         tensor: a plain parameter, or the sharded one where a unit has it.
         owner: that unit.
-        places: those inside the modules, with what they hold.
+        places: those inside the modules.
         alone: whether a path leads to it that no unit inside is on (plain), or not its owner.
     """
 
     name: str
     tensor: torch.Tensor
     owner: tuple[Member, Param] | None
-    places: dict[Place, torch.Tensor] = field(default_factory=dict)
+    places: dict[Place, None] = field(default_factory=dict)
     alone: bool = False
 
 
 def _find_params(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> tuple[list[_Found], list[tuple[Place, Param]]]:
-    """The parameters to take, and places of those that another unit keeps: until one around all places is made."""
+) -> list[_Found]:
+    """The parameters to take. Those that modules elsewhere share stay where they are, until a unit is around all."""
     taken: list[_Found] = []
-    tied: list[tuple[Place, Param]] = []
     inside = set[nn.Module]()
     for module in modules:
         inside.update(module.modules())
@@ -386,25 +380,21 @@ def _find_params(
     for each in _params_in(modules, managed, ignored):
         if not each.alone:
             continue
-        if each.owner is None:
-            taken.append(each)
-            continue
-        owner, param = each.owner
-        if owner not in elsewhere:
-            elsewhere[owner] = _used_elsewhere(owner, modules)
-        others = elsewhere[owner]
-        if others is not None:  # a unit around
-            if param.sharded not in others and param.unsharded not in others:
-                taken.append(each)
-        elif not inside.isdisjoint(owner.unit.modules) and all(
-            place in each.places for place in param.places
-        ):
-            taken.append(each)
-        else:
-            for place, held in each.places.items():
-                if held is not param.sharded and held is not param.unsharded:
-                    tied.append((place, param))
-    return taken, tied
+        if each.owner is not None:
+            owner, param = each.owner
+            if owner not in elsewhere:
+                elsewhere[owner] = _used_elsewhere(owner, modules)
+            others = elsewhere[owner]
+            if others is not None:  # a unit around
+                shared = param.sharded in others or param.unsharded in others
+            else:
+                shared = inside.isdisjoint(owner.unit.modules) or any(
+                    p not in each.places for p in param.places
+                )
+            if shared:
+                continue
+        taken.append(each)
+    return taken
 
 
 def _params_in(
@@ -419,7 +409,7 @@ def _params_in(
         if held in ignored or tensor in ignored or tensor.numel() == 0:
             continue
         each = found.setdefault(tensor, _Found(name, tensor, owner))
-        each.places[Place(path[-1], attribute)] = held
+        each.places[Place(path[-1], attribute)] = None
         if owner is None:
             each.alone = each.alone or path[-1] in managed
         else:

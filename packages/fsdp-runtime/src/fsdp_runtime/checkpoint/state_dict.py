@@ -83,9 +83,7 @@ def attach(unit: Unit) -> None:
             loaded: torch.Tensor = param.group.as_sharded(param, value)
             if assign and isinstance(value, nn.Parameter):
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
-            if (
-                not assign and loading.get(param) is call
-            ):  # under another name: what was copied there must not change
+            if not assign and loading.get(param) is call:  # loaded under another name already
                 param.group.check_same(param, param.sharded, loaded)
             loading[param] = call
             state_dict[prefix + attribute] = loaded
