@@ -373,9 +373,6 @@ def _find_params(
 ) -> list[_Found]:
     """The parameters to take. Those that modules elsewhere share stay where they are, until a unit is around all."""
     taken: list[_Found] = []
-    inside = set[nn.Module]()
-    for module in modules:
-        inside.update(module.modules())
     elsewhere: dict[Member, set[torch.Tensor] | None] = {}
     for each in _params_in(modules, managed, ignored):
         if not each.alone:
@@ -385,12 +382,10 @@ def _find_params(
             if owner not in elsewhere:
                 elsewhere[owner] = _used_elsewhere(owner, modules)
             others = elsewhere[owner]
-            if others is not None:  # a unit around
-                shared = param.sharded in others or param.unsharded in others
+            if others is None:  # a unit inside, or beside this one
+                shared = any(place not in each.places for place in param.places)
             else:
-                shared = inside.isdisjoint(owner.unit.modules) or any(
-                    p not in each.places for p in param.places
-                )
+                shared = param.sharded in others or param.unsharded in others
             if shared:
                 continue
         taken.append(each)
