@@ -62,7 +62,7 @@ def test_a_step_with_unused_parameters_can_be_captured_only_where_all_are_reduce
     with device() as found:
         model = shard(seeded(Net), mesh=mesh_of(4))
         model.blocks[1].forward = lambda x: x @ model.blocks[1].weight.T
-        with pytest.raises(RuntimeError, match=r"\['bias'\] of blocks.1 got no gradient, and a graph"):
+        with pytest.raises(RuntimeError, match=r"bias of blocks.1 got no gradient, and a graph"):
             captured_steps(found, model)
     with device() as found:
         model = shard(seeded(Net), mesh=mesh_of(4))

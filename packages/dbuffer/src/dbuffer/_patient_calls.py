@@ -91,6 +91,7 @@ class PatientStore:
     set = partialmethod(_ask, "set")
     get = partialmethod(_ask, "get")
     add = partialmethod(_ask, "add")
+    append = partialmethod(_ask, "append")
     check = partialmethod(_ask, "check")
     compare_set = partialmethod(_ask, "compare_set")
     delete_key = partialmethod(_ask, "delete_key")

@@ -225,6 +225,8 @@ class FSDPModule(fsdp.FSDPModule):
     ) -> None:
         """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
 
+        Off by default: those that no rank used have no gradient on any rank, the others have one on every rank.
+
         Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
         reduced. Forward still has to run on every rank, since it gathers: leave its result out of the loss.
         """
@@ -259,7 +261,8 @@ class FSDPModule(fsdp.FSDPModule):
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
         """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
 
-        After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit.
+        After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit. All
+        trained parameters of what is reduced get a gradient: ranks outside the mesh may have used them.
 
         Raises:
             ValueError: a stream with HSDP, where the hook runs on the reduction's.

@@ -111,11 +111,6 @@ def norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> torc
     return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
-def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each, NaN where there is one: 1-D, on the tensors' device."""
-    return torch.stack(torch._foreach_norm(tensors, torch.inf))
-
-
 def fake_tensors() -> AbstractContextManager[Any]:
     """Inside, new tensors have shapes, dtypes and devices, but no memory, and ops on them compute nothing."""
     from torch._subclasses import FakeTensorMode

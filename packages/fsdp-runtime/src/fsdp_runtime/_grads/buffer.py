@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .. import _torch_compat as compat
 from .._plan.group import GroupPlan, as_sharded, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
+from .missing import Ledger, ledger_of
 from .scaling import ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
@@ -86,13 +88,17 @@ class Closed:
 
     Attributes:
         slots: where they are.
-        used: the parameters that got one on this rank.
+        used: the parameters that got one on this rank since the last `.grad`.
+        missing: those that are trained and got none.
         used_anywhere: the numbers of those that got one on any rank, if that was asked; else None.
+        number: number of this on the mesh, the same on every rank.
     """
 
     slots: Slots
     used: Params
+    missing: Params
     used_anywhere: frozenset[int] | None
+    number: int
 
 
 class GradBuffer:
@@ -120,6 +126,9 @@ class GradBuffer:
         self.written: set[int] = set()
         self.used_anywhere: frozenset[int] | None = None
         self.partial = False
+        self._in_partial: frozenset[int] = (
+            frozenset()
+        )  # numbers of the parameters with a part of that sum here
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use
         self._indices: Collection[int] = range(len(params))  # with a slot
@@ -133,6 +142,11 @@ class GradBuffer:
         self._trained: frozenset[int] | None = None
         self._first_reduction = 0
         self._prepared: tuple[tuple[Any, ...], ReduceScatter] | None = None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where the ranks of the mesh write which parameters they did not use."""
+        return ledger_of(self._plan.data)
 
     def rename(self, name: str) -> None:
         """Rename the buffers after the unit's new name."""
@@ -286,15 +300,23 @@ class GradBuffer:
         if self._kept or self.state is not GradState.FILLING:
             self._copy_kept()
         slots, self.state = self._slots or self._slots_in_use(), GradState.REDUCING
+        self.ledger.count += 1
         written, self.written = self.written, set()
         if not self.partial:
             slots.buffer.new_shard()
         if len(written) == len(self._params):
-            return Closed(slots, self._params, self.used_anywhere)
-        if missing := [index for index in slots.indices if index not in written]:
-            compat.zero(slots.views(missing))
-        used = [param for param in self._params if param.index in written]
-        return Closed(slots, used, self.used_anywhere)
+            return Closed(slots, self._params, [], self.used_anywhere, self.ledger.count)
+        if empty := [index for index in slots.indices if index not in written]:
+            compat.zero(slots.views(empty))
+        written |= self._in_partial
+        used: Params = []
+        missing: Params = []
+        for param in self._params:
+            if param.index in written:
+                used.append(param)
+            elif param.index in slots.indices and param.index in self.trained:
+                missing.append(param)
+        return Closed(slots, used, missing, self.used_anywhere, self.ledger.count)
 
     def reduction_of(
         self, buffers: list[DBuffer], transport: TransportChoice | None, separate: bool
@@ -325,7 +347,7 @@ class GradBuffer:
             self.buffer.wait()
             self.buffer.release()
         self.state = GradState.IDLE
-        self.partial = False
+        self.partial, self._in_partial = False, frozenset()
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 
@@ -334,22 +356,22 @@ class GradBuffer:
         closed.slots.buffer.release()
         self.state = GradState.IDLE
         self.partial = partial
+        self._in_partial = frozenset([param.index for param in closed.used]) if partial else frozenset()
         if not partial:
             self.used_anywhere = None
 
-    def publish(self, closed: Closed, *, all_unused: bool) -> None:
+    def publish(self, closed: Closed, unused: Collection[int]) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
 
         Args:
-            all_unused: also show those of the trained parameters without a gradient on this rank; if False, only those
-                to which other ranks contributed.
+            unused: numbers of the missing parameters that get no `.grad`.
         """
         planned, slots, params = self._plan.params, closed.slots, closed.used
         views = list(slots.buffer.local_views.values()) if slots.whole else self._locals_of_runs(slots)
-        if len(params) < len(self._params):
-            params = params + self._unused(closed, views, all_unused)
+        if closed.missing:
+            params = params + [param for param in closed.missing if param.index not in unused]
         grads: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for param in params:
@@ -377,28 +399,3 @@ class GradBuffer:
             empty = (0, *known.local_shape[1:])
             slices.append(nothing.view(empty) if view is None else view.view(known.local_shape))
         return slices
-
-    def _unused(self, closed: Closed, views: list[torch.Tensor], all_of_them: bool) -> Params:
-        """The trained parameters that got no gradient on this rank: all, or those to which other ranks contributed.
-
-        Unless the ranks were asked, contributions of others are read from this rank's shard. On CUDA that waits for the
-        device; it happens only if a parameter went unused.
-        """
-        known, indices = {param.index for param in closed.used}, closed.slots.indices
-        missing = [
-            param
-            for param in self._params
-            if param.index not in known and param.index in indices and param.sharded.requires_grad
-        ]
-        if closed.used_anywhere is not None:
-            return [param for param in missing if param.index in closed.used_anywhere]
-        if all_of_them or not missing:
-            return missing
-        if self._streams.layer.capturing:
-            raise RuntimeError(
-                f"{[param.name for param in missing]} of {self._name} got no gradient, and a graph cannot look "
-                "at what other ranks contributed; use every parameter, or set_reduce_scatter_unused_params(True)"
-            )
-        asked = [p for p in missing if p.sharded.grad is None and views[p.index].numel()]
-        largest = compat.largest([views[p.index] for p in asked]) if asked else ()
-        return [p for p, norm in zip(asked, list(largest), strict=True) if norm != 0]  # also NaN

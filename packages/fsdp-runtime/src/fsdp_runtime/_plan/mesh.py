@@ -1,5 +1,6 @@
 """Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
 
+import hashlib
 import itertools
 import math
 import weakref
@@ -39,6 +40,7 @@ class DataMesh:
         shard_size: ranks that a parameter is cut over.
         shard_rank: this rank among them.
         num_replicas: ranks that hold the same shard.
+        fingerprint: text that meshes of the same ranks in the same arrangement share, on all of these ranks.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class DataMesh:
         axis = mesh.ndim - 1
         self.hybrid, self.shard_size, self.shard_rank = axis == 1, mesh.size(axis), mesh.get_local_rank(axis)
         self.num_replicas = mesh.size() // self.shard_size
+        self.fingerprint = hashlib.sha256(repr(mesh.mesh.tolist()).encode()).hexdigest()[:16]
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -62,6 +65,11 @@ class DataMesh:
     def simulated(self) -> bool:
         """Whether no data move (torch's fake process group)."""
         return compat.is_simulated(self.groups[-1])
+
+    @cached_property
+    def single_process(self) -> bool:
+        """Whether there are no other ranks: one rank, torch's fake process group, or `simulated_ranks`."""
+        return self.mesh.size() == 1 or self.simulated or dist.get_backend(self.groups[-1]) == "simulated"
 
     @property
     def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:

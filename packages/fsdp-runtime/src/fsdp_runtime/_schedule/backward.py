@@ -13,6 +13,7 @@ order of the reductions and at points that the program fixes, the same on all ra
 
 import enum
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dbuffer import AllReduce, DBuffer, Handle
 
 from .. import _torch_compat as compat
 from .._grads.buffer import WRITABLE, Closed, GradBuffer
+from .._grads.missing import WAY_OUT, Missing
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit
@@ -55,10 +57,11 @@ class Reduction:
         self.updates = options.update is not None
         self.state = ReductionState.LAUNCHED
         self._options = options.reduction
-        self._unused = options.reduce_unused
+        self._shows_all = options.reduce_unused or options.reduction.hook is not None
         self._streams = streams
         self._event: Any = None
         self._closed: list[Closed] = []
+        self._missing: dict[Group, Missing] = {}  # of groups for which other ranks decide what gets a `.grad`
         # Buffers on meshes without replicas, and with them.
         self._sharded: list[tuple[DBuffer, Scaling]] = []
         self._replicated: list[tuple[DBuffer, Scaling]] = []
@@ -68,6 +71,8 @@ class Reduction:
             key = (data, gradients.scaling, gradients.partial)
             closed = gradients.close()
             self._closed.append(closed)
+            if closed.missing:
+                self._publish_missing(group, closed)
             buffer = closed.slots.buffer
             calls.setdefault(key, (gradients, []))[1].append(buffer)
             (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
@@ -76,6 +81,36 @@ class Reduction:
             for (_, _, partial), (first, buffers) in calls.items():
                 call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
                 self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
+
+    def _publish_missing(self, group: Group, closed: Closed) -> None:
+        """Publish which parameters have no gradient on this rank, if other ranks decide whether they get one.
+
+        Raises:
+            RuntimeError: they do, and a graph is captured or the store does not answer.
+        """
+        data = group.plan.data
+        stays_partial = data.hybrid and not self._options.all_reduce
+        if self._shows_all or stays_partial or closed.used_anywhere is not None:
+            return
+        names = {param.index: f"{param.name} of {group.name}" for param in closed.missing}
+        missing = self._missing[group] = Missing(data, group.gradients.ledger, closed.number, names)
+        if missing.asks and self._streams.layer.capturing:
+            raise RuntimeError(
+                f"{', '.join(names.values())} got no gradient, and a graph cannot find out whether other ranks have "
+                f"one; {WAY_OUT}"
+            )
+        missing.publish()
+
+    def _unused(self, group: Group, closed: Closed) -> Collection[int]:
+        """Numbers of the missing parameters that get no `.grad`. The reduction has completed on its stream."""
+        if closed.used_anywhere is not None:
+            return [param.index for param in closed.missing if param.index not in closed.used_anywhere]
+        missing = self._missing.get(group)
+        if missing is None:
+            return ()
+        if missing.asks:
+            self._streams.layer.wait_on_host(self._event)  # then every rank has published
+        return missing.unused()
 
     @property
     def completed(self) -> bool:
@@ -142,7 +177,7 @@ class Reduction:
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
             if not group.gradients.partial:
-                group.gradients.publish(closed, all_unused=self._unused)
+                group.gradients.publish(closed, self._unused(group, closed) if closed.missing else ())
 
     def abandon(self) -> None:
         """Wait, ignoring failures: a failed iteration is being cleared away."""

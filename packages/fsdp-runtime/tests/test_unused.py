@@ -1,0 +1,290 @@
+"""Parameters that only some ranks use: `.grad` is None on every rank if no rank used one, else set on every rank."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_runtime import fully_shard
+from fsdp_runtime._grads import missing
+from fsdp_runtime.block_policies import whole
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+
+WIDTH = 6
+BRANCHES = 4
+
+
+class Layer(nn.Module):
+    """Branches of which each batch chooses some; a bias of one element leaves most ranks without any of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BRANCHES))
+        self.scalars = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BRANCHES))
+
+    def forward(self, x, chosen):
+        h = self.always(x)
+        for i in chosen:
+            h = h + self.scalars[i] * self.branches[i](x).tanh()
+        return h
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, chosen):
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return self.head(x)
+
+
+def made():
+    torch.manual_seed(0)
+    return Model()
+
+
+def sharded(**options) -> Any:
+    model = made()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def inputs(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# Branches that each rank uses, step by step: by one rank, by none, by all but one, by all.
+STEPS: list[list[tuple[int, ...]]] = [
+    [(0,), (), (1,), ()],
+    [(0,), (0, 1), (0, 1, 2), (2,)],
+    [(), (), (), ()],
+    [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1)],
+    [(3,), (3,), (3,), (3,)],
+    [(0, 1, 2, 3), (0, 1, 2, 3), (2,), (0, 1, 2, 3)],
+]
+EVERY = tuple(range(len(STEPS)))
+KINDS = [("branches", ".weight"), ("branches", ".bias"), ("scalars", "")]
+
+
+def full(tensor):
+    return None if tensor is None else tensor.full_tensor()
+
+
+def same_on_all_ranks(model):
+    own = {name: p.grad is None for name, p in model.named_parameters()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return everywhere == [own] * dist.get_world_size()
+
+
+def trained(ends, *, partial_sums=False, reduce_each=False, mesh_shape=None, **options):
+    """Gradients after each step, and the parameters at the end; other steps than `ends` are accumulated."""
+    rank = dist.get_rank()
+    if mesh_shape:
+        options["mesh"] = rank_mesh(*mesh_shape, names=("replicate", "shard"))
+    model = sharded(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    gradients = []
+    for number, chosen in enumerate(STEPS):
+        if partial_sums:
+            model.set_requires_all_reduce(number in ends)
+        elif not reduce_each:
+            model.set_requires_gradient_sync(number in ends)
+        model(inputs(number, rank), chosen[rank]).square().mean().backward()
+        if number in ends:
+            assert same_on_all_ranks(model)
+            gradients.append({n: full(p.grad) for n, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, {n: full(p.detach()) for n, p in model.named_parameters()}
+
+
+def alone(ends, world):
+    """The same of one process that sees the batches of all ranks."""
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    gradients = []
+    for number, chosen in enumerate(STEPS):
+        for rank in range(world):
+            (model(inputs(number, rank), chosen[rank]).square().mean() / world).backward()
+        if number in ends:
+            gradients.append(
+                {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients, dict(model.named_parameters())
+
+
+def check(results, expected):
+    for gradients, params in results:
+        for own, reference in zip(gradients, expected[0], strict=True):
+            assert {n for n, g in own.items() if g is None} == {n for n, g in reference.items() if g is None}
+            for name, grad in reference.items():
+                if grad is not None:
+                    torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-7, msg=name)
+        for name, param in expected[1].items():
+            torch.testing.assert_close(params[name], param, rtol=1e-4, atol=1e-5, msg=name)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "": {},
+    "collectives": {"transport": "collectives"},
+    "sums in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    "tensors whole on one rank": {"block_policy": whole()},
+    "accumulated": {"ends": (1, 3, 5)},
+    "reduced in each microbatch": {"ends": (1, 3, 5), "reduce_each": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adamw_with_weight_decay_is_that_of_one_process(case):
+    ends = CASES[case].get("ends", EVERY)
+    check(run_ranks(3, trained, **{"ends": EVERY, **CASES[case]}), alone(ends, 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_at_other_world_sizes(world):
+    check(run_ranks(world, trained, EVERY), alone(EVERY, world))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ends": (2, 3, 5)}, {"ends": (2, 3, 5), "partial_sums": True}],
+    ids=["", "accumulated", "partial"],
+)
+def test_with_hsdp_the_replicas_count_too(options):
+    options = {"ends": EVERY, **options}
+    check(run_ranks(4, trained, mesh_shape=(2, 2), **options), alone(options["ends"], 4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh_shape", [(4, 1), (1, 4)])
+def test_with_hsdp_of_other_shapes(mesh_shape):
+    check(run_ranks(4, trained, EVERY, mesh_shape=mesh_shape), alone(EVERY, 4))
+
+
+def backward(model, chosen, step=0):
+    model(inputs(step, dist.get_rank()), chosen).square().mean().backward()
+
+
+@on_ranks(3)
+def test_ranks_that_differ_send_the_same_collectives():
+    model = sharded()
+    backward(model, range(BRANCHES))
+    records = []
+    for chosen in (range(BRANCHES), (dist.get_rank(),), ()):
+        with record_collectives() as record:
+            backward(model, chosen)
+        records.append(record.events)
+    assert records[0]
+    assert records[1] == records[2] == records[0]
+
+
+@on_ranks(3)
+def test_a_rank_that_uses_everything_asks_the_store_nothing():
+    model = sharded()
+    with mock.patch.object(missing.Ledger, "connect", side_effect=AssertionError):
+        for _ in range(2):
+            backward(model, range(BRANCHES))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(3)
+def test_the_store_does_not_grow():
+    store = dist.group.WORLD.get_group_store()
+    model, counts = sharded(), []
+    for step in range(50):
+        chosen = STEPS[step % len(STEPS)][dist.get_rank()]
+        backward(model, chosen, step)
+        model.zero_grad()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert len(set(counts[10:])) == 1
+
+
+@on_ranks(3)
+def test_a_gradient_of_an_earlier_backward_stays_where_none_is_added():
+    model = sharded()
+    for chosen in ((0,), (1,)):
+        backward(model, chosen if dist.get_rank() == 0 else ())
+        assert same_on_all_ranks(model)
+    none = {n for n, p in model.layers[0].named_parameters() if p.grad is None}
+    assert none == {f"{kind}.{i}{part}" for kind, part in KINDS for i in (2, 3)}
+
+
+@on_ranks(3)
+def test_a_hook_may_add_what_ranks_outside_the_mesh_have_so_that_all_gradients_are_set():
+    model = sharded()
+    for unit in (*model.layers, model):
+        unit.set_all_reduce_hook(lambda flat: flat.add_(1))
+    backward(model, ())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(3)
+def test_a_store_that_does_not_answer_is_an_error_that_names_the_parameters():
+    model = sharded()
+    with (
+        mock.patch.object(missing.Ledger, "read", side_effect=RuntimeError("no answer")),
+        pytest.raises(
+            RuntimeError,
+            match=r"scalars.3 of layers.1 got no gradient on .*: no answer.*_unused_params",
+        ),
+    ):
+        backward(model, (0, 1, 2))
+
+
+class World:
+    """A process group of which only the rank and the store are asked."""
+
+    def __init__(self, rank, store):
+        self._rank, self._store = rank, store
+
+    def rank(self):
+        return self._rank
+
+    def get_group_store(self):
+        return self._store
+
+
+STORES: dict[str, Any] = {
+    "TCPStore": lambda folder, size: (
+        [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)] * size
+    ),
+    "HashStore": lambda folder, size: [dist.HashStore()] * size,
+    "FileStore": lambda folder, size: [dist.FileStore(f"{folder}/store", size) for _ in range(size)],
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_every_entry_arrives_in_any_store_and_the_last_reader_deletes_them(kind, tmp_path):
+    size = 8
+    stores = STORES[kind](tmp_path, size)
+    worlds: list[Any] = [World(rank, store) for rank, store in enumerate(stores)]
+    ledgers = [missing.Ledger(world, "mesh") for world in worlds]
+    before = stores[0].num_keys()
+    with ThreadPoolExecutor(size) as pool:
+        for reduction in range(1, 6):
+            some = range(size if reduction % 2 else size - 1)
+            for writing in [
+                pool.submit(ledgers[rank].write, reduction, (2, 70, 100 + rank)) for rank in some
+            ]:
+                writing.result()
+            bits = [
+                each.result() for each in [pool.submit(ledgers[rank].read, reduction, size) for rank in some]
+            ]
+            assert bits == [1 << 2 | 1 << 70 if reduction % 2 else 0] * len(some)
+    assert stores[0].num_keys() == before
