@@ -1,4 +1,18 @@
-"""Shampoo's options in force, and its arithmetic on batches of equal blocks. No state, no communication."""
+"""Shampoo's options in force, and its arithmetic on batches of equal blocks. No state, no communication.
+
+When a block's turn comes, by its number, the step and the options, is the same at every world size:
+
+    frequency 4, start 8, staggered; the block's phase is its number modulo 4
+
+    step        1  2  3  4  5  6  7  8  9 10 11 12 13
+    phase 0                       (8)           x
+    phase 1              x           x              x        a quarter of the blocks in each step
+    phase 2                 x           x
+    phase 3                    x           x
+                                  ^ start: every block has a root by now
+
+    not staggered: all blocks at 8, 12, 16 ...
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +25,6 @@ from block_optim.shampoo import linalg
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.plan import COLS, ROWS, Size, TensorPlan
 from block_optim.shampoo.roots import TINY, RootOptions
-from block_optim.shampoo.schedule import first_due, is_due
 
 GRAFTING = ("none", "rmsprop", "adam")
 
@@ -75,12 +88,19 @@ class ShampooOptions:
         )
 
     def first_due(self, number: int) -> int:
-        """The first step at which a block's roots are computed, by the block's number."""
-        return first_due(number, self.start, self.frequency, self.stagger)
+        """The first step at which a block's roots are computed, by its number.
+
+        Staggered: in its phase, within the `frequency` steps up to `start`; at `start` if that is before step 1.
+        """
+        step = self.start - (self.start - number) % self.frequency
+        return step if self.stagger and step >= 1 else self.start
 
     def is_due(self, number: int, step: int) -> bool:
-        """Whether a block's roots are computed in this step."""
-        return is_due(step, number, self.start, self.frequency, self.stagger)
+        """Whether a block's roots are computed in this step (counted from 1)."""
+        first = self.first_due(number)
+        if step <= first:
+            return step == first
+        return (step - (number if self.stagger else self.start)) % self.frequency == 0
 
 
 def side_states(tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True) -> dict[str, Size]:
