@@ -177,19 +177,19 @@ def test_a_long_assignment_is_cut_short_when_printed():
 def test_a_tensor_is_cut_into_matrices_that_cover_it_once(shape, how, sizes):
     found = matrices_of("w", shape, how)
     assert [(m.rows, m.columns) for m in found] == sizes
-    elements = [e for m in found for first, length in m.runs for e in range(first, first + length)]
+    elements = [e for m in found for ends in m.ranges for e in range(*ends)]
     numel = 1
     for size in shape:
         numel *= size
     assert sorted(elements) == list(range(numel))
-    assert all(sum(n for _, n in m.runs) == m.numel for m in found)
+    assert all(sum(b - a for a, b in m.ranges) == m.numel for m in found)
 
 
 def test_interleaved_rows_are_gathered_group_by_group():
     q, k, v = matrices_of("qkv", (12, 1), "rows:4,1,1*2")
-    assert q.runs == ((0, 4), (6, 4))
-    assert k.runs == ((4, 1), (10, 1))
-    assert v.runs == ((5, 1), (11, 1))
+    assert q.ranges == ((0, 4), (6, 10))
+    assert k.ranges == ((4, 5), (10, 11))
+    assert v.ranges == ((5, 6), (11, 12))
 
 
 @given(
@@ -205,7 +205,7 @@ def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
             pieces = matrix.pieces(holding, rank)
             seen += [(p.first, cuts[rank] + p.local, p.numel) for p in pieces]
             assert dict(holding.holders(*matrix.ranges)).get(rank, 0) == sum(p.numel for p in pieces)
-        elements = [e for first, length in matrix.runs for e in range(first, first + length)]
+        elements = [e for ends in matrix.ranges for e in range(*ends)]
         for offset, first, length in seen:
             assert elements[offset : offset + length] == list(range(first, first + length))
         assert sorted(o for o, _, n in seen for o in range(o, o + n)) == list(range(matrix.numel))

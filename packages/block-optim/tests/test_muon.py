@@ -118,7 +118,7 @@ def test_the_matrices_of_a_tensor_are_updated_as_separate_parameters_would_be(sh
 
     def matrices(tensor):
         flat = tensor.detach().reshape(-1)
-        found = [(m, [flat[first : first + n] for first, n in m.runs]) for m in matrices_of("w", shape, how)]
+        found = [(m, [flat[start:stop] for start, stop in m.ranges]) for m in matrices_of("w", shape, how)]
         return [torch.cat(runs).view(m.rows, m.columns) for m, runs in found]
 
     twins = [torch.nn.Parameter(m) for m in matrices(param)]

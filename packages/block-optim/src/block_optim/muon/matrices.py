@@ -17,12 +17,10 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from block_optim.core.holding import Holding
+from block_optim.core.holding import Holding, Range
 from block_optim.core.params import Param
 from block_optim.core.pieces import Piece
 from layout_planner import Block, Rows, Whole
-
-Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -32,23 +30,18 @@ class Matrix:
     Attributes:
         rows: of the matrix.
         columns: of the matrix.
-        runs: (first element, elements) in the flattened tensor; one after the other they are the matrix, row-major, and
-            each is whole rows.
+        ranges: runs of elements [start, stop) of the flattened tensor; one after the other they are the matrix,
+            row-major, and each is whole rows.
     """
 
     rows: int
     columns: int
-    runs: Runs
+    ranges: tuple[Range, ...]
 
     @property
     def numel(self) -> int:
         """Elements."""
         return self.rows * self.columns
-
-    @property
-    def ranges(self) -> Runs:
-        """The runs as (first element, element after the last)."""
-        return tuple((first, first + length) for first, length in self.runs)
 
     def pieces(self, holding: Holding, rank: int) -> list[Piece]:
         """The pieces of the matrix on a rank."""
@@ -107,8 +100,9 @@ def _split(shape: tuple[int, ...], sizes: tuple[int, ...], groups: int) -> tuple
     for index in range(math.prod(shape[:-2])):
         first = index * rows
         for size in sizes:
-            runs = tuple(((first + g * sum(sizes)) * columns, size * columns) for g in range(groups))
-            result.append(Matrix(size * groups, columns, runs))
+            starts = [first + g * sum(sizes) for g in range(groups)]
+            ranges = tuple((start * columns, (start + size) * columns) for start in starts)
+            result.append(Matrix(size * groups, columns, ranges))
             first += size
     return tuple(result)
 
@@ -125,6 +119,6 @@ def block_of_matrices(name: str, shape: tuple[int, ...], how: str) -> Block | No
     result = matrices_of(name, shape, how)
     if len(result) == 1:
         return Whole()
-    equal = len({m.rows for m in result}) == 1 and len(result[0].runs) == 1
+    equal = len({m.rows for m in result}) == 1 and len(result[0].ranges) == 1
     # One of them, or all that one matrix of the stack is cut into.
     return Rows(result[0].rows if equal else shape[-2])
