@@ -1,5 +1,7 @@
 """Distributed checkpoints: from any sharding at 4 ranks into any sharding at 1 to 4, and back, bit by bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -409,8 +411,9 @@ def load_two_names(folder):
     one = distribute_tensor(torch.arange(16.0).view(8, 2), rank_mesh(3), [RaggedShard((0,), (3, 0, 1))])
     two = (one.detach() + 1).detach()
     dcp.save({"one": one, "two": two}, checkpoint_id=folder)
-    target = torch.zeros_like(one)
-    first, second = target.detach(), target.detach()
+    target: Any = torch.zeros_like(one)
+    first: Any = target.detach()
+    second: Any = target.detach()
     second.load_apart()
     assert second.loaded is second
     dcp.save({"two": second}, checkpoint_id=f"{folder}/zeros")  # copies nothing
