@@ -248,6 +248,49 @@ def test_it_moves_out_of_units_that_are_gathered_and_have_others_left():
         torch.testing.assert_close(one.grad.full_tensor(), two.grad)
 
 
+class Experts(nn.Module):
+    """Two experts that share a weight, so large that it is reduced by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 520)
+        self.experts = nn.ModuleList(nn.Linear(520, 520) for _ in range(2))
+        self.experts[1].weight = self.experts[0].weight
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        for number in chosen:
+            x = x + self.experts[number](x).tanh()
+        return x.square().mean()
+
+
+@on_ranks(3)
+def test_it_is_reduced_where_some_ranks_skip_all_modules_that_share_it_and_none_where_all_do():
+    chosen: list[list[list[int]]] = [[[0], [], [0, 1]], [[], [], []], [[], [1], []]]
+    model: Any = seeded(Experts)
+    for expert in model.experts:
+        fully_shard(expert, skippable=True)
+    fully_shard(model)
+    plain = seeded(Experts)
+    for accumulate in (False, True):
+        for step, of_ranks in enumerate(chosen):
+            model.set_requires_gradient_sync(not accumulate or step == 2)
+            x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step))
+            model(x[dist.get_rank()], of_ranks[dist.get_rank()]).backward()
+            for rank, parts in enumerate(of_ranks):
+                (plain(x[rank], parts) / 3).backward()
+            if accumulate and step < 2:
+                continue
+            for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (one.grad is None) == (two.grad is None), (step, name)
+                if two.grad is not None:
+                    torch.testing.assert_close(
+                        one.grad.full_tensor(), two.grad, rtol=1e-4, atol=1e-7, msg=name
+                    )
+            model.zero_grad()
+            plain.zero_grad()
+
+
 def collectives(tied, order):
     model = wrap(seeded(tied=tied), order)
     loss_of(model, tokens()).backward()

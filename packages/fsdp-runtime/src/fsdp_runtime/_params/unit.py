@@ -86,6 +86,7 @@ class Unit:
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
         followers: units whose host this is. It gathers and reduces them, on every rank.
+        uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
@@ -109,6 +110,7 @@ class Unit:
         self.root = True
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
+        self.uneven = False
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request

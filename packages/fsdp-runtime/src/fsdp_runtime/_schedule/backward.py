@@ -279,6 +279,7 @@ class Backward:
             or unit.on_several_meshes
             or options.update is not None
             or unit.host is not None
+            or unit.uneven
         )
         if last and group.plan.large and options.requires_gradient_sync and not differ:
             gradients_of = [(each, each.gradients) for each in unit.groups]

@@ -98,6 +98,8 @@ class Member:
                     "which does not hold it for this module. Tie parameters before fully_shard, and call it on a "
                     "module around all that share one, usually the model itself, before the first forward"
                 )
+            if unit.host is None and any(_is_skippable(module) for module in path):
+                unit.uneven = True
             if set(path).isdisjoint(unit.modules):
                 self.borrowed.append((name, managed, unit))
             names.setdefault(managed, {})[name] = None
@@ -141,6 +143,11 @@ def member_of(module: nn.Module) -> Member | None:
     """The member that `fully_shard` made of a module; None where it was not called on it."""
     found: Member | None = module.__dict__.get(_ATTRIBUTE)
     return found
+
+
+def _is_skippable(module: nn.Module) -> bool:
+    member = member_of(module)
+    return member is not None and member.unit.options.skippable
 
 
 def register(member: Member) -> None:

@@ -361,7 +361,11 @@ class Pass:
                 if not self._backward.upcoming():
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
         if unit.options.requires_gradient_sync:
-            self.backward.reduce(unit, unit.groups_to_reduce())
+            groups = unit.groups_to_reduce()
+            if unit.uneven:
+                find_used_anywhere(unit.groups)
+                groups = [group for group in unit.groups if group.gradients.used_anywhere]
+            self.backward.reduce(unit, groups)
 
     def _leave_followers(self, followers: Sequence[Unit]) -> None:
         """Free units that ranks may skip, and reduce the gradients that any rank has of them."""
