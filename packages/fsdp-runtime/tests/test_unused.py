@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import device
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -201,18 +202,36 @@ def test_a_rank_that_uses_everything_asks_the_store_nothing():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@on_ranks(3)
-def test_the_store_does_not_grow():
+def keys_of_store(mesh_shape=None):
+    """Number of keys after each of 50 steps; with HSDP replicas are summed in every second one."""
     store = dist.group.WORLD.get_group_store()
-    model, counts = sharded(), []
+    options = {"mesh": rank_mesh(*mesh_shape, names=("replicate", "shard"))} if mesh_shape else {}
+    model, counts = sharded(**options), []
     for step in range(50):
+        model.set_requires_all_reduce(step % 2 == 1)
         chosen = STEPS[step % len(STEPS)][dist.get_rank()]
         backward(model, chosen, step)
         model.zero_grad()
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
-    assert len(set(counts[10:])) == 1
+    return counts
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(3, None), (4, (2, 2))])
+def test_the_store_does_not_grow(ranks, mesh_shape):
+    for counts in run_ranks(ranks, keys_of_store, mesh_shape):
+        assert len(set(counts[10:])) == 1
+
+
+@pytest.mark.parametrize(("chosen", "waits"), [(range(BRANCHES), 0), ((0,), 2)])
+def test_the_host_waits_only_for_reductions_in_which_it_misses_something(chosen, waits):
+    with device("late") as found:
+        model = sharded(mesh=rank_mesh(4))
+        model(torch.ones(2, WIDTH), chosen).sum().backward()
+        with mock.patch.object(found, "wait_on_host", wraps=found.wait_on_host) as wait:
+            model(torch.ones(2, WIDTH), chosen).sum().backward()
+        assert wait.call_count == waits
 
 
 @on_ranks(3)
