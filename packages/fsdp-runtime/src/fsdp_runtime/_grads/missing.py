@@ -69,7 +69,7 @@ class Ledger:
             known = found
 
     def read(self, number: int, size: int) -> int:
-        """The parameters that all of `size` ranks miss, as bits. Three requests; the last reader deletes the entry."""
+        """The parameters that all of `size` ranks miss, as bits. Two requests; the last reader's two more delete it."""
         store = self.connect()
         entries = store.get(str(number)).decode().split()
         if store.add(f"{number} read", 1) == len(entries):
