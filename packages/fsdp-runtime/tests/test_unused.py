@@ -299,11 +299,12 @@ def test_every_entry_arrives_in_any_store_and_the_last_reader_deletes_them(kind,
         for reduction in range(1, 6):
             some = range(size if reduction % 2 else size - 1)
             for writing in [
-                pool.submit(ledgers[rank].write, reduction, (2, 70, 100 + rank)) for rank in some
+                pool.submit(ledgers[rank].write, str(reduction), (2, 70, 100 + rank)) for rank in some
             ]:
                 writing.result()
             bits = [
-                each.result() for each in [pool.submit(ledgers[rank].read, reduction, size) for rank in some]
+                each.result()
+                for each in [pool.submit(ledgers[rank].read, str(reduction), size) for rank in some]
             ]
             assert bits == [1 << 2 | 1 << 70 if reduction % 2 else 0] * len(some)
     assert stores[0].num_keys() == before

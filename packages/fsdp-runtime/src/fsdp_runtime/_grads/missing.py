@@ -57,9 +57,9 @@ class Ledger:
             self._appends = shared.has_extended_api()  # type: ignore[attr-defined]
         return self._store
 
-    def write(self, number: int, numbers: Collection[int]) -> None:
-        """Publish the parameters that this rank misses in a reduction. One request."""
-        store, key = self.connect(), str(number)
+    def write(self, key: str, numbers: Collection[int]) -> None:
+        """Publish the parameters that this rank misses in the reduction of this key. One request."""
+        store = self.connect()
         # One key for all ranks, so that one request reads it, however many they are.
         entry, known = f"{self._rank}:{sum(1 << each for each in numbers):x} ", ""
         if self._appends:
@@ -68,13 +68,13 @@ class Ledger:
         while (found := store.compare_set(key, known, known + entry).decode()) != known + entry:
             known = found
 
-    def read(self, number: int, size: int) -> int:
+    def read(self, key: str, size: int) -> int:
         """The parameters that all of `size` ranks miss, as bits. Two requests; the last reader's two more delete it."""
         store = self.connect()
-        entries = store.get(str(number)).decode().split()
-        if store.add(f"{number} read", 1) == len(entries):
-            store.delete_key(str(number))
-            store.delete_key(f"{number} read")
+        entries = store.get(key).decode().split()
+        if store.add(f"{key} read", 1) == len(entries):
+            store.delete_key(key)
+            store.delete_key(f"{key} read")
         if len(entries) < size:
             return 0
         bits = -1
@@ -102,16 +102,17 @@ class Missing:
     Args:
         data: the group's mesh.
         ledger: the mesh's.
-        number: the ledger's count when the group was handed to the reduction.
+        key: of the reduction, the same on every rank: the group's name, and the ledger's count when it was closed. With
+            the name, ranks whose counts differ after a failed pass never read another group's entries.
         names: names for errors, by the parameters' numbers in the group. At least one.
 
     Attributes:
         asks: whether `unused` depends on other ranks.
     """
 
-    def __init__(self, data: DataMesh, ledger: Ledger, number: int, names: Mapping[int, str]) -> None:
+    def __init__(self, data: DataMesh, ledger: Ledger, key: str, names: Mapping[int, str]) -> None:
         self.asks = data.mesh.size() > 1
-        self._data, self._ledger, self._number, self._names = data, ledger, number, names
+        self._data, self._ledger, self._key, self._names = data, ledger, key, names
 
     def publish(self) -> None:
         """Write them, before the reduction starts. One request of the store.
@@ -121,7 +122,7 @@ class Missing:
         """
         if not self._data.single_process:
             try:
-                self._ledger.write(self._number, self._names)
+                self._ledger.write(self._key, self._names)
             except RuntimeError as error:
                 self._fail(error)
 
@@ -136,7 +137,7 @@ class Missing:
         if self._data.single_process:
             return self._names.keys()
         try:
-            bits = self._ledger.read(self._number, self._data.mesh.size())
+            bits = self._ledger.read(self._key, self._data.mesh.size())
         except RuntimeError as error:
             self._fail(error)
         return [number for number in self._names if bits >> number & 1]

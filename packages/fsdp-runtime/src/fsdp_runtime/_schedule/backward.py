@@ -93,7 +93,8 @@ class Reduction:
         if self._shows_all or stays_partial or closed.used_anywhere is not None:
             return
         names = {param.index: f"{param.name} of {group.name}" for param in closed.missing}
-        missing = self._missing[group] = Missing(data, group.gradients.ledger, closed.number, names)
+        key = f"{group.name} {closed.number}"
+        missing = self._missing[group] = Missing(data, group.gradients.ledger, key, names)
         if missing.asks and self._streams.layer.capturing:
             raise RuntimeError(
                 f"{', '.join(names.values())} got no gradient, and a graph cannot find out whether other ranks have "
