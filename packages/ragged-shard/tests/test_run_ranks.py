@@ -210,6 +210,19 @@ def take_a_mesh():
     return os.getpid()
 
 
+def start_again(folder):
+    """A mesh before and after torch.distributed was initialized again; the group of each rank alone in the second."""
+    rank = dist.get_rank()
+    rank_mesh(2, 1, names=("a", "b"))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    return dist.get_process_group_ranks(rank_mesh(2, 1, names=("a", "b")).get_group("b"))
+
+
+def test_a_shared_mesh_is_another_one_after_torch_distributed_was_initialized_again(tmp_path):
+    assert run_ranks(2, start_again, str(tmp_path)) == [[0], [1]]
+
+
 def test_ranks_whose_groups_are_those_of_shared_meshes_stay_and_so_do_the_meshes():
     assert run_ranks(2, take_a_mesh) == run_ranks(2, take_a_mesh) == run_ranks(2, process)
 

@@ -25,7 +25,7 @@ from ragged_shard.testing import _pickling
 NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_ranks`
 
 serving = False  # whether this process is a rank
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_meshes: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}  # and the default group of its time
 _kept_groups: set[str] = set()  # those of `_meshes`
 _LIBRARIES = {"neighbors", "optimizer", "reductions"}  # descriptions of groups that are kept with a mesh's
 
@@ -40,11 +40,15 @@ def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = C
     if not serving:
         return init_device_mesh(device, shape, mesh_dim_names=names)
     key = (device, shape, names)
-    if key not in _meshes:
+    world = dist.group.WORLD
+    assert world is not None
+    if (
+        key not in _meshes or _meshes[key][0] is not world
+    ):  # a job may have initialized torch.distributed again
         before = set(groups_by_name())
-        _meshes[key] = init_device_mesh(device, shape, mesh_dim_names=names)
+        _meshes[key] = world, init_device_mesh(device, shape, mesh_dim_names=names)
         _kept_groups.update(set(groups_by_name()) - before)
-    return _meshes[key]
+    return _meshes[key][1]
 
 
 def main(fd: int, stacks: str) -> None:
