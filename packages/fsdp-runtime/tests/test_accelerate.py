@@ -43,6 +43,7 @@ def accelerator_for(accumulate=1, **options):
     GradientState._reset_state()
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # a trainer's job on this rank may have left it
     options = {"cpu_ram_efficient_loading": False, "reshard_after_forward": True, **options}
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
