@@ -12,7 +12,7 @@ from dbuffer_helpers import build_large, error_of, load, peers_of, swap, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer, Gather, ReduceScatter, _handle, _order, watch_order
+from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _handle, _order, watch_order
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import run_ranks
 
@@ -125,6 +125,30 @@ def start_different_collectives(kind, what):
 def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind, what, ranks):
     for message in run_ranks(ranks, start_different_collectives, kind, what):
         assert "the ranks do not agree on the order of collectives" in message
+
+
+def one_never_starts(kind):
+    """With torch's collectives, of two buffers in one call. The error of each rank that waits, and the state."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    watch_order(mesh.get_group())
+    layout = plan([TensorSpec("w", (16, 4))], dist.get_world_size())
+    options: Any = {"transport": "collectives", "dtype": torch.float32}
+    buffers = [DBuffer(layout, mesh, name=name, **options) for name in "ab"]
+    for buffer in buffers:
+        buffer.materialize()
+    if dist.get_rank() == 0:
+        time.sleep(4.0)
+        return "", HandleState.FAILED
+    with mock.patch.object(_order, "_MEETING", 0.0):
+        handle = kind(buffers).start()
+    return error_of(handle.wait), handle.state
+
+
+@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(kind):
+    for message, state in run_ranks(3, one_never_starts, kind)[1:]:
+        assert " of a, b failed: " in message
+        assert state is HandleState.FAILED
 
 
 def test_where_one_of_eight_ranks_disagrees_all_raise():

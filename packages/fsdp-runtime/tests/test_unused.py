@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import device
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dbuffer import ReduceScatter
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads import missing
+from fsdp_runtime._plan.mesh import DataMesh
 from fsdp_runtime.block_policies import whole
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
@@ -308,3 +311,34 @@ def test_every_entry_arrives_in_any_store_and_the_last_reader_deletes_them(kind,
             ]
             assert bits == [1 << 2 | 1 << 70 if reduction % 2 else 0] * len(some)
     assert stores[0].num_keys() == before
+
+
+@on_ranks(2)
+def test_an_entry_of_a_failed_pass_does_not_count_for_a_rank_that_comes_to_its_key_later():
+    """Rank 0 fails after it has published; in the next pass it is one number ahead, and uses what it missed."""
+    data = DataMesh(rank_mesh(2))
+    ledger = missing.ledger_of(data)
+    if dist.get_rank() == 0:
+        failed = missing.Missing(data, ledger, "block 5", {3: "w"})
+        failed.publish()
+        failed.withdraw()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        later = missing.Missing(data, ledger, "block 5", {3: "w"})
+        later.publish()
+        assert later.unused() == []
+
+
+@on_ranks(2)
+def test_a_pass_that_fails_after_it_has_published_withdraws_that_before_the_next():
+    model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    with mock.patch.object(missing.Missing, "withdraw", autospec=True) as withdrawn:
+        model(inputs(0, 0), (0,)).sum().backward()
+        with (
+            mock.patch.object(ReduceScatter, "start", side_effect=RuntimeError("cannot start")),
+            pytest.raises(RuntimeError, match="cannot start"),
+        ):
+            model(inputs(0, 0), (0,)).sum().backward()
+        assert not withdrawn.called
+        model(inputs(0, 0), (0,)).sum().backward()
+        assert withdrawn.called

@@ -166,6 +166,10 @@ class Handle:
                 return False
         return True
 
+    def _is_of_wait(self, error: RuntimeError) -> bool:
+        """Whether waiting for torch's work raised this, rather than a signal handler meanwhile."""
+        return (self._pending is not None and error is self._pending.error) or not _is_from_handler(error)
+
     def _complete(self) -> None:
         """Wait, and write the result: once, or never where that was interrupted."""
         if not self._launched or self.state is HandleState.FINISHING:
@@ -183,7 +187,7 @@ class Handle:
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler
-            if on_cpu and self._order is not None and _is_from_handler(error):
+            if on_cpu and self._order is not None and not self._is_of_wait(error):
                 raise
             difference = self._order.check_waiting() if self._order is not None else ""
             why = error if not difference or difference in str(error) else difference

@@ -15,20 +15,23 @@ class Pending:
 
     Args:
         call: the function; freed once it has returned.
+
+    Attributes:
+        error: what it raised.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
         self._done = threading.Event()
         self._value: Any = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def run(self) -> None:
         """Make the call, in the caller's thread."""
         try:
             self._value = self._call()
         except Exception as error:  # raised by `result`
-            self._error = error
+            self.error = error
         del self._call
         self._done.set()
 
@@ -37,9 +40,9 @@ class Pending:
         return self._done.wait(seconds)
 
     def result(self) -> Any:
-        """What the call, which has ended, returned or raised."""
-        if self._error is not None:
-            raise self._error
+        """The call's value, or its error raised again. Only once it has ended."""
+        if self.error is not None:
+            raise self.error
         return self._value
 
 
@@ -51,7 +54,7 @@ class Caller:
         self._thread: threading.Thread | None = None
 
     def start(self, call: Callable[[], Any]) -> Pending:
-        """Have the thread make a call, after those that were started before."""
+        """Queue a call for the thread, behind earlier ones."""
         if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
             self._calls = queue.SimpleQueue()
             self._thread = threading.Thread(

@@ -305,18 +305,13 @@ class tied(Script):
         super().wrap()
 
 
-class tied_late(Script):
+class tied_late(tied):
     title = "`tie_weights()` after sharding: `last.weight = first.weight`"
     sources = "accelerate#3870"
     expected = "right"
 
-    def build(self) -> nn.Module:
-        net = Net()
-        net.last.weight = net.first.weight
-        return net
-
     def wrap(self) -> None:
-        super().wrap()
+        Script.wrap(self)
         self.net.last.weight = self.net.first.weight
 
 

@@ -257,9 +257,9 @@ class EMA:
         """Raise unless the module's parameters are those that it had, sharded, or ``gathered`` if that may be."""
         if self._module is None:
             return
-        found = dict(_entries(self._module))
-        for name in self._entries | found:
-            own, now = self._entries.get(name), found.get(name)
+        current = dict(_entries(self._module))
+        for name in self._entries | current:
+            own, now = self._entries.get(name), current.get(name)
             if now is own or (own is None and now is not None and not now.requires_grad):
                 continue
             if now is None or not isinstance(own, DISTRIBUTED) or _placement(now) == _placement(own):
@@ -336,7 +336,7 @@ def _placement(tensor: torch.Tensor) -> Any:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What must stay as it is."""
+    """Shape, dtype and placements, and the device, shape and strides of this rank's part."""
     local, placements = local_of(tensor), tuple(getattr(tensor, "placements", ()))
     return (
         tuple(tensor.shape),

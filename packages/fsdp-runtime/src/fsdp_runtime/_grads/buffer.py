@@ -24,7 +24,7 @@ from .. import _torch_compat as compat
 from .._plan.group import GroupPlan, as_sharded, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
-from .missing import Ledger, ledger_of
+from .missing import Ledger, Missing, ledger_of
 from .scaling import ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
@@ -126,9 +126,8 @@ class GradBuffer:
         self.written: set[int] = set()
         self.used_anywhere: frozenset[int] | None = None
         self.partial = False
-        self._in_partial: frozenset[int] = (
-            frozenset()
-        )  # numbers of the parameters with a part of that sum here
+        self._in_partial: frozenset[int] = frozenset()  # the parameters with a part of that sum here
+        self.published: Missing | None = None  # of the reduction under way
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use
         self._indices: Collection[int] = range(len(params))  # with a slot
@@ -348,6 +347,9 @@ class GradBuffer:
             self.buffer.release()
         self.state = GradState.IDLE
         self.partial, self._in_partial = False, frozenset()
+        if self.published is not None:
+            self.published.withdraw()
+            self.published = None
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 

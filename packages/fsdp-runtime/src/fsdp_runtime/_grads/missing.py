@@ -7,6 +7,7 @@ The reduction completes here after every rank has started it, and each rank has 
 is unused if every rank of the mesh has written, and every rank misses it. A rank that misses nothing has used all.
 """
 
+import contextlib
 import weakref
 from collections.abc import Collection, Mapping
 from typing import NoReturn
@@ -102,8 +103,7 @@ class Missing:
     Args:
         data: the group's mesh.
         ledger: the mesh's.
-        key: of the reduction, the same on every rank: the group's name, and the ledger's count when it was closed. With
-            the name, ranks whose counts differ after a failed pass never read another group's entries.
+        key: of the reduction, the same on every rank: the group's name, and the ledger's count when it was closed.
         names: names for errors, by the parameters' numbers in the group. At least one.
 
     Attributes:
@@ -141,6 +141,16 @@ class Missing:
         except RuntimeError as error:
             self._fail(error)
         return [number for number in self._names if bits >> number & 1]
+
+    def withdraw(self) -> None:
+        """Add an entry that misses nothing: the pass has failed before `unused`.
+
+        Counts may differ between ranks afterwards. One that comes to this key in a later pass must not take the entry
+        of the failed one for that pass's.
+        """
+        if not self._data.single_process:
+            with contextlib.suppress(RuntimeError):  # a store that has gone is reported by the next `publish`
+                self._ledger.write(self._key, ())
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         raise RuntimeError(

@@ -100,6 +100,7 @@ class Reduction:
                 f"{', '.join(names.values())} got no gradient, and a graph cannot find out whether other ranks have "
                 f"one; {WAY_OUT}"
             )
+        group.gradients.published = missing
         missing.publish()
 
     def _unused(self, group: Group, closed: Closed) -> Collection[int]:
@@ -111,7 +112,9 @@ class Reduction:
             return ()
         if missing.asks:
             self._streams.layer.wait_on_host(self._event)  # then every rank has published
-        return missing.unused()
+        unused = missing.unused()
+        group.gradients.published = None
+        return unused
 
     @property
     def completed(self) -> bool:
