@@ -11,8 +11,9 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from block_optim import AdamW8bit
 from block_optim.adam.q8 import codec
 from block_optim.adam.q8.codec import FIRST, FIRST_TOP, SECOND, SECOND_TOP
-from block_optim.adam.q8.grid import Grid, Stretch, merged
-from block_optim.adam.q8.ops import BUFFERS, TileScratch
+from block_optim.adam.q8.ops import BUFFERS
+from block_optim.core.grid import Grid
+from block_optim.core.tiles import Stretch, TileScratch, merged
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import on_ranks, rank_mesh
@@ -23,7 +24,7 @@ HALVES = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float
 
 def buffers(numel):
     stretch = Stretch(0, 1, numel, (1, numel), 0)
-    return TileScratch(torch.device("cpu"), numel).buffers(stretch)[:BUFFERS]
+    return TileScratch(torch.device("cpu"), numel, BUFFERS).buffers(stretch)[:BUFFERS]
 
 
 def decode(which, codes):
@@ -175,7 +176,9 @@ def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
         AdamW8bit([("w", rows)], block=Elements(256))
     AdamW8bit([("w", rows)], block=Tile(34, 32))
     columns = torch.nn.Parameter(torch_distribute(torch.ones(100, 64), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"w: .* its axes cut through blocks of elements:256; choose a Tile"):
+    with pytest.raises(
+        ValueError, match=r"w: .* its axes cut through blocks of elements:256; choose a block that fits"
+    ):
         AdamW8bit([("w", columns)], block=Elements(256))
     AdamW8bit([{"params": [("w", columns)], "quantize": False}], block=Elements(256))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_optimizer_for
-from block_optim.adam.q8.grid import Grid, block_for
+from block_optim.core.grid import Grid, block_for
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, held_boxes
 from ragged_shard import distribute_tensor as ragged_distribute
@@ -302,7 +302,7 @@ def choices():
         p.grad = p.detach().clone()
         optimizer.step()
         scales = optimizer.state[p]["exp_avg_scale"]
-        result.append((block_for(Param(p, "w", optimizer.param_groups[0])), tuple(scales.shape)))
+        result.append((block_for(Param(p, "w"), optimizer.param_groups[0]["block"]), tuple(scales.shape)))
     with pytest.raises(
         ValueError, match=r"w: 8-bit .* no block of 16 to 4096 elements divides the 4099 between"
     ):

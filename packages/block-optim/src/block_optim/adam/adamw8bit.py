@@ -9,12 +9,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from block_optim.adam.adamw import check_adamw_options
-from block_optim.adam.q8.grid import AUTO, DEFAULT_BLOCK, block_for, check_block, scale_layout
 from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
+from block_optim.core.grid import AUTO, DEFAULT_BLOCK, block_for, check_block, scale_layout
 from block_optim.core.options import check_count, check_flag
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
@@ -138,8 +138,7 @@ class AdamW8bit(BlockOptimizer):
                 self._chosen[param.tensor] = is_quantized(param.name, param.tensor, least, rule)
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
-                block = block_for(param)
-                scale_layout(param, block)
+                block = _fitting_block(param, group["block"])
                 if group["block"] == AUTO and block != DEFAULT_BLOCK:
                     chosen[param.name] = str(block)
         self._tell_blocks(chosen)
@@ -180,6 +179,18 @@ def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule 
     if isinstance(rule, bool):
         return rule and param.numel() > 0
     return param.numel() >= max(least, 1) and bool(rule(name, param))
+
+
+def _fitting_block(param: Param, chosen: Block | str) -> Elements | Tile:
+    try:
+        block = block_for(param, chosen)
+        scale_layout(param, block)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; choose a block that fits between the cuts, or keep its states in fp32 with quantize=False in "
+            "its group"
+        ) from None
+    return block
 
 
 def _check_quantizable(param: Param) -> None:

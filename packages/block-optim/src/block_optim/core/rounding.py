@@ -81,9 +81,23 @@ class Rounder:
     ) -> None:
         """Round stretches that follow each other in ``wide``, at most ``numel``; ``places``: their names and starts."""
         n, bits = wide.numel(), wide.view(torch.int32)
+        spare = self._spare[:n]
+        x = self.random_bits(seed, step, places, [out.numel() for out in outs])
+        torch.bitwise_and(bits, 0x7FFFFFFF, out=spare).le_(INFINITY).neg_()  # 0 for NaN, else all ones
+        bits.add_(x.bitwise_and_(spare))
+        bits.bitwise_or_(spare.bitwise_not_().bitwise_and_(QUIET)).bitwise_and_(-0x10000)
+        foreach_copy_(outs, wide.split([out.numel() for out in outs]))
+
+    def random_bits(
+        self, seed: int, step: int, places: Sequence[tuple[str, int]], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """16 random bits (int32) for each element of stretches of these lengths, at most ``numel`` together.
+
+        The next call overwrites them.
+        """
+        n = sum(lengths)
         x, spare = self._hash[:n], self._spare[:n]
-        lengths = [out.numel() for out in outs]
-        for part, (name, start) in zip(x.split(lengths), places, strict=True):
+        for part, (name, start) in zip(x.split(list(lengths)), places, strict=True):
             first, second = keys_of(seed, name, step)
             torch.add(self._count[: len(part)], signed(start + first & _MASK), out=part)
             part.bitwise_xor_(signed(second))
@@ -91,10 +105,7 @@ class Rounder:
             _shift(x, shift, out=spare)
             x.bitwise_xor_(spare).mul_(signed(multiplier))
         _shift(x, 16, out=x)
-        torch.bitwise_and(bits, 0x7FFFFFFF, out=spare).le_(INFINITY).neg_()  # 0 for NaN, else all ones
-        bits.add_(x.bitwise_and_(spare))
-        bits.bitwise_or_(spare.bitwise_not_().bitwise_and_(QUIET)).bitwise_and_(-0x10000)
-        foreach_copy_(outs, wide.split(lengths))
+        return x
 
 
 def _shift(x: torch.Tensor, by: int, *, out: torch.Tensor) -> None:

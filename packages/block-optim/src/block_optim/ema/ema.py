@@ -8,6 +8,7 @@
                      widened in chunks
     bf16     2       in fp32 chunks, rounded at random by   contents trade places; of other weights a copy is kept
                      an element's global index
+    int8     1       as bf16, with a scale for each block   a copy of the weights is kept
 
 An element's numbers do not depend on where its tensor is cut. Nothing here communicates.
 """
@@ -29,6 +30,7 @@ from block_optim.core.options import check_choice, check_count, check_flag, chec
 from block_optim.core.params import Param, strides_of
 from block_optim.core.runs import FlatSpace
 from block_optim.ema.batches import Batch, batches_of, trade
+from block_optim.ema.int8 import CodedAverages, is_coded, layout_of
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -48,9 +50,11 @@ class EMA:
         params: a module, or tensors or named tensors: plain, DTensors (FSDP2's too) or RaggedDTensors. Give a sharded
             model as a module, after `fully_shard`: `swapped` needs it.
         decay: share of the average that an update keeps, in [0, 1); the attribute may be set between updates.
-        dtype: of averages: fp32 (fp64 of fp64 parameters), or bf16, which is rounded at random.
+        dtype: of averages: fp32 (fp64 of fp64 parameters), or bf16 or int8, which are rounded at random. int8 has an
+            fp32 scale for each block, on the blocks of AdamW8bit's states, so the layout must fit these; vectors and
+            tensors of fewer than 4096 elements are averaged in fp32.
         warmup: keep at most (1 + n) / (10 + n) in an update that n others came before.
-        seed: of bf16's rounding; its random bits depend on seed, name, number of the update and element only.
+        seed: of the rounding; its random bits depend on seed, name, number of the update and element only.
 
     Attributes:
         updates: how many updates the averages have had.
@@ -68,7 +72,7 @@ class EMA:
         warmup: bool = False,
         seed: int = 0,
     ) -> None:
-        check_choice("dtype", dtype, (torch.float32, torch.bfloat16))
+        check_choice("dtype", dtype, (torch.float32, torch.bfloat16, torch.int8))
         check_flag("warmup", warmup)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed={seed!r}: expected an integer")
@@ -81,10 +85,14 @@ class EMA:
         names = {tensor: name for name, tensor in reversed(self._entries.items())}
         self._frozen = {name: tensor for name, tensor in self._entries.items() if names[tensor] == name}
         self._params: dict[str, Param] = {}
-        self._averages: dict[str, torch.Tensor] = {}  # in the parameters' shapes and placements
+        self._averages: dict[
+            str, torch.Tensor
+        ] = {}  # or their codes, in the parameters' shapes and placements
+        self._scales: dict[str, torch.Tensor] = {}  # of codes
         self._layouts: dict[str, tuple[Any, ...]] = {}
         self._places: list[Any] = []
-        self._batches: list[Batch] = []
+        self._batches: list[Batch | CodedAverages] = []
+        self._coded: dict[str, CodedAverages] = {}
         self._follow()
         if not self._params and self._module is None:
             raise ValueError(
@@ -129,8 +137,24 @@ class EMA:
                     f"{name}: it is {layout}, and was {self._layouts[name]} when its average began (shape, dtype, "
                     "placements; device, shape and stride of what this rank has); build EMA after the model was moved"
                 )
-        self._batches = batches_of(list(self._params.values()), locals_of(self._averages.values()))
+        self._prepare()
         self._places = places
+
+    def _prepare(self) -> None:
+        """Prepare the calls that update the averages."""
+        wide = [name for name in self._params if name not in self._scales]
+        params, averages = [self._params[n] for n in wide], [self._averages[n] for n in wide]
+        coded: dict[torch.device, list[str]] = {}
+        for name in self._scales:
+            coded.setdefault(self._params[name].device, []).append(name)
+        parts = [(names, self._coded_averages(names)) for names in coded.values()]
+        self._coded = {name: part for names, part in parts for name in names}
+        self._batches = [*batches_of(params, locals_of(averages)), *(part for _, part in parts)]
+
+    def _coded_averages(self, names: list[str]) -> CodedAverages:
+        codes = locals_of(self._averages[name] for name in names)
+        scales = [local_of(self._scales[name]).view(-1) for name in names]
+        return CodedAverages([self._params[name] for name in names], codes, scales)
 
     def _locals(self) -> list[torch.Tensor]:
         return locals_of(param.tensor for param in self._params.values())
@@ -141,30 +165,48 @@ class EMA:
         kinds: dict[Any, list[Param]] = {}
         for param in params:
             self._check(param)
-            wide = torch.promote_types(param.dtype, torch.float32)
-            dtype = wide if self._dtype == torch.float32 else self._dtype
-            kinds.setdefault((dtype, param.device), []).append(param)
-        for (dtype, device), members in kinds.items():
-            space = FlatSpace([param.local for param in members])
-            for param, average in zip(members, space.views(space.zeros(dtype, device)), strict=True):
-                self._averages[param.name] = param.wrap(average.copy_(param.local))
+            kinds.setdefault((self._dtype_of(param), param.device), []).append(param)
         for param in params:
             self._params[param.name] = param
             self._layouts[param.name] = _layout(param.tensor)
             del self._frozen[param.name]
+        for (dtype, device), members in kinds.items():
+            space = FlatSpace([param.local for param in members])
+            for param, average in zip(members, space.views(space.zeros(dtype, device)), strict=True):
+                self._averages[param.name] = param.wrap(average)
+                if dtype != torch.int8:
+                    average.copy_(param.local)
+            if dtype == torch.int8:
+                self._begin_codes(members)
         self._averages = {name: self._averages[name] for name in self._params}
+
+    def _dtype_of(self, param: Param) -> torch.dtype:
+        """Dtype of the parameter's average, or of its codes."""
+        if self._dtype == torch.float32 or (self._dtype == torch.int8 and not is_coded(param)):
+            return torch.promote_types(param.dtype, torch.float32)
+        return self._dtype
+
+    def _begin_codes(self, params: list[Param]) -> None:
+        """Make scales, and codes of the weights."""
+        for param in params:
+            layout = layout_of(param)
+            scales = torch.zeros(layout.num_scales, device=param.device)
+            self._scales[param.name] = layout.wrap(param, scales)
+        self._coded_averages([param.name for param in params]).begin()
 
     def _check(self, param: Param) -> None:
         """Raise ValueError if there can be no average of a parameter."""
         param.check_dense()
         local = param.local
         one_run = param.start is not None and local.is_contiguous()
-        if self._dtype == torch.bfloat16 and not (one_run and param.dtype.itemsize <= 4):
+        if self._dtype_of(param).itemsize < 4 and not (one_run and param.dtype.itemsize <= 4):
             raise ValueError(
-                f"{param.name}: dtype=torch.bfloat16 needs parameters of at most 4 bytes an element, of which a rank "
+                f"{param.name}: dtype={self._dtype} needs parameters of at most 4 bytes an element, of which a rank "
                 f"has one contiguous run; it is {param.dtype} with placements {param.placements} and stride "
                 f"{local.stride()}. Use torch.float32"
             )
+        if self._dtype_of(param) == torch.int8:
+            layout_of(param)
 
     # ---------------------------------------------------------------- evaluation
 
@@ -207,7 +249,10 @@ class EMA:
             trade(average, weight)
             return None
         kept = weight.clone()
-        weight.copy_(average)
+        if name in self._coded:
+            self._coded[name].decode(name)
+        else:
+            weight.copy_(average)
         return kept
 
     @torch.no_grad()
@@ -285,11 +330,20 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """``averages`` by name, in the parameters' placements and sharing memory, and the count of ``updates``.
 
-        Distributed checkpoints take an EMA as it is, ``dcp.save({"ema": ema})``, and load at any world size.
+        An int8 EMA has ``codes`` and ``scales`` of the parameters that it keeps in 8 bits. Distributed checkpoints take
+        an EMA as it is, ``dcp.save({"ema": ema})``, and load at any world size.
         """
         self._refuse_swapped("state_dict()")
         self._follow()
-        return {"averages": dict(self._averages), "updates": self.updates}
+        return {**self._tensors(), "updates": self.updates}
+
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of the state dict, by part and name."""
+        averages = {n: t for n, t in self._averages.items() if n not in self._scales}
+        if self._dtype != torch.int8:
+            return {"averages": averages}
+        codes = {n: t for n, t in self._averages.items() if n in self._scales}
+        return {"averages": averages, "codes": codes, "scales": dict(self._scales)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -298,20 +352,38 @@ class EMA:
         Takes what `state_dict` returned in the same placements, or full plain tensors, of which a rank takes its own.
 
         Raises:
-            ValueError: names, shapes or placements that do not fit; nothing was changed.
+            ValueError: names, shapes or placements that do not fit, or codes for averages; nothing was changed.
         """
         self._refuse_swapped("load_state_dict()")
         self._follow()
-        averages, updates = state_dict["averages"], state_dict["updates"]
+        own, updates = self._tensors(), state_dict["updates"]
         if updates != 0:
             check_count("updates", updates)
-        if different := sorted(averages.keys() ^ self._averages.keys()):
+        if own.keys() != state_dict.keys() - {"updates"}:
             raise ValueError(
-                f"the state dict has {len(averages)} averages, this EMA {len(self._averages)}; {different[0]} is in "
+                f"the state dict has {sorted(state_dict.keys() - {'updates'})}, an EMA of dtype={self._dtype} has "
+                f"{sorted(own)}; build EMA with the dtype that was saved"
+            )
+        values = {part: self._fitting(part, tensors, state_dict[part]) for part, tensors in own.items()}
+        for part, tensors in own.items():
+            put_values(tensors, values[part])
+        self.updates = updates
+
+    def _fitting(
+        self, part: str, own: dict[str, torch.Tensor], values: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """This rank's elements of a part of a state dict."""
+        if different := sorted(values.keys() ^ own.keys()):
+            raise ValueError(
+                f"the state dict has {len(values)} {part}, this EMA {len(own)}; {different[0]} is in "
                 "one of them only. Build EMA from the same module, with the same parameters frozen"
             )
-        put_values(self._averages, own_values("EMA", self._averages, averages))
-        self.updates = updates
+        for name, value in values.items():
+            if (value.dtype == torch.int8) != (part == "codes"):
+                raise ValueError(
+                    f"{name}: its {part} in the state dict are {value.dtype}; they were converted"
+                )
+        return own_values("EMA", own, dict(values))
 
 
 def _entries(params: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from block_optim.core.tiles import Buffer
+
 ONE_EXPONENT = 127
 
 
@@ -53,18 +55,6 @@ FIRST_ZERO, SECOND_ZERO = FIRST.value(0), SECOND.value(-1)
 FIRST_TOP, SECOND_TOP = 1.0 - FIRST_ZERO, 1.0 - SECOND_ZERO  # the largest numbers that codes stand for
 
 SCALE_MIN, SCALE_MAX = 1e-30, 1e37  # of a block of zeros; below which squares stay finite
-
-
-@dataclass
-class Buffer:
-    """A scratch of fp32 numbers, and the views of it that a stretch of blocks needs; all share memory."""
-
-    values: torch.Tensor  # 1-D, whole tiles
-    bits: torch.Tensor  # the same as int32
-    tiles: torch.Tensor  # values as (bands, rows, columns, columns)
-    inner: torch.Tensor  # of values: what is in memory, in its shape
-    inner_bits: torch.Tensor
-    padding: list[torch.Tensor]  # of values: the rest of short tiles
 
 
 def decode_first(codes: torch.Tensor, out: Buffer, spare: Buffer) -> None:

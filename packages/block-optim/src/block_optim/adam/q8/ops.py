@@ -13,56 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from block_optim.adam.q8 import codec
-from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TOP, Buffer
-from block_optim.adam.q8.grid import Stretch
+from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TOP
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core.rounding import Rounder
+from block_optim.core.tiles import Buffer, Stretch, TileScratch
 from ragged_shard import is_cpu
 
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 GRAD_MAX = 1e19  # of a gradient's magnitude: its square is below SQUARE_MAX, so that moments fit each other
-BUFFERS = 4  # m, r and two for the update
-
-
-class TileScratch:
-    """Buffers that all tile steps of a device share."""
-
-    def __init__(self, device: torch.device, numel: int) -> None:
-        self._flat = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(BUFFERS + 2)]
-        self._made: dict[tuple[int, int, tuple[int, int]], list[Buffer]] = {}
-
-    def buffers(self, stretch: Stretch) -> list[Buffer]:
-        """The buffers with views for a stretch of this shape; the last two are for copies."""
-        key = (stretch.rows, stretch.columns, stretch.tile)
-        if key not in self._made:
-            self._made[key] = [_buffer(flat, stretch) for flat in self._flat]
-        return self._made[key]
-
-    @staticmethod
-    def size(stretch: Stretch) -> int:
-        """Elements that a stretch takes, with the rest of short tiles."""
-        (height, width), tile = _bands(stretch), stretch.tile
-        return height * tile[0] * width * tile[1]
-
-
-def _bands(stretch: Stretch) -> tuple[int, int]:
-    return -(-stretch.rows // stretch.tile[0]), -(-stretch.columns // stretch.tile[1])
-
-
-def _buffer(flat: torch.Tensor, stretch: Stretch) -> Buffer:
-    (height, width), (rows, columns) = _bands(stretch), stretch.tile
-    values = flat[: height * rows * width * columns]
-    matrix = values.view(height * rows, width * columns)
-    inner = matrix[: stretch.rows, : stretch.columns]
-    rest = [matrix[stretch.rows :], matrix[: stretch.rows, stretch.columns :]]
-    return Buffer(
-        values,
-        values.view(torch.int32),
-        values.view(height, rows, width, columns),
-        inner,
-        inner.view(torch.int32),
-        [t for t in rest if t.numel()],
-    )
+BUFFERS = 4  # m, r and two for the update; two more are for copies
 
 
 @dataclass(frozen=True)
@@ -97,7 +56,7 @@ class TileStep:
         self.tensors = tensors
         self.rounding = rounding
         self.buffers = scratch.buffers(stretch)
-        height, width = _bands(stretch)
+        height, width = stretch.grid
         self.spread = (height, 1, width, 1)
 
     def __call__(self, grad: torch.Tensor, hyper: Hyper, rates: Rates, count: int) -> None:

@@ -17,24 +17,18 @@ from typing_extensions import override
 
 from block_optim.adam.launch import Launch, Row, Scalars, launches_of
 from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
-from block_optim.adam.q8.grid import (
-    ScaleLayout,
-    Stretch,
-    block_for,
-    merged,
-    scale_layout,
-    stretches_of,
-)
-from block_optim.adam.q8.ops import TileScratch, TileStep, TileTensors
+from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors
 from block_optim.adam.q8.variants import quantized_variant
 from block_optim.adam.variants import Types
 from block_optim.core._torch_compat import local_of
 from block_optim.core.device import per_device
 from block_optim.core.gradients import StepGradients
+from block_optim.core.grid import ScaleLayout, block_for, scale_layout
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.skip import unless
+from block_optim.core.tiles import Stretch, TileScratch, merged, stretches_of
 from ragged_shard import CPU, has_triton
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
@@ -70,7 +64,7 @@ class QuantizedRule(Rule[Codes]):
             self._init_on(device, [p for p in params if p.device == device], state)
 
     def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
-        layouts = [scale_layout(p, block_for(p)) for p in params]
+        layouts = [scale_layout(p, block_for(p, p.group["block"])) for p in params]
         space = FlatSpace([p.local for p in params])
         codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
         # Scales in the order of memory, so that those of neighbours are neighbours.
@@ -94,7 +88,7 @@ class QuantizedRule(Rule[Codes]):
 
     def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Codes:
         if param.tensor not in self._layouts:
-            self._layouts[param.tensor] = scale_layout(param, block_for(param))
+            self._layouts[param.tensor] = scale_layout(param, block_for(param, param.group["block"]))
         codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
         return Codes(
@@ -124,16 +118,9 @@ class _Call:
         """The gradients as (rows, columns)."""
         if self.kept is not None and self.kept[0] == step.keep:
             return self.kept[1]
-        result = _matrix(step.grads[self.run.members[0]], self.stretch)
+        result = self.stretch.matrix(step.grads[self.run.members[0]])
         self.kept = (step.keep, result) if step.keep else None
         return result
-
-
-def _matrix(first: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-    """A stretch of a run, as (rows, columns); ``first`` is the tensor with which the run begins."""
-    return first.as_strided(
-        (stretch.rows, stretch.columns), (stretch.columns, 1), offset_of(first) + stretch.start
-    )
 
 
 class _Plan(StepPlan[Codes]):
@@ -199,14 +186,14 @@ class _Plan(StepPlan[Codes]):
     def _tensors(self, i: int, stretch: Stretch) -> TileTensors:
         """The memory of a stretch of the run that begins with entry i."""
         entry = self.entries[i]
-        bands = -(-stretch.rows // stretch.tile[0])
+        bands = stretch.grid[0]
         scales = []
         for flat in entry.scales:
             offset = stretch.scale + offset_of(flat) - offset_of(entry.scales[0])
             scales.append(flat.as_strided((stretch.num_scales,), (1,), offset).view(bands, -1))
-        codes = [_matrix(c, stretch) for c in entry.codes]
+        codes = [stretch.matrix(c) for c in entry.codes]
         return TileTensors(
-            _matrix(self.locals[i], stretch),
+            stretch.matrix(self.locals[i]),
             (codes[0], codes[1]),
             (scales[0], scales[1]),
             entry.param.name,
@@ -233,9 +220,9 @@ class _Plan(StepPlan[Codes]):
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
         limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-        pieces = [(run, kind, piece) for run, kind, whole in stretches for piece in _pieces(whole, limit)]
+        pieces = [(run, kind, piece) for run, kind, whole in stretches for piece in whole.pieces(limit)]
         size = max(TileScratch.size(piece) for _, _, piece in pieces)
-        scratch, rounder, calls = TileScratch(device, size), None, []
+        scratch, rounder, calls = TileScratch(device, size, BUFFERS + 2), None, []
         if any(e.group["stochastic_rounding"] for e in self.entries):
             rounder = Rounder(size, device)
         for run, kind, piece in pieces:
@@ -245,10 +232,3 @@ class _Plan(StepPlan[Codes]):
             tiles = TileStep(self._tensors(i, piece), piece, scratch, rounding)
             calls.append(_Call(tiles, run, piece, kind))
         return calls
-
-
-def _pieces(stretch: Stretch, limit: int) -> list[Stretch]:
-    """A stretch in pieces of at most ``limit`` elements where its bands are that small."""
-    bands = -(-stretch.rows // stretch.tile[0])
-    many = max(1, limit // (stretch.tile[0] * -(-stretch.columns // stretch.tile[1]) * stretch.tile[1]))
-    return [stretch.bands(first, min(many, bands - first)) for first in range(0, bands, many)]

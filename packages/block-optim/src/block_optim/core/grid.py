@@ -95,8 +95,8 @@ AUTO = "auto"
 DEFAULT_BLOCK = Elements(256)
 
 
-def block_for(param: Param) -> Elements | Tile:
-    """The block of a parameter's 8-bit states: its group's or, for "auto", by global metadata only:
+def block_for(param: Param, block: Block | int | str = AUTO) -> Elements | Tile:
+    """The block of a parameter's 8-bit states: ``block`` or, for "auto", by global metadata only:
 
         no Shard among the placements, or a RaggedShard    Elements(256), on whose grid a block policy cuts
         the last dimension is whole; 2 or 3 dimensions     Tile(1, 256): inside a row, so the mesh does not matter
@@ -109,8 +109,8 @@ def block_for(param: Param) -> Elements | Tile:
     Raises:
         ValueError: no such number.
     """
-    if param.group["block"] != AUTO:
-        return check_block(param.group["block"])
+    if block != AUTO:
+        return check_block(block)
     cuts = [(a, p) for a, p in enumerate(param.placements) if isinstance(p, SHARDS)]
     if not cuts or not param.numel or any(isinstance(p, RaggedShard) for p in param.placements):
         return DEFAULT_BLOCK
@@ -260,8 +260,7 @@ def _slab_at(param: Param, grid: Grid, along: Sequence[int], where: tuple[int, .
             raise ValueError(
                 f"{param.name}: what rank {rank} holds begins at {what}, inside a block of "
                 f"{grid.block} (shape {grid.shape} may be cut {grid.cut_points()}). Shard with "
-                "fully_shard(..., block_policy=AdamW8bit.block_policy(block=...)), choose a block that fits, or keep "
-                "its states in fp32 with quantize=False in its group"
+                "fully_shard(..., block_policy=AdamW8bit.block_policy())"
             )
     lengths = tuple(after - b for b, after in itertools.pairwise(x for x in before if x is not None))
     return _Slab(size, cuts, lengths, (scales,))
@@ -293,95 +292,5 @@ def _scale_placements(
 def _refusal(param: Param, reason: str) -> ValueError:
     return ValueError(
         f"{param.name}: 8-bit states need a run of whole blocks on each rank, but with placements {param.placements} "
-        f"{reason}; choose a Tile whose blocks fit between the cuts, or keep its states in fp32 with quantize=False in "
-        "its group"
+        f"{reason}"
     )
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive blocks of a flat run that one sequence of ops can work on: a matrix of tiles.
-
-    Attributes:
-        start: the first element, counted from the run's first.
-        rows, columns: of the memory, row-major.
-        tile: rows and columns of a tile; the last of each may be short.
-        scale: the first scale, counted like elements.
-    """
-
-    start: int
-    rows: int
-    columns: int
-    tile: tuple[int, int]
-    scale: int
-
-    @property
-    def uniform(self) -> bool:
-        """Whether no tile is short."""
-        return self.rows % self.tile[0] == 0 and self.columns % self.tile[1] == 0
-
-    @property
-    def numel(self) -> int:
-        """Elements in memory."""
-        return self.rows * self.columns
-
-    @property
-    def num_scales(self) -> int:
-        """Tiles."""
-        return -(-self.rows // self.tile[0]) * -(-self.columns // self.tile[1])
-
-    def joins(self, other: "Stretch") -> bool:
-        """Whether ``other`` begins where this one ends."""
-        return (
-            self.uniform
-            and other.uniform
-            and (self.columns, self.tile) == (other.columns, other.tile)
-            and other.start == self.start + self.numel
-            and other.scale == self.scale + self.num_scales
-        )
-
-    def bands(self, first: int, count: int) -> "Stretch":
-        """``count`` bands of tiles from the ``first`` on."""
-        top = first * self.tile[0]
-        rows = min(count * self.tile[0], self.rows - top)
-        width = -(-self.columns // self.tile[1])
-        return Stretch(
-            self.start + top * self.columns, rows, self.columns, self.tile, self.scale + first * width
-        )
-
-
-def stretches_of(layout: ScaleLayout, start: int, scale: int) -> list[Stretch]:
-    """The elements of a parameter that this rank holds, at element ``start`` of a run, their scales at ``scale``."""
-    grid, numel = layout.slab, layout.stop - layout.start
-    if isinstance(grid.block, Elements):
-        count = grid.block.count
-        full, rest = divmod(numel, count)
-        result = [Stretch(start, full, count, (1, count), scale)] if full else []
-        if rest:
-            result.append(Stretch(start + full * count, 1, rest, (1, count), scale + full))
-        return result
-    if not numel:
-        return []
-    rows, columns = grid.shape[-2:]
-    tile = (grid.block.rows, grid.block.columns)
-    row, end = layout.start // columns, layout.stop // columns
-    if rows % tile[0] == 0:
-        return [Stretch(start, end - row, columns, tile, scale)]
-    result = []
-    while row < end:
-        stop = min(end, (row // rows + 1) * rows)
-        result.append(Stretch(start, stop - row, columns, tile, scale))
-        start, scale = start + result[-1].numel, scale + result[-1].num_scales
-        row = stop
-    return result
-
-
-def merged(stretches: list[Stretch]) -> list[Stretch]:
-    """The blocks in as few stretches as possible."""
-    result: list[Stretch] = []
-    for stretch in stretches:
-        if result and result[-1].joins(stretch):
-            last = result.pop()
-            stretch = Stretch(last.start, last.rows + stretch.rows, last.columns, last.tile, last.scale)
-        result.append(stretch)
-    return result
