@@ -98,7 +98,7 @@ def test_dropped_memory_goes_back_to_its_pool_after_its_last_use():
     with device() as found:
         recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
         recycler.home = found.new_stream()
-        recycler.lend(storage, NBYTES)
+        recycler.allocate(storage, NBYTES)
         bytes_in(storage).zero_()
         recycler.drop(storage)
         with pytest.raises(KeyError):  # it is not lent any more
@@ -112,9 +112,9 @@ def test_watched_memory_is_checked_after_it_was_filled_on_another_stream(monkeyp
         for stream in (found.new_stream(), found.new_stream()):
             with found.on(stream, ()):
                 storage = torch.UntypedStorage(0)
-                recycler.lend(storage, NBYTES)
+                recycler.allocate(storage, NBYTES)
                 bytes_in(storage).zero_()
-                recycler.take_back(storage)
+                recycler.recycle(storage)
         recycler.check()
 
 

@@ -64,7 +64,7 @@ def test_only_whole_pages_inside_the_memory_are_asked_for(asked):
 
 
 def test_small_memory_is_left_alone(asked):
-    Recycler("cpu").lend(torch.UntypedStorage(0), LARGE - 1)
+    Recycler("cpu").allocate(torch.UntypedStorage(0), LARGE - 1)
     new_shard(LARGE // 4 - 1)
     assert asked == []
 
@@ -76,8 +76,8 @@ def test_a_recycler_asks_for_new_blocks_and_not_for_parked_ones(asked):
     recycler = Recycler("cpu")
     storage = torch.UntypedStorage(0)
     for _ in range(3):
-        recycler.lend(storage, LARGE)
-        recycler.take_back(storage)
+        recycler.allocate(storage, LARGE)
+        recycler.recycle(storage)
     assert len(asked) == 1
 
 
@@ -108,7 +108,7 @@ def test_the_kernel_has_noted_the_wish():
 def test_a_kernel_that_refuses_changes_nothing(monkeypatch):
     monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *call: -1)
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-    recycler.lend(storage, LARGE)
+    recycler.allocate(storage, LARGE)
     assert storage.nbytes() == LARGE
 
 

@@ -127,12 +127,12 @@ def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
 @can_swap
 def test_a_recycler_hands_back_the_same_block():
     recycler, storage, other = Recycler("cpu"), torch.UntypedStorage(0), torch.UntypedStorage(0)
-    recycler.lend(storage, 4096)
+    recycler.allocate(storage, 4096)
     address = storage.data_ptr()
-    recycler.take_back(storage)
+    recycler.recycle(storage)
     assert storage.nbytes() == 0
     assert recycler.stats.parked_bytes == 4096
-    recycler.lend(other, 4096)
+    recycler.allocate(other, 4096)
     assert other.data_ptr() == address
     assert recycler.stats.allocations == recycler.stats.reuses == 1
 
@@ -141,9 +141,9 @@ def test_a_recycler_hands_back_the_same_block():
 def test_trimming_gives_all_parked_memory_back():
     recycler, storages = Recycler("cpu"), [torch.UntypedStorage(0) for _ in range(3)]
     for storage, nbytes in zip(storages, (100, 200, 150), strict=True):
-        recycler.lend(storage, nbytes)
+        recycler.allocate(storage, nbytes)
     for storage in storages:
-        recycler.take_back(storage)
+        recycler.recycle(storage)
     assert recycler.stats.parked_bytes == 450
     recycler.trim()
     assert recycler.stats.parked_bytes == 0
@@ -153,12 +153,12 @@ def test_trimming_gives_all_parked_memory_back():
 @can_swap
 def test_memory_in_quarantine_is_neither_freed_nor_lent_again():
     recycler, storage, other = Recycler("cpu"), torch.UntypedStorage(0), torch.UntypedStorage(0)
-    recycler.lend(storage, 4096)
+    recycler.allocate(storage, 4096)
     watched = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (4096,), (1,))
     address = watched.data_ptr()
     recycler.quarantine(storage)
     assert storage.nbytes() == 0
-    recycler.lend(other, 4096)
+    recycler.allocate(other, 4096)
     assert other.data_ptr() != address
     assert recycler.stats.quarantined_bytes == 4096
 
@@ -166,9 +166,9 @@ def test_memory_in_quarantine_is_neither_freed_nor_lent_again():
 @can_swap
 def test_the_debug_recycler_finds_a_write_after_release():
     recycler, storage = DebugRecycler("cpu"), torch.UntypedStorage(0)
-    recycler.lend(storage, 4096)
+    recycler.allocate(storage, 4096)
     kept = torch.frombuffer((ctypes.c_ubyte * 4096).from_address(storage.data_ptr()), dtype=torch.uint8)
-    recycler.take_back(storage)
+    recycler.recycle(storage)
     recycler.check()
     kept[17:20] = 0
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_the_debug_recycler_finds_a_write_after_release():
 
 def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-    recycler.lend(storage, 4096)
+    recycler.allocate(storage, 4096)
     assert recycler.stats.lent_bytes == 4096
     del storage
     gc.collect()

@@ -195,12 +195,12 @@ def test_nobody_can_make_the_file_shorter():
 
 def test_a_recycler_shares_large_blocks_and_drops_those_from_before():
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-    recycler.lend(storage, MIB)
+    recycler.allocate(storage, MIB)
     recycler.share()
-    recycler.take_back(storage)
+    recycler.recycle(storage)
     assert recycler.stats.parked_bytes == 0
     for nbytes, shared in ((MIB, True), (shared_memory.SMALLEST_SHARED - 1, False)):
-        recycler.lend(storage, nbytes)
+        recycler.allocate(storage, nbytes)
         on_it = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         assert (offset_of(on_it) is not None) is shared
         recycler.drop(storage)
@@ -214,12 +214,12 @@ def test_pages_are_kept_while_a_recycler_lives_and_then_given_back():
     shared_memory.trim()
     before = pages_of(shared_memory.arena())
     for _ in range(3):
-        recycler.lend(storage, 4 * MIB)
-        recycler.take_back(storage)
+        recycler.allocate(storage, 4 * MIB)
+        recycler.recycle(storage)
         recycler.trim()
         assert pages_of(shared_memory.arena()) == before + 4 * MIB
-    recycler.lend(storage, 2 * MIB)
-    recycler.take_back(storage)
+    recycler.allocate(storage, 2 * MIB)
+    recycler.recycle(storage)
     del recycler
     assert pages_of(shared_memory.arena()) == before
 
@@ -251,15 +251,15 @@ def a_rank_forks():
     result = None
     if dist.get_rank() == 0:
         parked = torch.UntypedStorage(0)
-        buffer.recycler.lend(parked, MIB)
-        buffer.recycler.take_back(parked)
+        buffer.recycler.allocate(parked, MIB)
+        buffer.recycler.recycle(parked)
         go, told = os.pipe()
 
         def child():
             os.read(go, 1)  # the parent has written by now
             seen = [buffer.full[0].unique().tolist()]
             buffer.full[0].fill_(-1.0)
-            buffer.recycler.lend(parked, MIB)
+            buffer.recycler.allocate(parked, MIB)
             torch.empty(0, dtype=torch.uint8).set_(parked, 0, (MIB,), (1,)).fill_(1)
             seen += [buffer.full[0].unique().tolist()]
             other = shared_memory.arena().allocate(MIB).fill_(5)
@@ -284,7 +284,7 @@ def test_a_forked_child_has_gathered_memory_of_its_own():
 def a_fork_without_memory_for_copies():
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
     recycler.share()
-    recycler.lend(storage, MIB)
+    recycler.allocate(storage, MIB)
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (MIB,), (1,)).fill_(1)
     usual = shared_memory._map
 

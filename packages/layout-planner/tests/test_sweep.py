@@ -113,7 +113,7 @@ def test_advice_on_merging_names_padding_and_memory_of_each_choice():
 def test_advice_on_merging_says_when_no_two_layers_are_alike():
     model = ModelShape("one", (GroupShape("g", 1, (ShapeEntry("w", (64, 8)),)),))
     (advice,) = advice_on(model, [4], [Whole()])["merged layers"]
-    assert advice.text.endswith("no two layers of this model are alike.")
+    assert advice.text.endswith("no two layers of this model are equal.")
 
 
 def test_advice_holds_for_a_single_rank():

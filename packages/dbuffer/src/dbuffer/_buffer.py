@@ -85,7 +85,7 @@ class DBuffer:
         offloaded: whether the shard is in CPU memory while the device computes elsewhere.
         reductions: number of reductions encoded so far. Stochastic rounding depends on it: a resumed run sets it, on
             every rank to the same number, to continue with the bits of the run before.
-        condemned: whether a failed collective may still write the memory. It is never used again.
+        retired: whether a failed collective may still write the memory. It is never used again.
         in_flight: the handle of a collective that has not been waited for, or None.
         wire, reduction, transport, casts, shard_memory, gathered, encoder, neighbor, scratch, recycler, coded: for the
             collectives only.
@@ -138,7 +138,7 @@ class DBuffer:
         self.scratch: list[Scratch] = []
         self.reductions = 0
         self.in_flight: Any = None
-        self.condemned = False
+        self.retired = False
         self._numbers: dict[dist.ProcessGroup, int] = {}
         if check_ranks:
             for group in view.groups:
@@ -437,15 +437,15 @@ class DBuffer:
         if self.in_flight is not None:
             self.in_flight.wait()
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use this memory again: a failed collective may still write there."""
-        self.condemned = True
-        self.gathered.condemn()
+        self.retired = True
+        self.gathered.retire()
         hold_forever(self.shard_memory.flats)
         if self.encoder is not None:
-            self.encoder.condemn()
+            self.encoder.retire()
         for scratch in self.scratch:
-            scratch.condemn()
+            scratch.retire()
         if self.neighbor is not None:
             hold_forever(self.neighbor.flats)
 

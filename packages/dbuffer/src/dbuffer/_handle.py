@@ -1,4 +1,4 @@
-"""What a collective that was started returns."""
+"""Handles of collectives that were started."""
 
 import enum
 import threading
@@ -23,7 +23,7 @@ _waiting = threading.local()  # its `caller` makes this thread's waits that igno
 
 
 class HandleState(enum.Enum):
-    """Where a collective stands.
+    """The state of a collective.
 
     STARTED     it was launched, or is about to be; its buffers are busy
     FINISHING   its bytes are there; what follows on this rank (a cast, a sum) is being queued
@@ -46,7 +46,7 @@ class Handle:
     On CUDA `wait` makes the current stream wait and does not block the CPU; on CPU it blocks until the data are
     there. Wait as often as you like, on as many streams as you like. Until the first `wait` has returned, or raised
     the collective's RuntimeError, the buffers count as busy; a signal handler's exception leaves the collective
-    under way, and the next `wait` goes on.
+    under way, and the next `wait` continues.
 
     Args:
         buffers: marked busy until the first `wait` returns.
@@ -119,7 +119,7 @@ class Handle:
     def completed(self) -> bool:
         """Whether the collective itself has completed, so that `wait` is without delay. Does not block.
 
-        False while a graph is captured, where nobody may ask.
+        False while a graph is captured, when the question is not allowed.
         """
         return self._work is None or (not self._layer.capturing and compat.is_completed(self._work))
 
@@ -211,7 +211,7 @@ class Handle:
     def _fail(self, why: str, *, quiet: bool, cause: BaseException | None = None) -> None:
         if not quiet:
             for buffer in self._buffers:
-                buffer.condemn()
+                buffer.retire()
         if self._pending is not None and not self._pending.returns_within(0):
             _waiting.caller = None  # its thread is still in this collective
         error = RuntimeError(f"{self.title} {why}")
@@ -229,7 +229,7 @@ class Handle:
 
 
 def _is_from_handler(error: RuntimeError) -> bool:
-    """Whether an error of waiting for torch's work was raised by a signal handler, which has a frame of its own."""
+    """Whether an error of waiting for torch's work was raised by a signal handler, which has a separate frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

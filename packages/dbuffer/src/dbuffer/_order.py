@@ -52,8 +52,8 @@ _PATIENCE = 10.0  # seconds that a request of the store may take
 _WAITING = 2.0  # the same, of a rank that waits or whose collective has failed
 _MEETING = 10.0  # seconds that a rank which departs waits for the others, once in a pass if they do not come
 _ASKING = 1.0  # of them, before it asks what the others wait for
-_MET = 8  # so many new orders of a model are met at each collective, by groups of at most _NAMED ranks
-_MOST = 256  # orders of a model that are told; the store keeps them all
+_MET = 8  # new orders of a model that are met at each collective, by groups of at most _NAMED ranks
+_MOST = 256  # orders of a model that are written to the store, which keeps them all
 
 
 class DisagreementError(RuntimeError):
@@ -161,7 +161,7 @@ class CollectiveOrder:
         self._begin_sequence(())
 
     def agree(self, facts: Iterable[str], layer: DeviceLayer, patience: float) -> None:
-        """Compare texts that are the same on ranks which start the same collectives from now on; see `compare`."""
+        """Compare texts that are the same on ranks which start the same collectives after this call; see `compare`."""
         self.titles.extend(facts)
         self.number += len(self.titles)
         self.compare(layer, patience)
@@ -172,7 +172,7 @@ class CollectiveOrder:
         Every rank calls this at the same points of its program. A sequence that is new takes five requests of the
         process group's store (some hundred bytes, and the titles compressed), more while this waits, and one at each
         further call until all ranks are known to have it; any other takes one. Nothing while a graph is captured, and
-        for new ones after 256: a model that draws its layers anew in each pass would fill the store.
+        for new ones after 256: a model that draws new layers in each pass would fill the store.
 
         Args:
             layer: of the device that the collectives run on.

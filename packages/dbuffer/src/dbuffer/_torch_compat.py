@@ -88,7 +88,7 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 def new_wrapper(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A contiguous tensor of a class that answers ops itself; without memory of its own."""
+    """A contiguous tensor of a class that answers ops itself; it has no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 

@@ -35,17 +35,17 @@ def checked(comm: Any, method: str) -> Any:
 
 
 def gathering_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
-    """What dbuffer calls to make the transport of an all-gather."""
+    """Factory of the transport of an all-gather, for dbuffer."""
     return lambda group: _CustomAllGather(group, comm)
 
 
 def reducing_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
-    """What dbuffer calls to make the transport of a reduce-scatter."""
+    """Factory of the transport of a reduce-scatter, for dbuffer."""
     return lambda group: _CustomReduceScatter(group, comm)
 
 
 class _Custom(Collectives):
-    """torch's collectives, but for the one that the user replaced."""
+    """torch's collectives, except the one that the user replaced."""
 
     def __init__(self, group: dist.ProcessGroup, comm: Any) -> None:
         super().__init__(group)
@@ -115,7 +115,7 @@ class _CustomReduceScatter(_Custom):
 
 
 def _columns(flat: torch.Tensor, ranks: int, numels: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Each tensor's slices of all ranks, (ranks, numel), in memory that lies rank by rank."""
+    """Each tensor's slices of all ranks, (ranks, numel), in memory ordered by rank."""
     columns: Sequence[torch.Tensor] = flat.view(ranks, -1).split(list(numels), dim=1)
     return columns
 

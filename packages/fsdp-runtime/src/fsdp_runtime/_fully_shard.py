@@ -234,7 +234,7 @@ _PARAM = operator.attrgetter("param")
 
 @dataclass
 class _Takeover:
-    """Which parameters a unit takes, and from where.
+    """The parameters that a unit takes, and the units that it takes them from.
 
     Attributes:
         managed: the modules whose buffers move.

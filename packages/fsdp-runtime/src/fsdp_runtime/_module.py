@@ -29,7 +29,7 @@ _initialise_new = True
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Have `FSDPModule.__new__` make plain modules without calling their `__init__`."""
+    """Let `FSDPModule.__new__` make plain modules without calling their `__init__`."""
     global _initialise_new
     before, _initialise_new = _initialise_new, False
     try:
@@ -74,7 +74,7 @@ class FSDPModule(fsdp.FSDPModule):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Indexing a container makes a new one of its own class: that is a plain container of the original class.
+        # Indexing a container makes a new one of the same class: that is a plain container of the original class.
         original = cls.__mro__[cls.__mro__.index(fsdp.FSDPModule) + 1]
         module = original.__new__(original, *args, **kwargs)
         if _initialise_new:
@@ -93,7 +93,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Gather this unit's parameters (one all-gather: (N-1)/N of them, in the compute dtype, come to each rank).
 
         Args:
-            async_op: return at once, with a handle; the unit's forward waits by itself.
+            async_op: return at once, with a handle; the unit's forward waits automatically.
         """
         unit = _unit(self)
         unit.gather()
@@ -110,7 +110,7 @@ class FSDPModule(fsdp.FSDPModule):
     def reset_iter_state(self) -> None:
         """Clear away a forward or backward that raised; its gradients, accumulated ones included, are lost.
 
-        The next forward of the root does so by itself.
+        The next forward of the root does so automatically.
 
         Raises:
             RuntimeError: this is not the root.
@@ -124,7 +124,7 @@ class FSDPModule(fsdp.FSDPModule):
         _member(self).passes.backward.is_last = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether `finalize_backward` ends a step, whatever `set_is_last_backward` says.
+        """Whether `finalize_backward` ends a step, regardless of `set_is_last_backward`.
 
         Torch's pipelining calls it from torch 2.15 on.
 
@@ -312,11 +312,11 @@ class FSDPModule(fsdp.FSDPModule):
         _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Which units to gather ahead in forward when this one runs, instead of those that came next last time."""
+        """Set the units to gather ahead when this one runs in forward, instead of those that came next last time."""
         _unit(self).configure(forward_prefetch=_listed(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Which units to gather ahead in backward when this one runs, instead of the expected ones."""
+        """Set the units to gather ahead when this one runs in backward, instead of the expected ones."""
         _unit(self).configure(backward_prefetch=_listed(modules))
 
     def set_prefetch_depth(self, depth: int) -> None:
@@ -359,7 +359,7 @@ class FSDPModule(fsdp.FSDPModule):
         _unit(self).configure(reduce_by=reducing_by(checked(comm, "set_custom_reduce_scatter")))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions have a process group of their own, so that a GPU runs gathers at the same time.
+        """Whether reductions have a separate process group, so that a GPU runs gathers at the same time.
 
         Makes one process group for each set of ranks that parameters are cut over: all of them must call.
         """
@@ -372,7 +372,7 @@ class FSDPModule(fsdp.FSDPModule):
     # -- what has no meaning here -----------------------------------------------------------------------------------
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused unless False: buffers come from torch's allocator, and gloo has none of its own to try this with."""
+        """Refused unless False: buffers come from torch's allocator, and gloo has none to try this with."""
         if enable:
             _refuse(
                 "set_allocate_memory_from_process_group_for_comm",
@@ -392,7 +392,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Accepted: gathers are asynchronous always, and allocate on known streams."""
 
     def _get_fsdp_state(self) -> Any:
-        """What torch's own functions ask; see `_schedule.torch_state`."""
+        """The state that torch's own functions read; see `_schedule.torch_state`."""
         return StateForTorch(_member(self))
 
     # -- moving -----------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ for _name in vars(fsdp.FSDPModule).keys() - vars(FSDPModule).keys():
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of the module gather and free parameters as `forward` does. Nothing for other modules.
+    """Make a method of the module gather and free parameters as `forward` does. No effect on other modules.
 
     Raises:
         ValueError: the module has no such method.

@@ -67,7 +67,7 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 
 
 def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[torch.Tensor], Any]]]:
-    """What was registered with `register_post_accumulate_grad_hook` on the sharded ones of parameters, in order."""
+    """The hooks registered with `register_post_accumulate_grad_hook` on the sharded ones of parameters, in order."""
     found = []
     for param in params:
         hooks = param.sharded._post_accumulate_grad_hooks
@@ -77,7 +77,7 @@ def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[to
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """For each tensor a count of in-place changes to its memory, through it and its views."""
+    """Counts of in-place changes to each tensor's memory, through it and its views."""
     return list(map(VERSION, tensors))
 
 

@@ -37,7 +37,7 @@ def matrices_only(name: str, param: torch.Tensor, module: nn.Module) -> bool:
     """The matrices that most of the compute is in: two dimensions or more, no embedding, head, norm or router.
 
     Told by the module's class and the parameter's name in its unit (`lm_head`, `output`, `router`, `gate` ...). Where
-    a head is a unit by itself its name is only `weight`: leave `quantize` out there.
+    a head is a separate unit its name is only `weight`: leave `quantize` out there.
     """
     if param.ndim < 2 or not param.is_floating_point():
         return False
@@ -141,7 +141,7 @@ class QuantizationPolicy:
         if self.weights is not None:
             raise ValueError(
                 f"QuantizationPolicy: weights={self.weights} does not go with at_rest={blocks}: codes at rest travel "
-                "as they are; give one of the two, and units of trained weights a policy of their own"
+                "as they are; give one of the two, and units of trained weights a separate policy"
             )
         if isinstance(self.gradients, BlockInt8):
             raise ValueError(
@@ -185,7 +185,7 @@ class QuantizationPolicy:
 
 
 def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
-    """The smallest block that a block policy's and whole tiles of so many rows both fit.
+    """The smallest block that fits both a block policy's and whole tiles of a number of rows.
 
     Tiles start over in each stacked matrix, and a tensor of one dimension is one row: cuts lie between rows.
     """

@@ -1,4 +1,4 @@
-"""What to change to pad less, found by planning the alternatives rather than by rules of thumb.
+"""Advice on how to pad less, from plans of the alternatives rather than rules of thumb.
 
 Four kinds of alternatives, each with its numbers, at the largest world size of the sweep:
 
@@ -38,7 +38,7 @@ class Advice:
     options: tuple[dict[str, object], ...]
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The fields as JSON values."""
         return {"topic": self.topic, "text": self.text, "options": list(self.options)}
 
 
@@ -120,7 +120,7 @@ def _on_shard_groups(model: ModelShape, largest: Measure, options: Options) -> A
         )
         shown = [m for m in measures[1:4] if m not in fine[:1]]
     if shown:
-        text += "; next to it " + " and ".join(_group(m, world_size) for m in shown)
+        text += ", compared with " + " and ".join(_group(m, world_size) for m in shown)
     best = sorted(measures, key=lambda m: (m.padding(), -m.world_size))
     return Advice("shard group", text + ".", tuple(_option(m) for m in best[:8]))
 
@@ -139,7 +139,7 @@ def _on_merging(model: ModelShape, largest: Measure, options: Options) -> Advice
     text = f"merged layers with {block} on {world_size} ranks: "
     counts = [layers for layers in _MERGED if any(group.count >= layers for group in model.groups)]
     if not counts:
-        return Advice("merged layers", text + "no two layers of this model are alike.", ())
+        return Advice("merged layers", text + "no two layers of this model are equal.", ())
     by_count = {1: largest}
     for layers in counts:
         by_count[layers] = measure(merged(model, layers), world_size, block, options)

@@ -56,7 +56,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Elements:
-    """`count` consecutive elements, whatever the shape."""
+    """`count` consecutive elements, for any shape."""
 
     count: int = 1
 

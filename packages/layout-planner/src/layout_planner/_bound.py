@@ -145,7 +145,7 @@ def _best_together(tensors: tuple[tuple[int, int], ...], world_size: int) -> int
             return
         block, numel = tensors[index]
         choices = []
-        for segment in {*segments, (1, 0)}:  # (1, 0): a segment of its own
+        for segment in {*segments, (1, 0)}:  # (1, 0): a separate segment
             joined = (math.lcm(segment[0], block), segment[1] + numel)
             choices.append((shard(joined) - shard(segment), segment, joined))
         for more, segment, joined in sorted(choices):

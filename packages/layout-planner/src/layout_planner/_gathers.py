@@ -37,7 +37,7 @@ class GatherMeasure:
     amax: int
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The fields as JSON values."""
         return {
             "world_size": self.world_size,
             "tile": list(self.tile),

@@ -29,7 +29,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a group lie. Checks itself, so every instance is valid.
+    """The layout of a group's tensors. Checks itself, so every instance is valid.
 
     Args:
         tensors: the group, in the order given.

@@ -1,9 +1,9 @@
-"""Where a tensor can start, given the shard size. "Items" are bin packing's word for what is placed.
+"""Possible starts of a tensor for a shard size. "Items" is bin packing's word for tensors.
 
         room                S                   S
     |--------|---------------------|---------------------|
     pos      boundary              boundary
-         [   d   |  a tensor of a few shards    ]            d: what lies before the first boundary
+         [   d   |  a tensor of a few shards    ]            d: elements before the first boundary
 
 A tensor that fits into the room starts at pos. Any other starts d elements before a boundary, where d is one of
 its cut points (0: on the boundary); the largest d gives the earliest start. That is optimal for a given order

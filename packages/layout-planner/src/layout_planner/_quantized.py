@@ -1,4 +1,4 @@
-"""What a gather of quantized blocks moves, with whole tiles and with tiles cut between rows.
+"""Bytes that a gather of quantized blocks moves, with whole tiles and with tiles cut between rows.
 
 whole    no tile is cut: a band of tile rows stays on one rank, so that at many ranks bands outgrow the shards
 shared   cuts between rows as in bf16; each rank sends the scales of the tiles that it holds rows of, and one
@@ -47,7 +47,7 @@ class QuantizedPlan:
 
     @cached_property
     def bf16_bytes(self) -> int:
-        """Of a gather in bf16."""
+        """Bytes of a gather in bf16."""
         return 2 * self.bf16.padded_numel
 
     @cached_property
@@ -62,7 +62,7 @@ class QuantizedPlan:
 
     @cached_property
     def amax_bytes(self) -> int:
-        """Of the all-reduce that shares the magnitudes of the tiles that `shared` cuts, once an optimizer step."""
+        """Bytes of the all-reduce that shares magnitudes of the tiles that `shared` cuts, once an optimizer step."""
         return sum(
             _SCALE * len(_cut_bands(self.shared, spec, self.tile)) * -(-spec.shape[-1] // self.tile[1])
             for spec in self.shared.tensors
@@ -86,7 +86,7 @@ class QuantizedPlan:
         return self.shared if (self.cut if cut == "auto" else cut) == "shared" else self.whole
 
     def bytes_of(self, cut: Cut) -> int:
-        """Of a gather with this cut."""
+        """Bytes of a gather with this cut."""
         return self.shared_bytes if cut == "shared" else self.whole_bytes
 
 

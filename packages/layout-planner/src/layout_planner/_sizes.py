@@ -1,4 +1,4 @@
-"""Which shard sizes are worth trying.
+"""Shard sizes that are worth trying.
 
 The least feasible S is the load of some rank, so it is a sum of whole blocks (`Sums`). A tensor longer than 2S
 has two boundaries inside it, S apart, so S is a multiple of its block. A size that fails either test is never
@@ -17,7 +17,7 @@ _COARSE_MULTIPLES = 4
 
 
 class Sums:
-    """Which sizes are a sum of whole blocks of these items: bit k of one big integer stands for k * gcd."""
+    """Sizes that are a sum of whole blocks of these items: bit k of one big integer stands for k * gcd."""
 
     def __init__(self, items: Sequence[Item], align: int) -> None:
         blocks: Counter[int] = Counter()

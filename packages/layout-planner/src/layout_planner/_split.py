@@ -1,4 +1,4 @@
-"""Which tensors share a segment.
+"""The choice of tensors that share a segment.
 
 In one buffer the longest tensors force the shard size onto the least common multiple of all their blocks. If
 those have no small common multiple, several buffers with their own shard sizes pad less:
@@ -177,7 +177,7 @@ def _move(planner: _Planner, segments: list[list[Item]]) -> list[list[Item]]:
 
 
 def _step(item: Item) -> int:
-    """What the shard size must be a multiple of if the item is long."""
+    """Divisor of the shard size if the item is long."""
     return item.step or math.lcm(item.spec.grid.period, item.align)
 
 

@@ -260,7 +260,7 @@ class _Picture:
         return parts
 
     def _cells(self, name: str) -> tuple[str, ...]:
-        """What the legend says about a tensor; the headers are `_LEGEND`."""
+        """A tensor's row in the legend; the headers are `_LEGEND`."""
         spec = self.specs[name]
         index, offset = self.positions[name]
         size = self.segments[index].shard_size

@@ -1,4 +1,4 @@
-"""The padding of whole models over world sizes and blocks, next to the baselines and the lower bound."""
+"""The padding of whole models over world sizes and blocks, compared with the baselines and the lower bound."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Measure:
         return BF16 * self.planned / self.world_size
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The fields as JSON values."""
         return {
             "world_size": self.world_size,
             "block": str(self.block),

@@ -1,6 +1,6 @@
 """Other ways to lay out the same group, to compare with `plan`. Written from their definitions.
 
-    even_rows        FSDP2           every tensor by itself:  |-- chunk --|-- chunk --|- chunk/// |
+    even_rows        FSDP2           every tensor alone:      |-- chunk --|-- chunk --|- chunk/// |
     lcm_rule         Megatron-FSDP   one buffer, shard size a multiple of the lcm of all blocks
     in_given_order   -               one buffer without any search: what planning adds is the difference to this
 
@@ -87,7 +87,7 @@ def in_given_order(
 
 
 def _offsets(items: Sequence[Item], shard: int, world_size: int) -> tuple[int, ...] | None:
-    """Where each item starts, or None where they do not fit; with all of them in one shard they always do."""
+    """Start of each item, or None if they do not fit; with all of them in one shard they always do."""
     offsets, end = [], 0
     for item in items:
         start = placer(item, shard)(end)

@@ -137,12 +137,12 @@ def _groups(source: Path, shapes: Mapping[str, Shape]) -> Iterable[GroupShape]:
         else:
             place = "embed" if re.search(r"embed|wte|wpe", name) else "head"
             outside[place].append(ShapeEntry(name, shape, _experts(name, shape)))
-    alike: dict[tuple[str, tuple[ShapeEntry, ...]], list[int]] = {}
+    equal: dict[tuple[str, tuple[ShapeEntry, ...]], list[int]] = {}
     for (prefix, number), entries in sorted(layers.items(), key=lambda item: item[0]):
-        alike.setdefault((prefix, tuple(entries)), []).append(number)
+        equal.setdefault((prefix, tuple(entries)), []).append(number)
     if outside["embed"]:
         yield GroupShape("embed", 1, tuple(outside["embed"]))
-    for (prefix, tensors), numbers in alike.items():
+    for (prefix, tensors), numbers in equal.items():
         yield GroupShape(f"{prefix}.{_ranges(numbers)}".lstrip("."), len(numbers), tensors)
     if outside["head"]:
         yield GroupShape("head", 1, tuple(outside["head"]))

@@ -71,7 +71,7 @@ class GroupShape:
 
     Attributes:
         name: unique in its model; "layers.3-60" are layers 3 to 60.
-        count: how many layers have exactly these tensors, each a group of its own. They are planned once.
+        count: how many layers have exactly these tensors, each a separate group. They are planned once.
         tensors: those of one layer.
     """
 
@@ -111,7 +111,7 @@ class ModelShape:
 
 
 def separate_experts(model: ModelShape) -> ModelShape:
-    """The model with each expert's gate, up and down projection as a tensor of its own.
+    """The model with each expert's gate, up and down projection as separate tensors.
 
     This is how the checkpoints of Qwen3, DeepSeek-V3 and Kimi-K2 store them, and how training code without grouped
     matrix products holds them. It pads less if there are more ranks than an expert has blocks, because a tensor no

@@ -1,4 +1,4 @@
-"""From full tensors, and from DTensors of torch's, to ragged ones."""
+"""Makes ragged tensors from full tensors and from torch's DTensors."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def distribute_tensor(
     With an integer ``src_data_rank`` the data comes from the rank with this coordinate on every mesh axis: one
     all_to_all_single along the ragged axis (the source sends ``T - own`` bytes, the others nothing), then one broadcast
     of the local tensor along each axis of replicas. Before that, one all-reduce of 24 bytes per axis makes every rank
-    raise if the ranks' arguments differ. With None each rank copies its range out of its own tensor, and nothing is
+    raise if the ranks' arguments differ. With None each rank copies its range out of its tensor, and nothing is
     communicated.
 
     Args:

@@ -1,4 +1,4 @@
-"""Who holds what: pure integer geometry of placements over a mesh. No tensors, no communication.
+"""The elements of each rank: pure integer geometry of placements over a mesh. No tensors, no communication.
 
 Two views of the same thing:
 
@@ -65,7 +65,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What one rank holds: elements [start, stop) of a box's flattened first ``prefix`` dims, and all of the others.
+    """One rank's part: elements [start, stop) of a box's flattened first ``prefix`` dims, and all of the others.
 
     Without a ragged axis ``prefix`` is 0 and the range is [0, 1): the entire box.
     """
@@ -168,7 +168,7 @@ def ragged_axis(placements: Placements) -> int | None:
 def region(
     placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints, coordinate: Ints
 ) -> Region:
-    """What the rank at ``coordinate`` holds of a tensor of ``shape``; ``axis`` is the ragged one, or None."""
+    """The part of the rank at ``coordinate`` of a tensor of ``shape``; ``axis`` is the ragged one, or None."""
     box = Box((0,) * len(shape), shape)
     if Shard in map(type, placements):
         box = shard_box(placements, mesh_shape, shape, coordinate)
@@ -186,14 +186,14 @@ def held_boxes(
     placements: Iterable[Placement],
     coordinate: Iterable[int],
 ) -> tuple[tuple[Ints, Ints], ...]:
-    """What the rank at a mesh coordinate holds of a tensor: (offsets, sizes) of boxes, none empty.
+    """The boxes of a tensor on the rank at a mesh coordinate: (offsets, sizes), none empty.
 
     In the order of the local tensor, in which each box is one row-major run. Communicates nothing.
 
     Args:
         shape: of the full tensor.
         mesh_shape: ranks along each mesh axis.
-        placements: one for each mesh axis: Replicate, Shard, torch's ``_StridedShard`` as FSDP2 makes it next to tensor
+        placements: one for each mesh axis: Replicate, Shard, torch's ``_StridedShard`` as FSDP2 makes it with tensor
             parallelism, RaggedShard and StridedRaggedShard.
         coordinate: the rank's on each mesh axis.
 
@@ -240,7 +240,7 @@ def _in_order_of_cuts(
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What one rank holds of a base tensor along one mesh axis.
+    """One rank's part of a base tensor along one mesh axis.
 
     Attributes:
         flat: its range of the flattened base, or None if it is not one run.
@@ -286,7 +286,7 @@ def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
 
 
 def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
-    """Raise if the placements do not fit the mesh or the tensor. Looks at global metadata only: alike on all ranks.
+    """Raise if the placements do not fit the mesh or the tensor. Reads global metadata only, so all ranks agree.
 
     Args:
         axis: the (first) ragged mesh axis, or None.
@@ -317,7 +317,7 @@ def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: 
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """What is being validated, put into words only for an error."""
+    """Subject of a validation error; the text is made only if one is raised."""
 
     placements: Placements
     mesh_shape: Ints

@@ -60,11 +60,11 @@ class _Pages:
         if self._waits.ended <= self._returned:
             self._waits.wait(self._layer)
         lease = memoryview(self._mapping)  # which the tensor's storage holds
-        weakref.finalize(lease, self._take_back).atexit = False
+        weakref.finalize(lease, self._recycle).atexit = False
         self.leased = True
         return torch.frombuffer(lease, dtype=dtype)
 
-    def _take_back(self) -> None:
+    def _recycle(self) -> None:
         self._returned, self.leased = self._waits.begun, False
 
 
@@ -97,7 +97,7 @@ class PinnedMemory:
         self._pages: _Pages | None = None
 
     def zeros(self) -> torch.Tensor:
-        """As `empty`, of zeros."""
+        """A pinned tensor of zeros; see `empty`."""
         return self.empty().zero_()
 
     def empty(self) -> torch.Tensor:

@@ -40,7 +40,7 @@ class _LeadingDim(int):
 
 
 class RaggedShard(Shard):
-    """Each rank of a mesh axis holds a contiguous run of the flattened leading dimensions, of its own length.
+    """Each rank of a mesh axis holds a contiguous run of the flattened leading dimensions; lengths may differ.
 
     The format of that name in veScale-FSDP (arXiv 2602.22437). It derives from torch's ``Shard`` only so that torch
     does not overlook it: torch's code ignores placements that it does not know, and then takes a rank's local tensor
@@ -148,7 +148,7 @@ class RaggedShard(Shard):
         )
 
     def unit_range(self, rank: int) -> tuple[int, int]:
-        """Where the run of ``rank`` begins and ends: the shares before it, and those up to and including it."""
+        """Start and end of the run of ``rank``: the shares before it, and those up to and including it."""
         return self._starts[rank], self._starts[rank + 1]
 
     def __setattr__(self, name: str, value: object) -> None:

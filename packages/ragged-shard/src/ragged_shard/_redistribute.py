@@ -1,4 +1,4 @@
-"""From one sharding to another: which steps, and what each step sends.
+"""Redistribution from one sharding to another: the steps, and the bytes that each step sends.
 
 Along one mesh axis of N ranks, for a base tensor (what the other axes leave) of T bytes, of which rank r holds
 own(r):
@@ -363,7 +363,7 @@ def _by_torch(
 def _make_partial(
     local: torch.Tensor, base: tuple[int, ...], before: Placement, after: Placement, ranks: int, rank: int
 ) -> torch.Tensor:
-    """From any of torch's placements to Partial on one axis, without communication."""
+    """Convert any of torch's placements to Partial on one axis, without communication."""
     assert isinstance(after, Partial)
     if type(before) is Partial:
         if before.reduce_op == after.reduce_op:

@@ -1,4 +1,4 @@
-"""The handlers by op, filled by `table`. A module of its own, so that the tensor class can look handlers up."""
+"""The handlers by op, filled by `table`. A separate module, so that the tensor class can look handlers up."""
 
 from collections.abc import Callable
 from typing import Any

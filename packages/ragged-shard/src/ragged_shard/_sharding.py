@@ -172,7 +172,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_stride(shape: Sequence[int], stride: Sequence[int], what: str) -> None:
-    """Raise unless a tensor of this shape and stride is row-major contiguous."""
+    """Raises unless a tensor of this shape and stride is row-major contiguous."""
     wanted = contiguous_stride(shape)
     if len(stride) != len(wanted):
         raise ValueError(f"{what}: stride {tuple(stride)} for a {len(wanted)}-d shape {tuple(shape)}")

@@ -174,7 +174,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         """The same tensor with other placements on the same mesh. Differentiable.
 
         The table in docs/guide.md says which collective a change takes and how many bytes each rank sends. If nothing
-        changes the result is this very tensor; otherwise it has storage of its own.
+        changes the result is this very tensor; otherwise it has new storage.
 
         Args:
             device_mesh: this tensor's mesh, or None.
@@ -215,7 +215,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         return self._local_tensor.untyped_storage()
 
     def set_(self, source: Any, storage_offset: Any = 0, size: Any = (), stride: Any = ()) -> "RaggedDTensor":
-        """Make ``x.new_empty(())`` a tensor like x whose local tensor lies in another storage.
+        """Make ``x.new_empty(())`` a tensor like x whose local tensor is in another storage.
 
         So torch's checkpoint staging copies a tensor: `new_empty` without a size, `set_` with the original's size and
         storage offset. Its conversion to fake tensors gives a tensor its own storage once more, which changes nothing.
@@ -320,7 +320,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         return _checkpoint.tensor_shard(self.loaded, index)
 
     def load_apart(self) -> None:
-        """Have torch's checkpoints load into a copy, `loaded`, instead of this tensor. Its views do not inherit that.
+        """Make torch's checkpoints load into a copy, `loaded`, instead of this tensor. Its views do not inherit that.
 
         For a tensor that a state dict has under two names, whose values in a checkpoint may differ.
         """
@@ -328,7 +328,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
 
     @property
     def loaded(self) -> "RaggedDTensor":
-        """What torch's checkpoints load into: this tensor, or after `load_apart` a copy, once one has been loaded."""
+        """The target of torch's checkpoints: this tensor, or after `load_apart` a copy, once one has been loaded."""
         apart: RaggedDTensor | None = getattr(self, "_apart", None)
         return self if apart is None else apart
 

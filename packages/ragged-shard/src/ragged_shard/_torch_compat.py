@@ -94,7 +94,7 @@ def make_spec(
     *,
     ragged: bool,
 ) -> DTensorSpec:
-    """What DTensor calls a spec: mesh, placements and the global shape, stride and dtype."""
+    """DTensor's spec: mesh, placements and the global shape, stride and dtype."""
     kind = RaggedSpec if ragged else DTensorSpec
     return kind(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -164,7 +164,7 @@ def print_native_stacks_on_fatal_signals() -> None:
 
 
 def sleeper(device: torch.device) -> Any:
-    """The function that keeps a stream of this kind of device busy for so many cycles; None: it has none."""
+    """The function that keeps a stream of this kind of device busy for a number of cycles, or None if it has none."""
     return getattr(torch.get_device_module(device), "_sleep", None)
 
 

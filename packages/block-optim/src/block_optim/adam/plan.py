@@ -67,8 +67,8 @@ class Counts:
         for buffer in self._buffers if counters is None else counters:
             buffer.add_(1)
 
-    def take_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
-        """Take back the last step's count if ``skipped`` is 1."""
+    def roll_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
+        """Roll back the last step's count if ``skipped`` is 1."""
         for buffer in self._buffers if counters is None else counters:
             buffer.sub_(skipped)
         self._versions = [compat.version_of(b) for b in self._buffers]
@@ -169,7 +169,7 @@ class StepPlan(Generic[EntryT]):
             ]
         self._run(Step(grads, rates, active.keeps, active.found_inf))
         if active.found_inf is not None and (self.capturable or self.counts.on_device):
-            self.counts.take_back(self.counters, active.found_inf)
+            self.counts.roll_back(self.counters, active.found_inf)
 
     def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
         """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""

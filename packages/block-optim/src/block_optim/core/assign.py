@@ -10,7 +10,7 @@ The problem is makespan scheduling on equal machines (NP-hard). Rules, in this o
    within 10 % of plain longest-first, and within plain longest-first or 4/3 of a lower bound, the larger of the two.
 
 Without rule 1 and `among_holders` the largest load is at most 4/3 of the least possible: that is Graham's bound for
-longest-first, and 4/3 of a lower bound is no more. Deterministic: integers and sorted ties only, so every rank comes to
+longest-first, and 4/3 of a lower bound is no more. Deterministic: integers and sorted ties only, so every rank computes
 the same assignment without communication.
 """
 

@@ -61,7 +61,7 @@ class BlockOptimizer(Stateful):
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
         capturable: whether CUDA graphs can capture `step`: step counts and the count of skipped steps are then on the
             device, and a step in which the host would have to read them or a flag raises.
-        divides_copies: whether ranks that hold a whole parameter alike divide the work on it: those of a DTensor's
+        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
             mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 

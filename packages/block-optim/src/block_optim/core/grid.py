@@ -85,7 +85,7 @@ class Grid:
         return tuple(a for a, _ in result), tuple(n for _, n in result)
 
     def cut_points(self) -> str:
-        """Where a cut may be, for messages."""
+        """Allowed cuts, for messages."""
         if isinstance(self.block, Elements):
             return f"every {self.block.count} elements"
         return f"every {self.block.rows} rows"

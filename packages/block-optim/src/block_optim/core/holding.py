@@ -93,7 +93,7 @@ class Holding:
 
     @cached_property
     def _bounds(self) -> tuple[list[int], list[int]]:
-        """For each rank: where what it and the ranks before it hold ends, and where what is held from it on begins."""
+        """For each rank: the end of the elements of all ranks up to it, and the start of those from it on."""
         ends = accumulate((max((p.stop for p in held), default=0) for held in self.held), max)
         largest = max((p.stop for held in self.held for p in held), default=0)
         firsts = [min((p.first for p in held), default=largest) for held in self.held]

@@ -219,7 +219,7 @@ class Param:
         return holding.state(own, shape, lengths)
 
     def check_state(self, key: str, value: Any) -> None:
-        """Raise ValueError where a state is plain although ranks hold different elements of the parameter."""
+        """Raise ValueError if a state is plain although ranks hold different elements of the parameter."""
         plain = isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DISTRIBUTED)
         if plain and cutting_axes(self.mesh, self.placements):
             raise ValueError(
@@ -229,7 +229,7 @@ class Param:
             )
 
     def check_whole(self, block: Block, optimizer: str) -> None:
-        """Raise ValueError where some rank's elements begin or end inside a block."""
+        """Raise ValueError if a rank's elements begin or end inside a block."""
         grid = TensorSpec(self.name, tuple(self.shape), block).grid
         for held in self.holding.held:
             for piece in held:

@@ -32,7 +32,7 @@ class Stateful(torch.optim.Optimizer):
     Attributes:
         format_options, shared_options: see `BlockOptimizer`.
         divides_copies: whether ranks that hold the same parameter divide the work on it.
-        replicate_mesh: the ranks that hold plain parameters alike, as with DistributedDataParallel.
+        replicate_mesh: the ranks that hold copies of plain parameters, as with DistributedDataParallel.
     """
 
     format_options: ClassVar[tuple[str, ...]] = ()

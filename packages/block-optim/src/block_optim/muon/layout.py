@@ -1,4 +1,4 @@
-"""Where a bucket's matrices are on one rank: runs of parameters, stacks of whole matrices, exchange buffers.
+"""Layout of a bucket's matrices on one rank: runs of parameters, stacks of whole matrices, exchange buffers.
 
     local run     elements of a matrix that this rank holds; packed into the owner's stack if this rank is the owner,
                   else into the exchange's `held`

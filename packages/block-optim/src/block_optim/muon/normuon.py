@@ -33,7 +33,7 @@ class RowScaling:
                 side.held[run.number][run.side : run.side + len(run.rows)].copy_(run.rows)
 
     def update_moments(self, i: int, skip: torch.Tensor | None) -> None:
-        """At the owner of matrix ``i``: advance its rows' second moments, and compute its factor c."""
+        """Advance the second moments of the rows of matrix ``i``, on its owner, and compute its factor c."""
         layout = self._layout
         m, take = layout.matrices[i].matrix, layout.scratch.take
         beta, eps = self._group["normuon_beta2"], self._group["normuon_eps"]

@@ -19,7 +19,7 @@ class GatheredMemory(Recycled):
 
     Attributes:
         flats: the gathered buffers, 1-D, one a segment.
-        raw: the same memory under tensors with version counters of their own: a gather that writes through them is
+        raw: the same memory under tensors with separate version counters: a gather that writes through them is
             no change in autograd's eyes.
         own: this rank's slices of `raw`, one a segment.
         own_gaps: the padding in `own`.
@@ -67,7 +67,7 @@ class GatheredMemory(Recycled):
     def forgo(self, views: Mapping[str, torch.Tensor] | None = None) -> None:
         """Never allocate memory: the wire form keeps received bytes in other memory, of which `views` are views."""
         for storage, nbytes in self._storages:
-            self._recycler.lend(storage, nbytes)  # of the construction
+            self._recycler.allocate(storage, nbytes)  # of the construction
             self._recycler.drop(storage)
         self._storages.clear()
         self.flats = self.raw = self.own = ()
@@ -84,7 +84,7 @@ class GatheredMemory(Recycled):
 
 @dataclass(frozen=True, eq=False)
 class NeighborSlices:
-    """What `DBuffer.shrink` keeps of the gathered memory, until the next gather among a smaller group.
+    """The part that `DBuffer.shrink` keeps of the gathered memory, until the next gather among a smaller group.
 
         gathered, 4 ranks   |  S  |  S  |  S  |  S  |
         rank 0 keeps        |  S  |  S  |                in a group of 2: gathered again from one neighbor only

@@ -1,6 +1,6 @@
 """Huge pages for large memory on the host.
 
-Memory that goes back to the kernel is taken anew page by page. In pages of 2 MiB that takes a third of the time, and
+Memory that the kernel got back is allocated again page by page. In pages of 2 MiB that takes a third of the time, and
 a peer reads them 1.3 to 1.6 times as fast. Linux gives them on request where
 `/sys/kernel/mm/transparent_hugepage/enabled` says `madvise` or `always`; elsewhere nothing changes.
 """
@@ -21,7 +21,7 @@ SMALLEST = 2 * PAGE  # bytes: it holds at least one whole page, wherever it begi
 
 
 def prefer_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
-    """Ask the kernel for huge pages in memory that nobody has written yet, of at least `SMALLEST` bytes.
+    """Ask the kernel for huge pages in memory that has not been written yet, of at least `SMALLEST` bytes.
 
     Only whole huge pages inside the memory are asked for, so that none of it takes more than before. A refusal changes
     nothing. Costs a system call; on a device nothing.

@@ -1,7 +1,7 @@
 """Memory that goes from one gathered buffer to the next of equal size.
 
-    lend(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
-    take_back(storage)       storage -> parked, with an event of its last use; the storage is empty
+    allocate(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
+    recycle(storage)       storage -> parked, with an event of its last use; the storage is empty
     drop(storage)            storage -> torch's allocator; the storage is empty
     quarantine(storage)      storage -> kept for good: a failed collective may still write there
 
@@ -32,14 +32,14 @@ _POISON = 0xA5  # bf16, fp32 and fp64 made of it are tiny negative numbers, inte
 _QUARANTINED_BYTES = 1 << 28  # how much released memory the debug recycler watches
 
 
-# Memory that nobody may use again, held until the process ends.
+# Memory that must not be used again, kept until the process ends.
 _quarantine: list[object] = []
 _recyclers: "weakref.WeakSet[Recycler]" = weakref.WeakSet()  # of this process
 
 
 @dataclass(frozen=True)
 class RecyclerStats:
-    """What a recycler holds and did.
+    """Figures of a recycler.
 
     Attributes:
         lent_bytes: in storages now.
@@ -64,7 +64,7 @@ def hold_forever(memory: Iterable[object]) -> None:
 
 
 def check_aligned(address: int) -> None:
-    """Raise RuntimeError where memory from torch's allocator is off a 16-byte boundary."""
+    """Raise RuntimeError if memory from torch's allocator is off a 16-byte boundary."""
     if address % ALIGNMENT:
         raise RuntimeError(
             f"torch's allocator returned memory at {address:#x}, not a multiple of {ALIGNMENT} bytes"
@@ -86,7 +86,7 @@ class Recycler:
     use of a block has always completed.
 
     All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
-    stream that it was allocated on, so blocks of another stream would stand next to the activations' peak.
+    stream that it was allocated on, so blocks of another stream would add to the activations' peak.
 
     Attributes:
         device: where the blocks are, with index.
@@ -124,14 +124,14 @@ class Recycler:
     def stats(self) -> RecyclerStats:
         """The figures at this moment."""
         return RecyclerStats(
-            self._lent(), self._parked_bytes, self._peak, self._allocations, self._reuses, self._quarantined
+            self._used(), self._parked_bytes, self._peak, self._allocations, self._reuses, self._quarantined
         )
 
-    def _lent(self) -> int:
+    def _used(self) -> int:
         # Asked of the storages themselves, so that those which died while lent do not count.
         return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
-    def lend(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Fill an empty storage with `nbytes` of uninitialised memory, safe to use on the current stream.
 
         Raises:
@@ -167,7 +167,7 @@ class Recycler:
             self._homes[storage] = None
         check_aligned(storage.data_ptr())
         self._allocations += 1
-        self._peak = max(self._peak, self._lent() + self._parked_bytes)
+        self._peak = max(self._peak, self._used() + self._parked_bytes)
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         """Give a storage's memory back to its allocator."""
@@ -186,7 +186,7 @@ class Recycler:
         layer.wait(allocated)  # what had the memory before was queued there
         return home
 
-    def take_back(self, storage: torch.UntypedStorage) -> None:
+    def recycle(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty. The current stream must be behind the last use of its memory."""
         nbytes, home = storage.nbytes(), self._homes.pop(storage)
         last_use = self._layer.record() if self._layer.asynchronous else None
@@ -262,7 +262,7 @@ class Recycled:
         """Allocate uninitialised memory, for use on the current stream. No effect if there is memory."""
         if not self.present:
             for storage, nbytes in self._storages:
-                self._recycler.lend(storage, nbytes)
+                self._recycler.allocate(storage, nbytes)
             self.present = True
 
     def release(self) -> None:
@@ -270,9 +270,9 @@ class Recycled:
         if self.present:
             self.present = False  # first: after an interrupt nothing reads what is half freed
             for storage, _ in self._storages:
-                self._recycler.take_back(storage)
+                self._recycler.recycle(storage)
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Free the memory, and never use it again: a collective that failed may still write there."""
         if self.present:
             self.present = False
@@ -305,7 +305,7 @@ class DebugRecycler(Recycler):
     return recyclers of this kind.
 
     Raises:
-        RuntimeError: at `take_back`, `trim` or `check`: released memory was written to; says where.
+        RuntimeError: at `recycle`, `trim` or `check`: released memory was written to; says where.
     """
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
@@ -333,7 +333,7 @@ class DebugRecycler(Recycler):
         self.check()
 
     def check(self) -> None:
-        """Raise where released memory was written to."""
+        """Raise if released memory was written to."""
         self._layer.synchronize()
         self._check(self._watched)
 
@@ -354,7 +354,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     )
 
 
-# One for each device and kind, as long as somebody uses it: buffers of all models are recycled together.
+# One for each device and kind, as long as it is used: buffers of all models are recycled together.
 _shared: "weakref.WeakValueDictionary[tuple[DeviceLayer, bool], Recycler]" = weakref.WeakValueDictionary()
 
 

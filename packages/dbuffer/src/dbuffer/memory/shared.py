@@ -1,15 +1,15 @@
-"""Memory that the other processes of this machine can map: where gathered memory on the host lies.
+"""Memory that the other processes of this machine can map: gathered memory on the host.
 
 All of it is in one file without a name (`memfd`), larger than the memory but sparse, mapped once. A peer gets
 the file over a socket and maps it once, to read; from then on an offset tells it where a tensor is. The kernel frees
 the file when no process has it any more, however the processes ended.
 
-    allocate(n)     a uint8 tensor; its range is free again when nobody holds its memory
+    allocate(n)     a uint8 tensor; its range is free again when no storage holds its memory
     free ranges     keep their pages for the next `allocate`, up to 5/4 of what was lately in use at once, until a
                     recycler is gone
 
 Pages are there before anybody writes to them: without memory `allocate` raises, and no signal ends the process.
-A forked child gets copies of its own; what it writes does not reach the parent.
+A forked child gets copies; its writes do not reach the parent.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import torch
 
 from .huge_pages import SMALLEST, prefer_huge_pages
 
-SMALLEST_SHARED = 1 << 16  # bytes: smaller memory is not worth a range of its own
+SMALLEST_SHARED = 1 << 16  # bytes: smaller memory is not worth a separate range
 _TIMES_MEMORY = 4  # size of the file, in the machine's memory: ranges of many sizes leave gaps
 _LARGEST = 1 << 42  # bytes of the file: 17 mappings of it have room in a process
 _LATELY = 256  # allocations
@@ -147,7 +147,7 @@ class Arena:
         return tensor
 
     def _count(self, nbytes: int) -> None:
-        """So many bytes more are in use; pages of free ranges that are then too many go back to the kernel."""
+        """Count `nbytes` more as used; return pages of free ranges to the kernel if there are too many."""
         self._in_use += nbytes
         if nbytes > 0:
             self._peak_lately = max(self._peak_lately, self._in_use)
@@ -188,7 +188,7 @@ class Arena:
             self._count(begin - end)
 
     def _populate(self, begin: int, size: int) -> None:
-        """Have the pages of a range.
+        """Allocate the pages of a range.
 
         Raises:
             RuntimeError: there is no memory.
@@ -206,12 +206,12 @@ class Arena:
             return
 
     def offset(self, address: int, nbytes: int) -> int | None:
-        """Where memory of this process is in the file; None: it is not there."""
+        """Offset of memory of this process in the file, or None if it is not there."""
         begin = address - self.address
         return begin if 0 <= begin <= self.size - nbytes else None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: have private memory in place of the file, without its contents."""
+        """Replace the file by private memory without its contents, in a forked child."""
         try:
             _map(self.size, _READ_WRITE, _PRIVATE | _FIXED, address=self.address)
         except OSError:
@@ -243,7 +243,7 @@ def is_possible() -> bool:
 
 
 def offset_of(address: int, nbytes: int) -> int | None:
-    """Where memory is in this process's file; None: it is not there."""
+    """Offset of memory in this process's file, or None if it is not there."""
     return None if _arena is None else _arena.offset(address, nbytes)
 
 
@@ -309,7 +309,7 @@ def copy_for_child(contents: Iterable[tuple[int, int]]) -> None:
 
 
 def forget_copies() -> None:
-    """In the parent, after a fork."""
+    """Clean up in the parent after a fork."""
     while _copies:
         _, size, copy = _copies.pop()
         if copy is not None:
@@ -317,7 +317,7 @@ def forget_copies() -> None:
 
 
 def take_copies() -> None:
-    """In the child: private memory with the copies in place of the file. What could not be copied cannot be read."""
+    """Replace the file by private memory with the copies, in the child. Memory that was not copied cannot be read."""
     global _arena
     left, _arena = _arena, None
     _peer_files.clear()

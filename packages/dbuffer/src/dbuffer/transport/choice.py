@@ -68,7 +68,7 @@ def may_read_peers(group: dist.ProcessGroup, choice: TransportChoice) -> bool:
 
 
 def _obstacle(group: dist.ProcessGroup, choice: TransportChoice) -> str:
-    """What is known to keep a group from peer memory before its ranks try, or ""."""
+    """The reason why a group cannot use peer memory, as far as it is known before its ranks try; or ""."""
     if not compat.is_gloo(group):
         return f"the backend is {dist.get_backend_config(group)}, not cpu:gloo"
     if choice == "auto" and group.size() > MAX_RANKS:

@@ -36,7 +36,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others of itself.
+    """A rank's address and abilities, as sent to the others.
 
     Attributes:
         name: of its listening socket, in the abstract namespace: it ends with its process and needs no folder.
@@ -80,7 +80,7 @@ def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
         troubles = [
             f"rank {other}: {text}" for other, text in enumerate(gather_from_ranks(trouble, group)) if text
         ]
-        if troubles:  # that somebody did not come is the effect; why, another rank may know
+        if troubles:  # a missing rank is the effect; another rank may report the cause
             return {}, min(troubles, key=lambda text: _ABSENT in text)
         connections.pop_all()
     return peers, ""
@@ -95,7 +95,7 @@ def machine() -> str:
 
 
 def _elsewhere(cards: Sequence[_Card]) -> str:
-    """Which rank is on another machine, as far as that is known without waiting for connections; or ""."""
+    """Message that names a rank on another machine, as far as it is known without a connection; or ""."""
     for other, card in enumerate(cards):
         if card.machine and cards[0].machine and card.machine != cards[0].machine:
             return f"rank {other} is on another machine than rank 0"

@@ -6,7 +6,7 @@
                                         <--- socket ----    TAKEN: "exchange 7"
 
 A byte is copied once; a reduction adds up straight out of all peers' memory, a piece at a time.
-A thread of this process answers, so an exchange completes as soon as all ranks have started it, whatever they compute.
+A thread of this process answers, so an exchange completes when all ranks have started it, also while they compute.
 Only that thread reads memory and adds up, and only it decides how an exchange ends; so when `wait` returns or raises,
 nothing is being written any more. What a rank gives is in its shared memory, or is copied there first.
 
@@ -52,7 +52,7 @@ Places = list[tuple[int, int]]  # (where, bytes)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a tensor is. Its storage may have other memory by the time that something is written."""
+    """The place of a tensor. Its storage may have other memory by the time that something is written."""
 
     address: int
     nbytes: int
@@ -64,7 +64,7 @@ class _Target:
 
 
 class PeerExchange:
-    """What is given to and taken from each peer in one exchange. Waits like a torch work.
+    """One exchange with all peers, in both directions. Waits like a torch work.
 
     Attributes:
         number: counts the exchanges of this rank; 0 until the thread has begun it.
@@ -77,7 +77,7 @@ class PeerExchange:
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
         quiet: whether nothing reads or writes the tensors any more.
-        under_way: whether `wait` has not raised an error of its own.
+        under_way: whether `wait` has not raised.
     """
 
     def __init__(
@@ -219,7 +219,9 @@ class PeerMemory:
         exchange = PeerExchange(self._answering, label, gives, takes, self._timeout, total)
         try:
             self._answering.start(exchange)
-        except BaseException:  # a signal handler's: it may have begun, and nobody will wait for it
+        except (
+            BaseException
+        ):  # a signal handler's: the exchange may have begun, and no caller will wait for it
             self._answering.hang_up()
             raise
         return exchange
@@ -267,7 +269,7 @@ class _Answering:
                 )
 
     def hang_up(self) -> None:
-        """Let peers see that this rank has given up, whatever the thread is doing."""
+        """Signal to peers that this rank has given up, in any state of the thread."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # it may be shut already
                 peer.socket.shutdown(socket.SHUT_RDWR)
@@ -277,7 +279,7 @@ class _Answering:
         for connection in (*(peer.socket for peer in self._peers.values()), self._heard):
             connection.close()
         self._selector.close()
-        while self._started:  # after the bell: what starts from now on finds it closed
+        while self._started:  # after the bell: an exchange that starts later sees that it is closed
             self._started.popleft().end(reason)
         for exchange in self._under_way.values():
             exchange.end(reason)
@@ -298,7 +300,7 @@ class _Answering:
         except BaseException as error:
             reason = f"the thread that exchanges memory failed: {type(error).__name__}: {error}"
             raise
-        finally:  # also when this thread fails: nobody is to wait for it
+        finally:  # also when this thread fails: no caller may wait for it
             self.hang_up()  # only then may this rank's own waits raise
             self.drop(reason)
 
@@ -442,7 +444,7 @@ class _Answering:
         return len(places) == len(wanted)
 
     def _slices(self, exchange: PeerExchange, peer: int) -> list[torch.Tensor]:
-        """What a peer gives, where it lies in that peer's memory."""
+        """A peer's tensors, by their place in its memory."""
         _, _, places = self._given.pop((exchange.number, peer))
         memory = self._peers[peer].memory
         return [
@@ -457,7 +459,7 @@ class _Answering:
 
 
 def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
-    """What tells a peer where this rank's tensors are."""
+    """The message that tells a peer where this rank's tensors are."""
     label = exchange.label.encode()[:_LABEL_BYTES]
     head = _GIVE.pack(_KIND_GIVE, exchange.number, exchange.given_digests[peer], len(label)) + label
     places = exchange.gives[peer]
@@ -490,7 +492,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 def _hung_up(connection: socket.socket) -> bool:
-    """Whether the other end is closed or shut, whatever of it is still to be read."""
+    """Whether the other end is closed or shut, even if there is data left to read."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""What a transport is."""
+"""The interface of a transport."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol

@@ -1,4 +1,4 @@
-"""What a reduction adds up."""
+"""The sums of a reduction."""
 
 from collections.abc import Mapping, Sequence
 

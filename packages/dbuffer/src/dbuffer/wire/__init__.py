@@ -1,1 +1,1 @@
-"""In which encoding gathers and reductions travel: as they are, cast, or as codes of blocks with scales."""
+"""Encodings of gathers and reductions on the wire: unchanged, cast, or codes of blocks with scales."""

@@ -40,7 +40,7 @@ class Encoder:
         """
         raise NotImplementedError
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use this form's memory again: a failed gather may still access it."""
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:

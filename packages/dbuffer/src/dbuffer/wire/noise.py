@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Noise:
-    """What random bits depend on, next to the element's index.
+    """The key of random bits, which depend on it and on the element's index.
 
     Args:
         seed, step, rank: any integers; ranks that round contributions to one sum should differ.

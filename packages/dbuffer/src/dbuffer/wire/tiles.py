@@ -1,4 +1,4 @@
-"""Which elements of a tensor share a scale, and where they lie: arithmetic only, no memory.
+"""The elements of a tensor that share a scale, and their places: arithmetic only, no memory.
 
     columns          0        128       256  300
     rows 0..127      | tile 0  | tile 1  | 2 |        a band: 128 rows, one row of tiles
@@ -102,7 +102,7 @@ class RowRun:
     Args:
         grid: the tensor's tiles.
         start, stop: its rows [start, stop), counted over all stacked matrices; may be empty.
-        values: of the buffer of values, the element where the run's first one lies.
+        values: of the buffer of values, the index of the run's first element.
         codes: of the buffer of codes, the byte where they begin.
         scales: of the buffer of scales (and of amax), the element where those of `grid.scales_of(start, stop)` begin.
         element: the run's first element as stochastic rounding counts it, such as its index in the whole tensor

@@ -144,7 +144,7 @@ class GradBuffer:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Where the ranks of the mesh write which parameters they did not use."""
+        """The store to which the ranks of the mesh write the parameters that they did not use."""
         return ledger_of(self._plan.data)
 
     def rename(self, name: str) -> None:

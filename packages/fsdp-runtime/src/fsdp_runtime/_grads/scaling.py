@@ -1,4 +1,4 @@
-"""What a sum of gradients over ranks is divided by, when, and in which collective."""
+"""The divisors of a sum of gradients over ranks: when each applies, and in which collective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ AllReduceHook = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """What the user asked of a unit's reductions. A reduction keeps those that it was launched with.
+    """The user's settings of a unit's reductions. A reduction keeps those that it was launched with.
 
     Attributes:
         divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
@@ -50,7 +50,7 @@ class Scaling:
 
 
 def scaling(options: ReduceOptions, dtype: torch.dtype, shards: int, replicas: int) -> Scaling:
-    """What to do for gradients reduced in `dtype`.
+    """The scaling of gradients that are reduced in `dtype`.
 
     fp16 overflows where a sum of many is taken, and underflows where it is divided first: half of each.
     """

@@ -256,7 +256,7 @@ class Group:
         param.adopt_sharded(adopted)
 
     def _assigned(self, param: "ManagedParam[Group]") -> torch.Tensor | None:
-        """What the user put into the modules in place of this parameter; None for nothing."""
+        """The parameter that the user assigned in place of this one, or None."""
         found: dict[int, torch.Tensor] = {}
         kept = False
         for slots, attribute in param.slots:
@@ -370,7 +370,7 @@ class Group:
     # -- which object the module holds ------------------------------------------------------------------------------
 
     def register_sharded(self) -> None:
-        """Put the sharded parameters into their modules, but for what a user has assigned, which `adopt` takes."""
+        """Put the sharded parameters into their modules, except where a user has assigned one, which `adopt` takes."""
         for param in self.params:
             sharded, unsharded = param.sharded, param.unsharded
             for slots, attribute in param.slots:

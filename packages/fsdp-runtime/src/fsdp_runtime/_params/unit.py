@@ -24,7 +24,7 @@ Param = ManagedParam[Group]
 
 
 class UnitState(enum.Enum):
-    """Where the parameters of a unit are.
+    """The state of a unit's parameters.
 
     SHARDED     each rank holds its slices; modules hold the sharded parameters
     GATHERING   an all-gather is under way; modules hold the sharded parameters
@@ -63,7 +63,7 @@ class UnitOptions:
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
     gather_by: TransportChoice | None = None  # None: as given to `fully_shard`
     reduce_by: TransportChoice | None = None
-    separate_reductions: bool = False  # whether reductions have process groups of their own
+    separate_reductions: bool = False  # whether reductions have separate process groups
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
     update: Callable[[], None] | None = None  # called in backward, when the gradients are there
@@ -153,7 +153,7 @@ class Unit:
 
     @property
     def reshard_after_forward(self) -> bool:
-        """As set; not set: True, but False for a root."""
+        """The value that was set; by default True, and False for a root."""
         chosen = self.options.reshard_after_forward
         return (not self.root) if chosen is None else chosen
 
@@ -314,7 +314,7 @@ class Unit:
         if self._handles:  # of an earlier gather, of which not all could start
             self.reshard()
         absent = self.groups
-        if self.state is UnitState.THINNED:  # in one order on all ranks, whatever came first in backward
+        if self.state is UnitState.THINNED:  # in one order on all ranks, for any order of backward
             absent = [group for group in self.groups if group in self._freed]
         with compat.label("all_gather", self.name):
             for group in absent:

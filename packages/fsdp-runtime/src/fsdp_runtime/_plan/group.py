@@ -1,4 +1,4 @@
-"""What is fixed when a group is made: where its parameters lie, in which dtypes, and how each is placed. Frozen.
+"""The plan of a group: layout, dtypes and placements of its parameters. Frozen when the group is made.
 
 A step plans, validates and hashes nothing of this again.
 """
@@ -116,11 +116,11 @@ class GroupPlan:
 
     @property
     def large(self) -> bool:
-        """Whether the group is worth a reduction of its own."""
+        """Whether the group is worth a separate reduction."""
         return self.layout.numel >= MIN_CHILD
 
     def buffer_options(self) -> dict[str, Any]:
-        """What the buffers of parameters and of gradients have in common, as arguments of `DBuffer`."""
+        """Common arguments of the `DBuffer`s of parameters and of gradients."""
         data = self.data
         options: dict[str, Any] = {
             "dtype": self.dtypes.kept,
@@ -154,7 +154,7 @@ class GroupMemory:
 
 @dataclass(frozen=True)
 class Request:
-    """What `fully_shard` was asked for, for all parameters of a unit.
+    """The arguments of `fully_shard` that concern all parameters of a unit.
 
     Attributes:
         data: the unit's mesh; a parameter may have another.
@@ -241,10 +241,10 @@ def spec_of(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | No
 
 
 def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
-    """Where the gradients of some of a layout's tensors lie, so that nothing of the others travels.
+    """The layout of the gradients of some of a layout's tensors, so that those of the others are not sent.
 
     A rank gets the gradient of the very elements that it holds of the parameter. Each run of elements of a tensor on a
-    rank is a tensor of its own here, `name@rank`; the shard is as large as the most that one rank holds.
+    rank is a separate tensor here, `name@rank`; the shard is as large as the most that one rank holds.
 
     Args:
         trained: the numbers of the tensors.
@@ -268,7 +268,7 @@ def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
 
 
 def children_of(params: Sequence[ManagedParam[Any]]) -> dict[str, int]:
-    """Which parameters of a unit around other units go together: those of each large child; all small ones, 0.
+    """The parameters of a unit around other units that share a group: those of each large child; all small ones, 0.
 
     embed.weight: 1    final_norm.weight: 0    head.weight: 2         (the other units run in between)
     """
@@ -290,9 +290,9 @@ def wrap_local(plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
 
 
 def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: torch.Tensor) -> RaggedDTensor:
-    """A tensor of the parameter's global shape, laid out like the sharded parameter; memory of its own or shared.
+    """A tensor of the parameter's global shape, laid out like the sharded parameter; in new memory or shared.
 
-    A full plain tensor is cut where it is; a distributed one that lies otherwise is redistributed.
+    A full plain tensor is cut where it is; a distributed one in another layout is redistributed.
     """
     with torch.no_grad():
         value = value.detach()

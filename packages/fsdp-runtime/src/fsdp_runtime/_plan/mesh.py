@@ -1,4 +1,4 @@
-"""Which mesh a unit is cut over, and how a parameter of another parallelism joins it."""
+"""The mesh that a unit is cut over, and how a parameter of another parallelism joins it."""
 
 import hashlib
 import itertools
@@ -83,7 +83,7 @@ class DataMesh:
         """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
 
         These ranks must ask. Makes a process group the first time it is asked for a count; only its own ranks take
-        part, since other ranks of a mesh of more axes (tensor parallelism) have neighbors of their own.
+        part, since other ranks of a mesh of more axes (tensor parallelism) have other neighbors.
         """
         if count in (1, self.shard_size):
             return None
@@ -111,7 +111,7 @@ class DataMesh:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         if self.mesh.device_type == CPU.type:
             return CPU
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
@@ -222,7 +222,7 @@ def take_apart(
     """A parameter's plain tensor on this rank, and the other parallelism that cut it, if one did.
 
     Raises:
-        ValueError: it lies on the data-parallel mesh already, or in a way that the two do not combine.
+        ValueError: it is on the data-parallel mesh already, or its placements do not combine with it.
     """
     if not isinstance(param, DTensor):
         return param, None
@@ -262,7 +262,7 @@ def take_apart(
 
 
 def check_alike(name: str, other: OtherParallelism, placements: tuple[Any, ...]) -> None:
-    """Raise ValueError, on all ranks, unless a parameter in unequal pieces is cut alike in all of them.
+    """Raise ValueError, on all ranks, unless a parameter in unequal pieces has the same cuts in all of them.
 
     One all-reduce of 16 bytes for each axis of the other parallelism, where its pieces are not equal.
     """
@@ -276,7 +276,7 @@ def check_alike(name: str, other: OtherParallelism, placements: tuple[Any, ...])
         raise ValueError(
             f"{name} of shape {tuple(other.shape)}: {other.placements} over {other.mesh} leaves pieces of different "
             f"sizes, of which each would be cut in another way (here as {placements}). Pad it to a multiple of the "
-            "ranks that cut it, or give it a unit and a block policy of its own (Whole())"
+            "ranks that cut it, or give it a separate unit with a block policy (Whole())"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which mesh each parameter of a unit is cut over: the choice of `shard_placement_fn`, compared between ranks."""
+"""The mesh of each parameter of a unit: the choice of `shard_placement_fn`, compared between ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast

@@ -26,7 +26,7 @@ MakeHook = Callable[["ManagedParam[Any]"], Callable[[torch.Tensor], None]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is registered: `module.<attribute>`. A shared one is in several places."""
+    """A place where a parameter is registered: `module.<attribute>`. A shared one is in several places."""
 
     module: nn.Module
     attribute: str
@@ -216,6 +216,6 @@ class ManagedParam(Generic[G]):
             self._make_hook = None
 
     def registered(self) -> torch.Tensor | None:
-        """What the module holds now; None where it was taken out."""
+        """The module's current parameter, or None if it was removed."""
         slots, attribute = self.slots[0]
         return slots.get(attribute)

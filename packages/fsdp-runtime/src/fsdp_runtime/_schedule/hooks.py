@@ -123,7 +123,7 @@ def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor],
 
 def _refuse_freed(unit: Unit) -> NoReturn:
     raise RuntimeError(
-        f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of its own parameter, which is freed after "
+        f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of one of its parameters, freed after "
         "its forward. Call set_reshard_after_forward(False, recurse=False) on it, or return parameter.clone()"
     )
 

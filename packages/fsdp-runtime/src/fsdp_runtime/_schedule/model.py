@@ -1,4 +1,4 @@
-"""Which unit a module, or a parameter, belongs to; and which units belong together.
+"""The unit of a module or a parameter, and the units of a model.
 
 Nothing is written onto parameters; a module carries its `Member`.
 """

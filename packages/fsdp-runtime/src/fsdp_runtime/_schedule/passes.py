@@ -169,7 +169,7 @@ class Pass:
             self._order.begin()
 
     def _watch_order(self) -> None:
-        """In a root's first forward: compare what the ranks train, and from now on the order of their collectives.
+        """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
 
         Ranks that train different parameters would start different reductions.
         """
@@ -387,7 +387,7 @@ class Pass:
         host = "another unit that is not" if unit.host is None else unit.host.name
         raise RuntimeError(
             f"{unit.name} is skippable: every rank gathers it with {host}, and it has to run inside its forward. "
-            "Call its unshard() on every rank to run it by itself, or shard it without skippable=True"
+            "Call its unshard() on every rank to run it alone, or shard it without skippable=True"
         )
 
     def _end_backward(self) -> None:
@@ -402,7 +402,7 @@ class Pass:
     def finish_backward(self) -> None:
         """Finish units without a post-backward; after the last backward of a step, wait for the reductions."""
         recycler = self.streams.recycler
-        recycler.trim()  # nothing more is gathered; what is parked would stand next to the last reductions
+        recycler.trim()  # nothing more is gathered; parked memory would add to that of the last reductions
         for unit in reversed(self.units):
             if self._has_work_left(unit):
                 self.leave_backward(unit)

@@ -1,4 +1,4 @@
-"""What torch's own code looks for on a module that was sharded: pipelining, composable APIs, trainers.
+"""The state that torch's own code reads from a sharded module: pipelining, composable APIs, trainers.
 
     torch.distributed.pipelining    fully_shard.state(m)._state_ctx.all_states[*]._fsdp_param_groups[*].post_backward()
                                     and ..._root_post_backward_final_callback(), after the last microbatch
@@ -7,7 +7,7 @@
     any of these on torch 2.11      _fsdp_param_group instead of _fsdp_param_groups
     replicate()                     an entry in the registry of composable APIs
 
-The objects below answer with this package's units. They hold no state of their own.
+The objects below answer with this package's units. They hold no other state.
 """
 
 from typing import Any

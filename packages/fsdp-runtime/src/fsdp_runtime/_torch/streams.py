@@ -1,4 +1,4 @@
-"""What all units on a device share: streams for communication, and the memory that gathered buffers take turns in."""
+"""Resources that all units on a device share: communication streams, and recycled memory of gathered buffers."""
 
 import weakref
 from typing import Any

@@ -66,7 +66,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor; of other tensors themselves."""
+    """This rank's part of a distributed tensor; other tensors themselves."""
     local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
     return local.to_local() if isinstance(local, DTensor) else local
 

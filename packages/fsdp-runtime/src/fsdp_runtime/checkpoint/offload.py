@@ -158,7 +158,7 @@ def offload(
     waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
     for unit in units:
         for group in unit.groups:
-            if group.buffer is not None and group.buffer.condemned:
+            if group.buffer is not None and group.buffer.retired:
                 raise RuntimeError(
                     f"offload: a collective of {group.name} failed, and other ranks may still use its shard's memory, "
                     "which therefore cannot be freed"

@@ -18,7 +18,7 @@ from .._torch.tree import local_tensor, tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make inside it, until they are freed; real, fake and meta tensors alike.
+    """Counts the storages that operations make inside it, until they are freed, also of fake and meta tensors.
 
     Attributes:
         peak: the most bytes, with those of `pool`, looked at after every operation.

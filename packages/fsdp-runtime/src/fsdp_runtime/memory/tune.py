@@ -28,7 +28,7 @@ from .units import unit_memory
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` chose, the same on every rank.
+    """The settings that `tune` chose, the same on every rank.
 
     Attributes:
         kept: names of the units that stay gathered between forward and backward, as backward needs them.

@@ -1,4 +1,4 @@
-"""What units hold in memory: for plans on paper and for meters."""
+"""Memory of units: for plans on paper and for meters."""
 
 import math
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class UnitMemory:
 
 
 def unit_memory(module: nn.Module) -> UnitMemory:
-    """What the unit that `fully_shard` made of a module holds, and takes while it runs. Communicates nothing.
+    """The memory of the unit that `fully_shard` made of a module, at rest and while it runs. Communicates nothing.
 
     Parameters may be on meta or fake: nothing is measured, all follows from the plan.
 
@@ -79,7 +79,7 @@ def unit_memory(module: nn.Module) -> UnitMemory:
 
 
 def _scratch(unit: Unit) -> int:
-    """Of one reduction: one call for each mesh."""
+    """Bytes of one reduction: one call for each mesh."""
     total = 0
     for data in unit.meshes:
         groups = [group for group in unit.groups if group.plan.data is data and group.memory().reducing]
@@ -92,7 +92,7 @@ def _scratch(unit: Unit) -> int:
 
 
 def gathered_memory(module: nn.Module) -> RecyclerStats:
-    """What gathered buffers hold now, and held at most, on the device of a sharded module; of all its models together.
+    """Bytes of gathered buffers, now and at the peak, on the device of a sharded module; of all its models together.
 
     Raises:
         ValueError: `fully_shard` was not called on this module.

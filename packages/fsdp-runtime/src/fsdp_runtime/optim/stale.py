@@ -1,4 +1,4 @@
-"""An optimizer that holds parameters that nobody trains: say so at its first step.
+"""Warns at an optimizer's first step if it holds parameters that are not trained.
 
 Those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as codes.
 """

@@ -1,1 +1,1 @@
-"""What an op does to ragged tensors: one table (`table`) from ops to rules, one module for each kind of rule."""
+"""Ops on ragged tensors: one table (`table`) from ops to rules, one module for each kind of rule."""

@@ -108,7 +108,7 @@ def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dt
 
 
 def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """What this rank contributes to each norm."""
+    """This rank's contribution to each norm."""
     out = dtype or locals_[0].dtype
     how = norm_over(locals_[0], order, dtype, torch.float64)
     if order <= 0:

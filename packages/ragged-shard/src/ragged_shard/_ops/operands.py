@@ -1,4 +1,4 @@
-"""Which operands an op on a ragged tensor accepts, and what becomes local of them.
+"""The operands that an op on a ragged tensor accepts, and their local tensors.
 
 another ragged tensor     the same sharding, else the error prints both
 Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it. One
@@ -70,7 +70,7 @@ def to_local(value: Any, target: Sharding, func: Op) -> Any:
 
 
 def _broadcasts(sharding: Sharding, target: Sharding) -> bool:
-    """Whether it is the target's, but for dims of size 1 that no rank's share is cut in."""
+    """Whether it is the target's, except dims of size 1 in which no rank's share is cut."""
     if sharding.axis is None or sharding.placements != target.placements or sharding.mesh != target.mesh:
         return False
     cut = max([len(target.ragged.dims), *(p.dim + 1 for p in target.placements if type(p) is Shard)])

@@ -67,7 +67,7 @@ def equal(op: Op) -> Handler:
 def random(op: Op) -> Handler:
     """``uniform_`` and the like: draw the full tensor from this rank's generator and keep this rank's range.
 
-    So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree whatever their
+    So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree for any
     seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws. A tensor that is
     Replicate everywhere is drawn in place.
     """

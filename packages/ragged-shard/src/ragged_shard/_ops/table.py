@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
         logsumexp max.dim median.dim min.dim mode mse_loss nanmedian.dim sort std std_mean topk var var_mean vdot""",
     ),
     "rows": Rule(
-        "rows of a tensor that is cut between rows: views, and a single row lies on its holder",
+        "rows of a tensor that is cut between rows: views, and a single row is on its holder",
         "nothing",
         views.rows,
         "select slice split split_with_sizes unbind",

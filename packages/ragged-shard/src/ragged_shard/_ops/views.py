@@ -57,7 +57,7 @@ def same(op: Op) -> Handler:
 
 
 def rows(op: Op) -> Handler:
-    """Rows of a tensor that is cut between rows; a single one lies on its holder."""
+    """Rows of a tensor that is cut between rows; a single one is on its holder."""
     name = op._schema.name.removeprefix("aten::")
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

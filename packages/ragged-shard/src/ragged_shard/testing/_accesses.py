@@ -1,4 +1,4 @@
-"""What ops read and write, and what is known of a block of memory: parts of the simulated device."""
+"""Reads and writes of ops, and the state of a block of memory: parts of the simulated device."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ class Block:
 
 @dataclass
 class Pools:
-    """What a caching allocator would hold: for each stream bytes in use, and the most they were.
+    """Memory of a caching allocator: for each stream bytes in use, and their peak.
 
     Attributes:
         used: by the name of the stream that memory was allocated on.
@@ -67,7 +67,7 @@ class Pools:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors that have memory of their own."""
+    """The tensors that are not views of others."""
     return [
         t
         for t in tree_leaves(tree)

@@ -10,7 +10,7 @@ at what time. An access that conflicts with one that its stream's clock does not
     a first use without an order after the allocation, on the stream from whose pool the memory came
     giving memory back, or dropping the last tensor on it, before that stream is ordered after all uses
 
-the rules of caching allocators without `record_stream`. All memory belongs to the device, but for what was allocated
+the rules of caching allocators without `record_stream`. All memory belongs to the device, except that allocated
 with `pin_memory=True` and what was computed from that alone: the host reads and writes those, and must have waited.
 """
 
@@ -75,13 +75,13 @@ class SimulatedEvent:
     capture: int = 0
 
     def record(self, stream: SimulatedStream) -> None:
-        """Be at the end of what the stream holds by now."""
+        """Mark the end of the work that is queued on the stream."""
         self.clock = {**stream.clock}
         join(self.clock, self.device.host)
         self.capture = stream.capture
 
     def check_capture(self, stream: SimulatedStream) -> None:
-        """Raise where an event and a stream are not in the same capture; a stream joins that of the event."""
+        """Raise if an event and a stream are not in the same capture; a stream joins that of the event."""
         if self.capture and not stream.capture:
             stream.capture = self.capture
         elif self.capture != stream.capture:
@@ -160,7 +160,7 @@ class SimulatedDevice(StreamLayer):
         self._context.__exit__(*exception)
 
     def raise_late(self) -> None:
-        """Raise the first race that was found where no error could be raised."""
+        """Raise the first race that was detected in a place that cannot raise."""
         if self._late:
             raise self._late.pop(0)
 
@@ -209,7 +209,7 @@ class SimulatedDevice(StreamLayer):
                 join(self.host, {access.stream: access.time})
 
     def wait_for_current(self) -> None:
-        """What reading a number of the device does: the host waits for the current stream."""
+        """Make the host wait for the current stream, as reading a number of the device does."""
         self.refuse_in_capture("waits for the current stream")
         join(self.host, self.current_stream().clock)
 
@@ -266,7 +266,7 @@ class SimulatedDevice(StreamLayer):
                 other.capture = 0
 
     def refuse_in_capture(self, what: str) -> None:
-        """Raise where work is being captured."""
+        """Raise if work is being captured."""
         if self.capturing:
             raise CaptureError(f"the host {what} during a capture, at {where()}")
 

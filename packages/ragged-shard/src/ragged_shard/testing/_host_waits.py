@@ -33,7 +33,7 @@ _recording: "list[HostWaits]" = []
 
 
 class HostWaits:
-    """What was found: a line for each wait, the op and where it was called.
+    """The waits: a line for each, with the op and its caller.
 
     Attributes:
         found: the lines, in order.
@@ -78,7 +78,7 @@ class HostWaits:
 
 
 class OnItsWay:
-    """A copy to pinned host memory, as optimizers make them of flags; it has arrived when somebody looks."""
+    """A copy to pinned host memory, as optimizers make them of flags; it has arrived when it is read."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._host = value.clone()
@@ -122,7 +122,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """What reads a CPU tensor without an op."""
+    """Methods that read a CPU tensor without an op."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class _Mode(TorchDispatchMode):
 
 
 class record_memory:  # noqa: N801  # reads as a function: with record_memory() as live
-    """Context manager that returns the `LiveBytes` of what this thread makes inside it, but for resized storages."""
+    """Context manager that returns the `LiveBytes` of this thread's new tensors, except resized storages."""
 
     def __enter__(self) -> LiveBytes:
         live = LiveBytes()

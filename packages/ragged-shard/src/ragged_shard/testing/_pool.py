@@ -114,7 +114,7 @@ def on_ranks(world_size: int | str, **options: Any) -> Callable[[Callable[..., N
 
 
 def preload(*modules: str) -> None:
-    """Have ranks share these modules, by full name, instead of importing them one by one.
+    """Make ranks share these modules, by full name, instead of importing them one by one.
 
     For a ``conftest.py``: the process that ranks are forked from imports them when it starts, which the first
     `run_ranks` does. That one raises a `RankError` where an import fails or starts a thread. Later calls of this

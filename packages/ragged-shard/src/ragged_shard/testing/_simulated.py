@@ -31,7 +31,7 @@ class Network:
     """The time that a collective takes on a CUDA device.
 
     Attributes:
-        bandwidth: bytes per second into each rank; None: no delay, whatever the latency.
+        bandwidth: bytes per second into each rank; None: no delay, and `latency` is ignored.
         latency: seconds per collective.
     """
 
@@ -39,13 +39,13 @@ class Network:
     latency: float = 0.0
 
     def seconds(self, received: float) -> float:
-        """Duration of a collective in which this rank receives so many bytes."""
+        """Duration, in seconds, of a collective in which this rank receives `nbytes`."""
         return 0.0 if self.bandwidth is None else self.latency + received / self.bandwidth
 
 
 @dataclass
 class Simulation:
-    """What `simulated_ranks` yields.
+    """The simulated world that `simulated_ranks` yields.
 
     Attributes:
         world_size: ranks simulated.
@@ -90,7 +90,7 @@ class SimulatedWork(dist.Work):
     ) -> None:
         super().__init__()
         self._layer, self._event, self._uses = layer, event, uses
-        # Made on the collective's stream, so that whoever waits for the future waits for that stream.
+        # Made on the collective's stream, so that a wait for the future is a wait for that stream.
         on_device = layer is not None and not is_cpu(layer.device)
         devices: Any = [results[0].device] if on_device else None
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
@@ -240,7 +240,7 @@ class SimulatedGroup(_ProcessGroup):
         return self._run([], 0, lambda: None)
 
     def _factor(self, opts: Any) -> float:
-        """What reducing `size` equal tensors multiplies one of them by."""
+        """The factor by which reducing `size` equal tensors multiplies one of them."""
         op: Any = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         if op == dist.ReduceOp.SUM:
             return self._size
@@ -268,7 +268,7 @@ class SimulatedGroup(_ProcessGroup):
 
 
 def _write(tensor: torch.Tensor) -> None:
-    """What a simulated device takes for a write. Costs nothing: torch copies no tensor to itself."""
+    """Register a write with the simulated device. Costs nothing: torch copies no tensor to itself."""
     tensor.copy_(tensor)
 
 

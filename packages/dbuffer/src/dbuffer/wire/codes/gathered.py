@@ -76,9 +76,9 @@ class GatheredCodes:
         for scratch in (*self._codes, self._scales):
             scratch.release()
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use the memory of the scales again; the owner of the codes does the same."""
-        self._scales.condemn()
+        self._scales.retire()
 
 
 def num_gathered_scales(planes: CodePlanes) -> int:

@@ -151,12 +151,12 @@ class BlockDecoder(Encoder):
         if self._codes is not None:
             self._codes.release()
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use the receive buffers again."""
         for scratch in self.scratch:
-            scratch.condemn()
+            scratch.retire()
         if self._codes is not None:
-            self._codes.condemn()
+            self._codes.retire()
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
         """Keep 1/size of all ranks' codes and scales for a smaller group."""
@@ -243,9 +243,9 @@ class BlockEncoder(BlockDecoder):
         self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
         self.codes = tuple(codes)
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use this memory again: peers may still read the codes, or write the receive buffers."""
-        super().condemn()
+        super().retire()
         hold_forever((*self.codes, self.scales))
         self.codes, self._pairs = (), []
         self.forget()

@@ -68,7 +68,7 @@ class Int8:
     def store(
         self, x: torch.Tensor, codes: torch.Tensor, scratch: Scratch, element: int, noise: Noise | None
     ) -> None:
-        """To nearest, or x + u rounded down, u an odd multiple of 2^-17 in (0, 1).
+        """Rounds to nearest, or x + u down, u an odd multiple of 2^-17 in (0, 1).
 
         The mean of u is 1/2, and an integer up to 127 plus u is exact in fp32, so integers stay.
         """

@@ -1,6 +1,6 @@
 """Four-bit codes for weights at rest, with 8-bit scales.
 
-A row's codes are self-contained but for one fp32 scale for each group of 256 blocks (16384 columns with blocks of 64):
+A row's codes are self-contained, except one fp32 scale for each group of 256 blocks (16384 columns with blocks of 64):
 
     | two codes a byte, low half first: ceil(columns / 2) | one byte a block: ceil(columns / size) |
 
@@ -55,7 +55,7 @@ class BlockNF4(BlockFormat):
 
     @property
     def tile(self) -> tuple[int, int]:
-        """What shares an fp32 scale: one row of 256 blocks."""
+        """The blocks that share an fp32 scale: one row of 256."""
         return (1, GROUP * self.size)
 
     def code_bytes(self, columns: int) -> int:
@@ -108,7 +108,7 @@ class BlockNF4(BlockFormat):
                 codec.rows_of(out, run.values, run, chunk).view(chunk.bands, columns).copy_(x)
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Raise ValueError: four bits are for weights at rest, not for contributions to a sum."""
+        """Raises ValueError: four bits are for weights at rest, not for contributions to a sum."""
         raise ValueError(f"{self} serves weights, not reductions; use BlockInt8 for gradients")
 
     def _groups(self, groups: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Coder(Protocol):
 
     @property
     def code(self) -> int:
-        """As the kernels name it."""
+        """Name of the format in the kernels."""
         ...
 
     @property
@@ -69,7 +69,7 @@ def chunks(run: RowRun) -> Iterator[Bands]:
 
 
 def rows_of(flat: torch.Tensor, start: int, run: RowRun, chunk: Bands) -> torch.Tensor:
-    """The elements of a piece in a flat buffer in which the run lies from `start` on, one a column."""
+    """The elements of a piece in a flat buffer in which the run begins at `start`, one a column."""
     columns = run.grid.columns
     return flat.narrow(0, start + chunk.row * columns, chunk.bands * chunk.height * columns)
 
@@ -92,7 +92,7 @@ def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
             x = torch.abs(x, out=scratch.take(x.numel(), x.dtype)).view(chunk.bands, chunk.height, -1)
             rows = x.amax(dim=1) if chunk.height > 1 else x[:, 0]
             reduce_rows(rows, run.grid.tile[1], largest[chunk.band : chunk.band + chunk.bands])
-        largest.masked_fill_(largest.isnan(), torch.nan)  # one NaN, whatever its bits were
+        largest.masked_fill_(largest.isnan(), torch.nan)  # one NaN for all bit patterns
 
 
 def reduce_rows(rows: torch.Tensor, width: int, out: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[T
 
 
 def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
-    """What the kernels are compiled for, and how many warps run a program."""
+    """Compile-time constants of the kernels, and warps a program."""
     rows, columns = _span(tile[0]), _span(tile[1])
     if tile[0] == 1:
         rows = max(1, _GROUP // columns)
@@ -81,7 +81,7 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
 
 
 def _pieces(run: RowRun) -> list[list[int]]:
-    """Rows of the table but for the first program: columns 6."""
+    """Rows of the table, without that of the first program: 6 columns."""
     columns, across = run.grid.columns, run.grid.across
     if not columns:
         return []
@@ -223,7 +223,7 @@ def read_pairs(
 
 
 def pair_constants(size: int) -> dict[str, Any]:
-    """What `write_pairs` is compiled for, and how many warps run a program."""
+    """Compile-time constants of `write_pairs`, and warps a program."""
     span = _span(size)
     return {"SIZE": size, "SPAN": span, "BLOCKS": _WRITTEN // span, "num_warps": 4}
 
@@ -260,7 +260,7 @@ def _flat_table(
     constants: dict[str, Any],
     device: torch.device,
 ) -> list[Table]:
-    """A table of runs of so many items, of which a program does `each`; none where there are none."""
+    """A table of runs by their numbers of items, of which a program does `each`; None without runs."""
     rows: list[list[int]] = []
     piece_of, program = [], 0
     for run, count in zip(runs, counts, strict=True):

@@ -10,7 +10,7 @@
     read_pairs         four-bit codes --> values
 
 Of the first three, one program does one tile, or GROUP tiles of one row below each other; one launch does all runs.
-Every product is rounded by itself (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
+Every product is rounded separately (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
 and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
 thread touches begins on 16 elements.
 """
@@ -165,7 +165,7 @@ def quantize_tiles(
 
 @triton.jit
 def _decode(code, CODE: tl.constexpr):
-    """fp32 numbers of codes. An e4m3 code moved up by 7 bits is an fp16 number of 1/256 of its value, but for NaN."""
+    """fp32 numbers of codes. An e4m3 code moved up by 7 bits is an fp16 number of 1/256 of its value, except NaN."""
     code = code.to(tl.int32)
     if CODE == 0:
         half = ((code & 127) << 7) | ((code & 128) << 8)

@@ -46,7 +46,7 @@ def is_at_rest(param: torch.Tensor) -> bool:
 
 
 def check_taken_over(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> None:
-    """Raise ValueError, naming the parameter, where an outer unit keeps codes that the new unit does not go on with."""
+    """Raise ValueError, naming the parameter, if an outer unit keeps codes that the new unit would not keep."""
     example = param.example
     if not isinstance(example, RaggedDTensor) or not isinstance(example.local, BlockQuantizedTensor):
         return
@@ -131,9 +131,9 @@ def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries:
 
 
 def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQuantizedTensor:
-    """This rank's slice of a parameter as codes, in memory of its own; from meta on meta.
+    """This rank's slice of a parameter as codes, in new memory; on meta if the value is.
 
-    Communicates where the value is distributed and lies otherwise (see `ragged_shard.redistribute`).
+    Communicates if the value is distributed in another layout (see `ragged_shard.redistribute`).
 
     Args:
         value: the parameter's values or codes: whole on each rank, or distributed over the mesh.

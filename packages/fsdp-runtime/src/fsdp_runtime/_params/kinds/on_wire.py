@@ -52,7 +52,7 @@ def share_amax(
     Returns:
         the events that a gather must still wait for.
     """
-    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # units may have equal meshes of their own
+    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # units may have separate, equal meshes
     for group in groups:
         buffer = group.buffer if isinstance(group, OnWireGroup) and group.shares_amax else None
         if buffer is not None and dbuffer.needs_amax(buffer):
@@ -120,7 +120,7 @@ class OnWireGroup(Group):
 
     @property
     def planes(self) -> CodePlanes:
-        """Where the codes of parameters lie."""
+        """Layout of the codes of parameters."""
         wire: Any = self.plan.wire
         return CodePlanes(self.plan.layout, wire.format)
 

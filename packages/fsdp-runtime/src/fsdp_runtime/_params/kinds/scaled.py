@@ -26,7 +26,7 @@ from ...quantization import TILE, QuantizationPolicy, check_products
 from .at_rest import AtRestGroup
 from .on_wire import OnWireGroup
 
-_ROWS = 16  # scaled_mm is given multiples of so many
+_ROWS = 16  # scaled_mm gets multiples of this many rows
 
 
 class ScaledWeight(BlockQuantizedTensor):
@@ -46,7 +46,7 @@ class ScaledWeight(BlockQuantizedTensor):
 def _arguments(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """What to multiply, cast as autocast asks; None where it is torch's to compute, or to refuse."""
+    """The operands, cast as autocast asks, or None if torch should compute the product, or refuse it."""
     if not isinstance(weight, ScaledWeight) or isinstance(input, BlockQuantizedTensor):
         return None
     kind = input.device.type

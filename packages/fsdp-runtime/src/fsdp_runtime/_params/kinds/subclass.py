@@ -25,7 +25,7 @@ from .subclass_gather import SubclassGather
 
 @dataclass(frozen=True, eq=False)
 class Extension(Wrapper):
-    """A tensor subclass around one plain tensor of its own shape and dtype.
+    """A tensor subclass around one plain tensor of the same shape and dtype.
 
     Attributes:
         kind: the class.
@@ -68,7 +68,7 @@ def extension_of(name: str, tensor: torch.Tensor) -> Extension:
 
     Raises:
         WrongCallError: one of the two methods is missing, or the first takes other arguments than FSDP2 passes.
-        NotImplementedError: it has neither, or is not one plain tensor of its own shape and dtype.
+        NotImplementedError: it has neither, or is not around one plain tensor of the same shape and dtype.
     """
     what = f"parameter {name} is a {type(tensor).__name__}"
     has = [hasattr(tensor, PRE), hasattr(tensor, POST)]

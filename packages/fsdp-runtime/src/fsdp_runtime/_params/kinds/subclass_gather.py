@@ -4,8 +4,8 @@ shard    --fsdp_pre_all_gather-->   tensors of any dtype, and metadata that stay
 tensors  |  rows of rank 0  |  rank 1  |  rank 2  |      a plane for each, all of them in the unit's coalesced call
 planes   --fsdp_post_all_gather-->  the unsharded parameter; later gathers give it as `out=`
 
-Each parameter lies in a segment of its own, cut between its first dimension's slices: every rank holds the same number
-of them, but for the last ones, as extensions written for FSDP2 expect. So what arrives is contiguous without a copy.
+Each parameter is a separate segment, cut between its first dimension's slices: every rank holds the same number
+of them, except the last ones, as extensions written for FSDP2 expect. So gathered data are contiguous without a copy.
 """
 
 import math
@@ -30,7 +30,7 @@ Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each t
 
 @dataclass(frozen=True)
 class _Plane:
-    """Where one of a parameter's tensors goes: `rows` of each rank one after the other, of which the first are used.
+    """The place of one of a parameter's tensors: `rows` of each rank one after the other, of which the first are used.
 
     Attributes:
         shape, dtype: of what `fsdp_pre_all_gather` returns on this rank.
@@ -292,12 +292,12 @@ class SubclassGather(Encoder):
                 if storage.nbytes():
                     self._layer.resize(storage, 0)
 
-    def condemn(self) -> None:
+    def retire(self) -> None:
         """Never use the planes' memory again: a gather that failed may still write there. Nor what peers may read."""
         hold_forever([send for _, send in self._sent])
         for member in self._members:
             for plane in member.planes:
-                plane.memory.condemn()
+                plane.memory.retire()
 
 
 def _rows_first(tensor: torch.Tensor) -> tuple[int, ...]:
