@@ -55,13 +55,13 @@ class _Custom(Collectives):
         self._rank = group.rank()
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        given: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
-        if given.numel() != numel or given.dtype != dtype or not given.is_contiguous():
+        buffer: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
+        if buffer.numel() != numel or buffer.dtype != dtype or not buffer.is_contiguous():
             raise RuntimeError(
-                f"{self.name}.allocate gave {given.numel()} elements of {given.dtype}; expected {numel} contiguous "
+                f"{self.name}.allocate gave {buffer.numel()} elements of {buffer.dtype}; expected {numel} contiguous "
                 f"ones of {dtype}"
             )
-        return given.view(-1)
+        return buffer.view(-1)
 
     def _call(self, **arguments: Any) -> None:
         work = self._comm(**arguments, group=self.group(), async_op=False)
@@ -105,11 +105,11 @@ class _CustomReduceScatter(_Custom):
         numels = [receive.numel() for receive, _ in pairs]
         dtype, device = pairs[0][1].dtype, pairs[0][1].device
         total = sum(numels)
-        given = self._allocate(total * self._ranks, dtype, device)
-        for place, (_, send) in zip(_columns(given, self._ranks, numels), pairs, strict=True):
+        buffer = self._allocate(total * self._ranks, dtype, device)
+        for place, (_, send) in zip(_columns(buffer, self._ranks, numels), pairs, strict=True):
             place.copy_(send.view(self._ranks, -1))
         reduced = self._allocate(total, dtype, device)
-        self._call(output_tensor=reduced, input_tensor=given, op=_OPS[op])
+        self._call(output_tensor=reduced, input_tensor=buffer, op=_OPS[op])
         for place, (receive, _) in zip(reduced.split(numels), pairs, strict=True):
             receive.copy_(place)
 

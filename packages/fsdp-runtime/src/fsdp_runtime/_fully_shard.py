@@ -278,12 +278,12 @@ def _plan_takeover(
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
     managed, around_others = _managed_modules(modules)
-    found = _find_params(modules, managed, without)
+    sources = _find_params(modules, managed, without)
     meshes: dict[torch.Tensor, DataMesh] = {}
     if placement_fn is not None:
-        meshes = choose_meshes({each.tensor: each.name for each in found}, placement_fn, request.data)
+        meshes = choose_meshes({each.tensor: each.name for each in sources}, placement_fn, request.data)
     taken, gathered = [], gathered_around(modules)
-    for each in found:
+    for each in sources:
         taken.append(_take(each, meshes.get(each.tensor, request.data)))
         if each.owner is not None:
             gathered.append(each.owner[0].unit)
@@ -351,7 +351,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bo
 
 
 @dataclass
-class _Found:
+class _Source:
     """A parameter inside the modules.
 
     Attributes:
@@ -370,9 +370,9 @@ class _Found:
 
 def _find_params(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> list[_Found]:
+) -> list[_Source]:
     """The parameters to take. Those that modules elsewhere share stay where they are, until a unit is around all."""
-    taken: list[_Found] = []
+    taken: list[_Source] = []
     elsewhere: dict[Member, set[torch.Tensor] | None] = {}
     for each in _params_in(modules, managed, ignored):
         if not each.alone:
@@ -394,8 +394,8 @@ def _find_params(
 
 def _params_in(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> Iterable[_Found]:
-    found: dict[torch.Tensor, _Found] = {}
+) -> Iterable[_Source]:
+    sources: dict[torch.Tensor, _Source] = {}
     for name, path, attribute, held in uses_in(modules):
         param = managed_of(held)
         member = None if param is None else owner_of(param)
@@ -403,31 +403,31 @@ def _params_in(
         tensor = held if owner is None else owner[1].sharded
         if held in ignored or tensor in ignored or tensor.numel() == 0:
             continue
-        each = found.setdefault(tensor, _Found(name, tensor, owner))
+        each = sources.setdefault(tensor, _Source(name, tensor, owner))
         each.places[Place(path[-1], attribute)] = None
         if owner is None:
             each.alone = each.alone or path[-1] in managed
         else:
             each.alone = each.alone or set(path).isdisjoint(owner[0].unit.modules)
-    return found.values()
+    return sources.values()
 
 
 def _used_elsewhere(outer: Member, modules: tuple[nn.Module, ...]) -> set[torch.Tensor] | None:
     """The parameters used in a unit around these modules on a path that leads past them; None: it is not around."""
-    found: set[torch.Tensor] = set()
+    params: set[torch.Tensor] = set()
     around, tops = False, set(modules)
     for _, path, _, held in uses_in(outer.unit.modules):
         if tops.isdisjoint(path):
-            found.add(held)
+            params.add(held)
         else:
             around = True
-    return found if around else None
+    return params if around else None
 
 
-def _take(found: _Found, data: DataMesh) -> _Taken:
-    name, param, places = found.name, found.tensor, list(found.places)
-    if found.owner is not None:
-        return _take_over(name, places, data, *found.owner)
+def _take(source: _Source, data: DataMesh) -> _Taken:
+    name, param, places = source.name, source.tensor, list(source.places)
+    if source.owner is not None:
+        return _take_over(name, places, data, *source.owner)
     if isinstance(param, RaggedDTensor):
         raise ValueError(
             f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"

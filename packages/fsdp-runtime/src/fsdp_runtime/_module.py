@@ -465,8 +465,8 @@ def _unit(module: Any) -> Unit:
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    found = dict.fromkeys(member_of(sub) for sub in (module.modules() if recurse else [module]))
-    return [member.unit for member in found if member is not None]
+    members = dict.fromkeys(member_of(sub) for sub in (module.modules() if recurse else [module]))
+    return [member.unit for member in members if member is not None]
 
 
 def _change_reduction(unit: Unit, **changes: Any) -> None:

@@ -68,12 +68,12 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 
 def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[torch.Tensor], Any]]]:
     """The hooks registered with `register_post_accumulate_grad_hook` on the sharded ones of parameters, in order."""
-    found = []
+    pairs = []
     for param in params:
         hooks = param.sharded._post_accumulate_grad_hooks
         if hooks:
-            found += [(param, hook) for hook in hooks.values()]
-    return found
+            pairs += [(param, hook) for hook in hooks.values()]
+    return pairs
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -111,12 +111,12 @@ class TokenLoss:
         # Equal on all ranks exactly if the mean of the squares is the square of the mean.
         faults = [(ranks * squares != number * number).long(), negative]
         opposite = torch.where(number > 0, -total, torch.full_like(total, _LEAST))
-        found = torch.stack([total, opposite, *faults])
+        figures = torch.stack([total, opposite, *faults])
         if self._pp is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._pp)
+            dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._pp)
         layer = device_layer(self._device)
         step = TokenStep(
-            found.to(CPU, non_blocking=True), layer.record(), self._groups, self._pp, self._device
+            figures.to(CPU, non_blocking=True), layer.record(), self._groups, self._pp, self._device
         )
         if wait or self._pp is not None:
             _ = step.total

@@ -60,14 +60,14 @@ def advise(model: ModelShape, measures: Sequence[Measure], options: Options) -> 
 
 
 def _on_blocks(model: ModelShape, largest: Sequence[Measure], options: Options) -> Advice:
-    tried = {found.block: found for found in largest}
+    tried = {measure.block: measure for measure in largest}
     for block in list(tried):
         if isinstance(block, Rows) and block.count > 1:  # would a smaller one do?
             half = Rows(block.count // 2)
             tried.setdefault(half, measure(model, largest[0].world_size, half, options))
     ranked = sorted(tried.values(), key=Measure.padding)
-    listing = ", ".join(f"{found.block} pads {percent(found.padding())}" for found in ranked)
-    fine = [found.block for found in ranked if found.padding() <= _FINE]
+    listing = ", ".join(f"{measure.block} pads {percent(measure.padding())}" for measure in ranked)
+    fine = [measure.block for measure in ranked if measure.padding() <= _FINE]
     if len(fine) == len(ranked):
         verdict = f"each stays within {_FINE:.0%}"
     elif fine:
@@ -75,7 +75,7 @@ def _on_blocks(model: ModelShape, largest: Sequence[Measure], options: Options) 
     else:
         verdict = f"prefer {ranked[0].block}; none stays within {_FINE:.0%}"
     text = f"block at {largest[0].world_size} ranks: {verdict}: {listing}."
-    return Advice("block", text, tuple(_option(found) for found in ranked))
+    return Advice("block", text, tuple(_option(measure) for measure in ranked))
 
 
 def _on_world_sizes(
@@ -102,7 +102,7 @@ def _on_world_sizes(
         text += f"near {world_size} ({_cost(largest)}) prefer {best.world_size} ({_cost(best)})."
     else:
         text += f"no whole number of nodes near {world_size} pads noticeably less than {percent(largest.padding())}."
-    return Advice("world size", text, tuple(_option(found) for found in ranked[:8]))
+    return Advice("world size", text, tuple(_option(measure) for measure in ranked[:8]))
 
 
 def _on_shard_groups(model: ModelShape, largest: Measure, options: Options) -> Advice:
@@ -125,13 +125,13 @@ def _on_shard_groups(model: ModelShape, largest: Measure, options: Options) -> A
     return Advice("shard group", text + ".", tuple(_option(m) for m in best[:8]))
 
 
-def _group(found: Measure, world_size: int) -> str:
-    replicas = world_size // found.world_size
-    return f"{found.world_size} x {replicas} replicas ({_cost(found)})"
+def _group(measure: Measure, world_size: int) -> str:
+    replicas = world_size // measure.world_size
+    return f"{measure.world_size} x {replicas} replicas ({_cost(measure)})"
 
 
-def _cost(found: Measure) -> str:
-    return f"{percent(found.padding())}, {size(found.bytes_per_rank)} per rank"
+def _cost(measure: Measure) -> str:
+    return f"{percent(measure.padding())}, {size(measure.bytes_per_rank)} per rank"
 
 
 def _on_merging(model: ModelShape, largest: Measure, options: Options) -> Advice:
@@ -176,12 +176,12 @@ def _side_by_side(group: GroupShape, layers: int) -> tuple[ShapeEntry, ...]:
     )
 
 
-def _option(found: Measure) -> dict[str, object]:
+def _option(measure: Measure) -> dict[str, object]:
     return {
-        "world_size": found.world_size,
-        "block": str(found.block),
-        "padding_ratio": found.padding(),
-        "bf16_bytes_per_rank": found.bytes_per_rank,
+        "world_size": measure.world_size,
+        "block": str(measure.block),
+        "padding_ratio": measure.padding(),
+        "bf16_bytes_per_rank": measure.bytes_per_rank,
     }
 
 

@@ -37,22 +37,22 @@ def number(text: str) -> int:
 
 def world_sizes(text: str) -> tuple[int, ...]:
     """`64`, `8,24`, `8..1024` (doubling), `8..64:8` (every 8), or several of these with commas; ascending."""
-    found: set[int] = set()
+    args: set[int] = set()
     for part in text.split(","):
         first, dots, rest = part.partition("..")
         if not dots:
-            found.add(number(part))
+            args.add(number(part))
             continue
         last, colon, step = rest.partition(":")
         start, stop = number(first), number(last)
         if start > stop:
             raise ValueError(f"{part!r} runs from {start} down to {stop}; write the smaller one first")
         if colon:
-            found.update(range(start, stop + 1, number(step)))
+            args.update(range(start, stop + 1, number(step)))
         while not colon and start <= stop:
-            found.add(start)
+            args.add(start)
             start *= 2
-    return tuple(sorted(found))
+    return tuple(sorted(args))
 
 
 def blocks(text: str) -> tuple[Block, ...]:
@@ -86,13 +86,13 @@ def ranks(text: str) -> range:
     return range(start, stop + 1)
 
 
-def model(found: argparse.Namespace) -> ModelShape:
+def model(args: argparse.Namespace) -> ModelShape:
     """The model that `--model` or `--checkpoint` names, with experts as `--experts` says."""
-    if found.checkpoint is None:
-        return named(found.model, found.experts)
-    if found.experts != "stacked":
+    if args.checkpoint is None:
+        return named(args.model, args.experts)
+    if args.experts != "stacked":
         raise ValueError("--experts is for --model; a checkpoint's tensors are planned as it stores them")
-    return read_checkpoint(found.checkpoint)
+    return read_checkpoint(args.checkpoint)
 
 
 def named(name: str, experts: str) -> ModelShape:
@@ -100,9 +100,9 @@ def named(name: str, experts: str) -> ModelShape:
     return separate_experts(load_model(name)) if experts == "separate" else load_model(name)
 
 
-def options(found: argparse.Namespace) -> Options:
+def options(args: argparse.Namespace) -> Options:
     """The planning options among the arguments."""
-    return Options(found.align, found.period, found.segments)
+    return Options(args.align, args.period, args.segments)
 
 
 def parser() -> Parser:

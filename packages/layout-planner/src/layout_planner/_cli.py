@@ -43,17 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _plan(found: argparse.Namespace) -> Iterator[str]:
-    model, options = arguments.model(found), arguments.options(found)
-    planned = [(group, plan_group(group, found.world_size, found.block, options)) for group in model.groups]
-    quantized = _quantized(model, found)
-    if found.json:
-        content = _plan_to_dict(model, found, planned)
-        if found.tile:
+def _plan(args: argparse.Namespace) -> Iterator[str]:
+    model, options = arguments.model(args), arguments.options(args)
+    planned = [(group, plan_group(group, args.world_size, args.block, options)) for group in model.groups]
+    quantized = _quantized(model, args)
+    if args.json:
+        content = _plan_to_dict(model, args, planned)
+        if args.tile:
             content["quantized"] = [group_dict(group, plan) for group, plan in quantized]
         yield json.dumps(content, indent=2)
         return
-    yield f"{model.name}: {model.numel:,} parameters, {found.world_size} ranks, block {found.block}"
+    yield f"{model.name}: {model.numel:,} parameters, {args.world_size} ranks, block {args.block}"
     yield ""
     headers = ("<group", "layers", "tensors", "parameters", "<shard size", "padding", "<bounded by", "gap")
     rows = [_plan_row(group, layout) for group, layout in planned]
@@ -66,11 +66,11 @@ def _plan(found: argparse.Namespace) -> Iterator[str]:
     yield markdown(headers, rows)
     yield ""
     most = max(layout.padded_numel for _, layout in planned)
-    shard_bytes, waste = BF16 * padded / found.world_size, BF16 * (padded - model.numel) / found.world_size
+    shard_bytes, waste = BF16 * padded / args.world_size, BF16 * (padded - model.numel) / args.world_size
     gathered = size(BF16 * most)
     yield f"bf16: {size(shard_bytes)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
     yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
-    if found.tile:
+    if args.tile:
         yield f"\n{_GATHERS}, of one layer:\n"
         yield markdown(GROUP_HEADERS, [group_row(group, plan) for group, plan in quantized])
 
@@ -78,13 +78,13 @@ def _plan(found: argparse.Namespace) -> Iterator[str]:
 _GATHERS = "Bytes of a gather of the matrices, quantized with whole tiles or with tiles cut between rows"
 
 
-def _quantized(model: ModelShape, found: argparse.Namespace) -> list[tuple[GroupShape, QuantizedPlan]]:
+def _quantized(model: ModelShape, args: argparse.Namespace) -> list[tuple[GroupShape, QuantizedPlan]]:
     """The quantized layouts of every group that has matrices, if a tile was given."""
-    if not found.tile:
+    if not args.tile:
         return []
-    options = arguments.options(found)
+    options = arguments.options(args)
     plans = [
-        (group, plan_matrices(group, found.world_size, found.block, found.tile, options))
+        (group, plan_matrices(group, args.world_size, args.block, args.tile, options))
         for group in model.groups
     ]
     return [(group, plan) for group, plan in plans if plan is not None]
@@ -104,7 +104,7 @@ def _plan_row(group: GroupShape, layout: Layout) -> list[str]:
 
 
 def _plan_to_dict(
-    model: ModelShape, found: argparse.Namespace, planned: Sequence[tuple[GroupShape, Layout]]
+    model: ModelShape, args: argparse.Namespace, planned: Sequence[tuple[GroupShape, Layout]]
 ) -> dict[str, object]:
     groups = [
         {
@@ -125,43 +125,43 @@ def _plan_to_dict(
     bound = sum(group.count * layout.lower_bound for group, layout in planned)
     return {
         "model": model.name,
-        "world_size": found.world_size,
-        "block": str(found.block),
-        "period": found.period,
-        "align": found.align,
+        "world_size": args.world_size,
+        "block": str(args.block),
+        "period": args.period,
+        "align": args.align,
         "groups": groups,
         "numel": model.numel,
         "padded_numel": padded,
         "padding_ratio": padded / model.numel - 1,
         "lower_bound": bound,
         "gap": padded / bound - 1,
-        "bf16_bytes_per_rank": BF16 * padded / found.world_size,
+        "bf16_bytes_per_rank": BF16 * padded / args.world_size,
     }
 
 
-def _sweep(found: argparse.Namespace) -> Iterator[str]:
-    model, options = arguments.model(found), arguments.options(found)
-    rows = sweep(model, found.world_size, found.block, options)
-    if found.json:
+def _sweep(args: argparse.Namespace) -> Iterator[str]:
+    model, options = arguments.model(args), arguments.options(args)
+    rows = sweep(model, args.world_size, args.block, options)
+    if args.json:
         measures = list(rows)
         advised = [advice.to_dict() for advice in advise(model, measures, options)]
-        content = {"model": model.name, "numel": model.numel, "period": found.period, "align": found.align}
+        content = {"model": model.name, "numel": model.numel, "period": args.period, "align": args.align}
         measured = [row.to_dict() for row in measures]
-        if found.tile:
-            content["quantized"] = [row.to_dict() for row in _sweep_gathers(model, found)]
+        if args.tile:
+            content["quantized"] = [row.to_dict() for row in _sweep_gathers(model, args)]
         yield json.dumps({**content, "measures": measured, "advice": advised}, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
     yield ""
-    table, measures = sweep_table(found.block), []
+    table, measures = sweep_table(args.block), []
     yield table.head()
     for row in rows:
         measures.append(row)
         yield table.row(sweep_row(row))
-    if found.tile:
-        gathers = gathers_table(found.block)
+    if args.tile:
+        gathers = gathers_table(args.block)
         yield f"\n{_GATHERS}, of all layers:\n\n{gathers.head()}"
-        for gather in _sweep_gathers(model, found):
+        for gather in _sweep_gathers(model, args):
             yield gathers.row(gathers_row(gather))
     yield ""
     yield "Advice"
@@ -169,22 +169,22 @@ def _sweep(found: argparse.Namespace) -> Iterator[str]:
         yield f"- {advice.text}"
 
 
-def _sweep_gathers(model: ModelShape, found: argparse.Namespace) -> Iterator[GatherMeasure]:
-    return sweep_gathers(model, found.world_size, found.block, found.tile, arguments.options(found))
+def _sweep_gathers(model: ModelShape, args: argparse.Namespace) -> Iterator[GatherMeasure]:
+    return sweep_gathers(model, args.world_size, args.block, args.tile, arguments.options(args))
 
 
-def _draw(found: argparse.Namespace) -> Iterator[str]:
-    model = arguments.model(found)
-    group = model.group(found.group) if found.group else max(model.groups, key=lambda g: g.count * g.numel)
-    layout = plan_group(group, found.world_size, found.block, arguments.options(found))
+def _draw(args: argparse.Namespace) -> Iterator[str]:
+    model = arguments.model(args)
+    group = model.group(args.group) if args.group else max(model.groups, key=lambda g: g.count * g.numel)
+    layout = plan_group(group, args.world_size, args.block, arguments.options(args))
     prefix = f"one of {group.count} equal layers, " if group.count > 1 else ""
-    title = f"{model.name} {group.name}: {prefix}{found.world_size} ranks, {found.block}"
-    picture = layout.to_svg(title=title, ranks=found.ranks)
-    if found.output == "-":
+    title = f"{model.name} {group.name}: {prefix}{args.world_size} ranks, {args.block}"
+    picture = layout.to_svg(title=title, ranks=args.ranks)
+    if args.output == "-":
         yield picture.rstrip("\n")
         return
-    Path(found.output).write_text(picture, encoding="utf-8")
-    yield f"{found.output}: {title}, padding {percent(layout.padding_ratio)}"
+    Path(args.output).write_text(picture, encoding="utf-8")
+    yield f"{args.output}: {title}, padding {percent(layout.padding_ratio)}"
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {

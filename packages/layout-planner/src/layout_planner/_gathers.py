@@ -113,48 +113,48 @@ def gathers_table(blocks: Sequence[Block]) -> Table:
     return Table(headers, (7, max(len(str(block)) for block in blocks), 5, 7, 7, 6, 7, 6, 7, 7, 6))
 
 
-def gathers_row(found: GatherMeasure) -> list[str]:
+def gathers_row(measure: GatherMeasure) -> list[str]:
     """One row: bytes of a gather in bf16, with whole tiles, with shared ones, and of the better in each group."""
     return [
-        tile_text(found.tile),
-        str(found.block),
-        str(found.world_size),
-        size(found.bf16),
-        *_against(found.whole, found.bf16),
-        *_against(found.shared, found.bf16),
-        size(found.amax),
-        *_against(found.auto, found.bf16),
+        tile_text(measure.tile),
+        str(measure.block),
+        str(measure.world_size),
+        size(measure.bf16),
+        *_against(measure.whole, measure.bf16),
+        *_against(measure.shared, measure.bf16),
+        size(measure.amax),
+        *_against(measure.auto, measure.bf16),
     ]
 
 
 GROUP_HEADERS = ("<group", "layers", "<tile", "bf16", "whole", "x bf16", "shared", "x bf16", "amax", "<auto")
 
 
-def group_row(group: GroupShape, found: QuantizedPlan) -> list[str]:
+def group_row(group: GroupShape, measure: QuantizedPlan) -> list[str]:
     """One layer of a group: as `gathers_row`, and the choice."""
     return [
         group.name,
         f"{group.count:,}",
-        tile_text(found.tile),
-        size(found.bf16_bytes),
-        *_against(found.whole_bytes, found.bf16_bytes),
-        *_against(found.shared_bytes, found.bf16_bytes),
-        size(found.amax_bytes),
-        found.cut,
+        tile_text(measure.tile),
+        size(measure.bf16_bytes),
+        *_against(measure.whole_bytes, measure.bf16_bytes),
+        *_against(measure.shared_bytes, measure.bf16_bytes),
+        size(measure.amax_bytes),
+        measure.cut,
     ]
 
 
-def group_dict(group: GroupShape, found: QuantizedPlan) -> dict[str, object]:
+def group_dict(group: GroupShape, measure: QuantizedPlan) -> dict[str, object]:
     """One layer of a group, for JSON."""
     return {
         "name": group.name,
         "layers": group.count,
-        "tile": list(found.tile),
-        "bf16_bytes": found.bf16_bytes,
-        "whole_bytes": found.whole_bytes,
-        "shared_bytes": found.shared_bytes,
-        "amax_bytes": found.amax_bytes,
-        "auto": found.cut,
+        "tile": list(measure.tile),
+        "bf16_bytes": measure.bf16_bytes,
+        "whole_bytes": measure.whole_bytes,
+        "shared_bytes": measure.shared_bytes,
+        "amax_bytes": measure.amax_bytes,
+        "auto": measure.cut,
     }
 
 

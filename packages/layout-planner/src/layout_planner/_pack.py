@@ -61,19 +61,19 @@ def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) 
     return _in_order(in_order, best.shard, world_size) or best
 
 
-def _at_once(given: Sequence[Item], world_size: int, align: int) -> Packing | None:
+def _at_once(items: Sequence[Item], world_size: int, align: int) -> Packing | None:
     """The given order at a size that nothing can be below, if it fits there.
 
     A rank holds its share of all elements at least; and at a size below half of a tensor's length, the size is a
     multiple of the tensor's step.
     """
-    share = -(-sum(map(attrgetter("size"), given)) // world_size)
+    share = -(-sum(map(attrgetter("size"), items)) // world_size)
     step, shortest = align, math.inf
-    for item in given:
+    for item in items:
         if item.step and item.spec.numel > 2 * share:
             step, shortest = math.lcm(step, item.step), min(shortest, item.spec.numel)
     shard = -(-share // step) * step
-    return _in_order(given, shard, world_size) if shortest > 2 * shard else None
+    return _in_order(items, shard, world_size) if shortest > 2 * shard else None
 
 
 def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tuple[Packing, list[int]]:
@@ -90,8 +90,8 @@ def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tu
             failed.append(shard)
         return None
 
-    if found := first_fit(islice(candidates(items, align, start), tries)):
-        return found, failed
+    if placers := first_fit(islice(candidates(items, align, start), tries)):
+        return placers, failed
     far = first_fit(coarse(items, align, failed[-1]))
     assert far is not None, "the last size has room for everything on one rank"
     low = failed[-1] + align
@@ -131,11 +131,11 @@ def _fixed_orders(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _placers(items: Iterable[Item], shard: int) -> dict[tuple[int, int, int], Placer]:
-    found: dict[tuple[int, int, int], Placer] = {}
+    placers: dict[tuple[int, int, int], Placer] = {}
     for item in items:
-        if item.kind not in found:
-            found[item.kind] = placer(item, shard)
-    return found
+        if item.kind not in placers:
+            placers[item.kind] = placer(item, shard)
+    return placers
 
 
 def _in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | None:

@@ -119,15 +119,15 @@ def sweep_table(blocks: Sequence[Block]) -> Table:
     return Table(headers, (max(len(str(block)) for block in blocks), 5, 7, 9, 9, 11, 7, 14))
 
 
-def sweep_row(found: Measure) -> list[str]:
+def sweep_row(measure: Measure) -> list[str]:
     """One row: padding in per cent of the elements for the plan, the baselines and the bound; gap; bytes."""
     return [
-        str(found.block),
-        str(found.world_size),
-        percent(found.padding()),
-        percent(found.padding(found.even_rows)),
-        percent(found.padding(found.lcm)),
-        percent(found.padding(found.lower_bound)),
-        percent(found.gap),
-        size(found.bytes_per_rank),
+        str(measure.block),
+        str(measure.world_size),
+        percent(measure.padding()),
+        percent(measure.padding(measure.even_rows)),
+        percent(measure.padding(measure.lcm)),
+        percent(measure.padding(measure.lower_bound)),
+        percent(measure.gap),
+        size(measure.bytes_per_rank),
     ]

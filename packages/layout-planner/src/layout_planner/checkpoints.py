@@ -89,14 +89,14 @@ def _read_index(index: Path) -> dict[str, Shape]:
                 f"{file}: missing, but {index.name} says it holds {listed[0][:200]} and "
                 f"{len(listed) - 1} more; download it again or fix the index"
             )
-        found = _read_file(file)
-        lost = [tensor for tensor in listed if tensor not in found]
-        if lost:
+        stored = _read_file(file)
+        missing = [tensor for tensor in listed if tensor not in stored]
+        if missing:
             raise ValueError(
-                f"{file}: {lost[0][:200]} is not in it, but {index.name} lists it there "
-                f"({len(lost)} of {len(listed)} are missing); index and files belong to different checkpoints"
+                f"{file}: {missing[0][:200]} is not in it, but {index.name} lists it there "
+                f"({len(missing)} of {len(listed)} are missing); index and files belong to different checkpoints"
             )
-        shapes.update((tensor, found[tensor]) for tensor in listed)
+        shapes.update((tensor, stored[tensor]) for tensor in listed)
     return shapes
 
 

@@ -51,7 +51,7 @@ def _average_factor(source: Sharding, target: Sharding) -> float:
     return factor
 
 
-def _redistributed(grad: Any, given: Sharding | None, target: Sharding, tensor_class: Any) -> Any:
+def _redistributed(grad: Any, sharding: Sharding | None, target: Sharding, tensor_class: Any) -> Any:
     """A gradient with another sharding. Differentiable, for second derivatives, if it requires grad itself.
 
     Args:
@@ -61,19 +61,19 @@ def _redistributed(grad: Any, given: Sharding | None, target: Sharding, tensor_c
         tensor_class: RaggedDTensor.
     """
     recorded = torch.is_grad_enabled() and grad.requires_grad
-    if given is None:
-        local, given = local_and_sharding(grad)
+    if sharding is None:
+        local, sharding = local_and_sharding(grad)
         if recorded and not isinstance(grad, tensor_class):
             grad = grad.to_local()
     else:
         local = grad
     if not recorded:
-        return tensor_class._wrap(_redistribute.start(local, given, target).wait(), target)
+        return tensor_class._wrap(_redistribute.start(local, sharding, target).wait(), target)
     if not isinstance(grad, tensor_class):
-        grad = FromLocal.apply(grad, tensor_class, given)
-    if given == target:
+        grad = FromLocal.apply(grad, tensor_class, sharding)
+    if sharding == target:
         return grad
-    return Redistribute.apply(grad, target, _redistribute.start(local.detach(), given, target))
+    return Redistribute.apply(grad, target, _redistribute.start(local.detach(), sharding, target))
 
 
 class ToLocal(torch.autograd.Function):

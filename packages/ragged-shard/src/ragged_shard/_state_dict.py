@@ -189,20 +189,20 @@ def _gather(
     return gathered
 
 
-def _common_names(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> list[str]:
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+def _common_names(own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> list[str]:
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if strict and (missing or unexpected):
         raise ValueError(f"missing names {missing}, unexpected names {unexpected}")
-    return sorted(own.keys() & given.keys())
+    return sorted(own.keys() & saved.keys())
 
 
-def _check_state(name: str, own: Any, given: Any) -> None:
-    if isinstance(own, torch.Tensor) != isinstance(given, torch.Tensor):
-        raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(given).__name__}")
+def _check_state(name: str, own: Any, saved: Any) -> None:
+    if isinstance(own, torch.Tensor) != isinstance(saved, torch.Tensor):
+        raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(saved).__name__}")
     if isinstance(own, torch.Tensor):
-        full_tensors.check_given(name, own, given)
-        if own.is_floating_point() != given.is_floating_point():
-            raise TypeError(f"{name}: a tensor of {given.dtype} for one of {own.dtype}")
+        full_tensors.check_given(name, own, saved)
+        if own.is_floating_point() != saved.is_floating_point():
+            raise TypeError(f"{name}: a tensor of {saved.dtype} for one of {own.dtype}")
 
 
 def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

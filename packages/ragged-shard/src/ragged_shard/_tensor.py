@@ -239,8 +239,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     @property
     def data(self) -> "RaggedDTensor":
         """The same tensor without autograd. Assigning a ragged tensor takes its local tensor and placements."""
-        found: RaggedDTensor = _DATA.__get__(self)
-        return found
+        result: RaggedDTensor = _DATA.__get__(self)
+        return result
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -265,8 +265,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
         if id(self) in memo:
-            found: RaggedDTensor = memo[id(self)]
-            return found
+            result: RaggedDTensor = memo[id(self)]
+            return result
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; detach() this one first")
         copied = RaggedDTensor._wrap(self._local_tensor.detach().clone(), self._sharding, self.requires_grad)

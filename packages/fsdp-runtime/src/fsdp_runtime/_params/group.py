@@ -257,7 +257,7 @@ class Group:
 
     def _assigned(self, param: "ManagedParam[Group]") -> torch.Tensor | None:
         """The parameter that the user assigned in place of this one, or None."""
-        found: dict[int, torch.Tensor] = {}
+        by_id: dict[int, torch.Tensor] = {}
         kept = False
         for slots, attribute in param.slots:
             held = slots.get(attribute)
@@ -268,8 +268,8 @@ class Group:
             if held is param.sharded or held is param.unsharded:
                 kept = True
             else:
-                found[id(held)] = held
-        assigned = list(found.values())
+                by_id[id(held)] = held
+        assigned = list(by_id.values())
         for value in assigned:
             self._check_assigned(param, value)
         if assigned and kept and not param.sharded.is_meta:

@@ -74,10 +74,10 @@ class DataMesh:
     @property
     def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:
         """These, and those that were made in addition: of neighbors, and of reductions by themselves."""
-        found = list(self.groups)
+        result = list(self.groups)
         if self.groups[-1] in _REDUCTIONS:
-            found.append(_REDUCTIONS[self.groups[-1]])
-        return (*found, *_NEIGHBORS.get(self.groups[-1], {}).values())
+            result.append(_REDUCTIONS[self.groups[-1]])
+        return (*result, *_NEIGHBORS.get(self.groups[-1], {}).values())
 
     def neighbors(self, count: int) -> dist.ProcessGroup | None:
         """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.

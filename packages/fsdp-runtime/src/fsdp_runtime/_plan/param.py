@@ -38,12 +38,12 @@ _managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = weakref.WeakVa
 
 def managed_of(tensor: torch.Tensor) -> "ManagedParam[Any] | None":
     """The parameter of a unit that a tensor is, sharded or not, or that has taken its place; None for any other."""
-    found = _managed.get(id(tensor))
-    if found is None or tensor is found.sharded or tensor is found.unsharded:
-        return found
-    for known in found.replaced:
+    managed = _managed.get(id(tensor))
+    if managed is None or tensor is managed.sharded or tensor is managed.unsharded:
+        return managed
+    for known in managed.replaced:
         if known() is tensor:
-            return found
+            return managed
     return None
 
 

@@ -141,8 +141,8 @@ def _find_followers(
 
 def member_of(module: nn.Module) -> Member | None:
     """The member that `fully_shard` made of a module; None where it was not called on it."""
-    found: Member | None = module.__dict__.get(_ATTRIBUTE)
-    return found
+    member: Member | None = module.__dict__.get(_ATTRIBUTE)
+    return member
 
 
 def _is_skippable(module: nn.Module) -> bool:
@@ -165,7 +165,7 @@ def owner_of(managed: Param) -> Member | None:
 
 def uses_in(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]:
     """Each parameter, once for each path on which it is reached: name, modules on the path, attribute, parameter."""
-    found = []
+    uses = []
     ahead: list[tuple[str, tuple[nn.Module, ...]]] = []
     for number, module in enumerate(modules):
         ahead.insert(0, ("" if len(modules) == 1 else f"{number}.", (module,)))
@@ -173,19 +173,19 @@ def uses_in(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[nn.Module, ..
         prefix, path = ahead.pop()
         for attribute, param in path[-1]._parameters.items():
             if param is not None:
-                found.append((prefix + attribute, path, attribute, param))
+                uses.append((prefix + attribute, path, attribute, param))
         for name, child in reversed(path[-1]._modules.items()):
             if child is not None:
                 ahead.append((f"{prefix}{name}.", (*path, child)))
-    return found
+    return uses
 
 
 def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
     """Units that hold gathered memory and whose modules have one of these inside."""
-    wanted, found = set(modules), []
+    wanted, units = set(modules), []
     for unit in list(not_at_rest):
         for outer in unit.modules:
             if not wanted.isdisjoint(inner for inner in outer.modules() if inner is not outer):
-                found.append(unit)
+                units.append(unit)
                 break
-    return found
+    return units

@@ -32,7 +32,7 @@ _known: "weakref.WeakValueDictionary[DeviceLayer, Streams]" = weakref.WeakValueD
 def streams_of(device: torch.device) -> Streams:
     """The streams of a device."""
     layer = device_layer(device)
-    found = _known.get(layer)
-    if found is None:
-        found = _known[layer] = Streams(layer)
-    return found
+    streams = _known.get(layer)
+    if streams is None:
+        streams = _known[layer] = Streams(layer)
+    return streams

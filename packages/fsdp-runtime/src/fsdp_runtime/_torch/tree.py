@@ -50,19 +50,19 @@ def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the structure, in order."""
-    found: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
     waiting = [tree]
     while waiting:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
-            found.append(item)
+            leaves.append(item)
         elif isinstance(item, (tuple, list)):
             waiting.extend(reversed(item))
         elif isinstance(item, Mapping):
             waiting.extend(reversed(list(item.values())))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             waiting.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
-    return found
+    return leaves
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _seen.get(optimizer) == len(params):
         return
-    managed = [(param, found) for param in params if (found := managed_of(param)) is not None]
+    managed = [(param, member) for param in params if (member := managed_of(param)) is not None]
     stale = [of.name for param, of in managed if param is not of.sharded and param is not of.unsharded]
     if stale:
         raise RuntimeError(

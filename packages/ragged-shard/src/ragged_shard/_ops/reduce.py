@@ -200,8 +200,8 @@ def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: to
     inner = torch.float32 if out in HALVES else out
 
     def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
-        found: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
-        return found if math.isinf(order) or order == 0 else found.to(wide).pow(order)
+        norm: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
+        return norm if math.isinf(order) or order == 0 else norm.to(wide).pow(order)
 
     if math.isinf(order):
         op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN

@@ -41,14 +41,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _within(func: Op, given: dict[str, Any], tensor: RaggedDTensor, dims: list[int]) -> Any:
+def _within(func: Op, arguments: dict[str, Any], tensor: RaggedDTensor, dims: list[int]) -> Any:
     """The op over dims that no rank's share is cut in: on local tensors; placements stay."""
     sharding = tensor._sharding
     shift = len(sharding.ragged.dims) - 1
-    listed = isinstance(given["dim"], (list, tuple))
+    listed = isinstance(arguments["dim"], (list, tuple))
     local_dims = [d - shift for d in dims]
-    on_local = {**given, "self": tensor._local_tensor, "dim": local_dims if listed else local_dims[0]}
-    on_meta = {**given, "self": torch.empty(sharding.shape, dtype=tensor.dtype, device="meta")}
+    on_local = {**arguments, "self": tensor._local_tensor, "dim": local_dims if listed else local_dims[0]}
+    on_meta = {**arguments, "self": torch.empty(sharding.shape, dtype=tensor.dtype, device="meta")}
     metas = func(**on_meta)
     single = isinstance(metas, torch.Tensor)
     metas = (metas,) if single else metas
@@ -94,12 +94,12 @@ def statistic(op: Op) -> Handler:
     return handle
 
 
-def _deviation(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+def _deviation(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:
     """var, std and their pairs with the mean: the mean first, then the mean of squared deviations, in fp64."""
-    name, keepdim = func._schema.name.removeprefix("aten::"), bool(given.get("keepdim"))
+    name, keepdim = func._schema.name.removeprefix("aten::"), bool(arguments.get("keepdim"))
     if not x.is_floating_point():
         raise refusal(func, x._sharding)
-    correction = given.get("correction", given.get("unbiased"))
+    correction = arguments.get("correction", arguments.get("unbiased"))
     over = range(x.ndim) if dims is None else dims
     count = math.prod(x.shape[d] for d in over)
     left = max(count - (1 if correction is None else float(correction)), 0)
@@ -116,8 +116,8 @@ def _deviation(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) 
 def _extremes(largest: bool) -> Callable[..., Any]:
     """Values and indices of the largest or smallest: the extreme first, then the first index that has it."""
 
-    def values_and_indices(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
-        local, sharding, keepdim = x._local_tensor, x._sharding, bool(given.get("keepdim"))
+    def values_and_indices(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:
+        local, sharding, keepdim = x._local_tensor, x._sharding, bool(arguments.get("keepdim"))
         if not x.numel() or sharding.cut_axes not in ((), (sharding.axis,)):
             raise refusal(func, sharding)
         values = reduced(x, extreme(local, largest), dims, True, func)
@@ -137,41 +137,41 @@ def _extremes(largest: bool) -> Callable[..., Any]:
     return values_and_indices
 
 
-def _histogram(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
+def _histogram(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
     """histc: each rank counts what it holds, between bounds that are the same on all ranks."""
-    sharding, low, high = x._sharding, float(given["min"]), float(given["max"])
+    sharding, low, high = x._sharding, float(arguments["min"]), float(arguments["max"])
     if low == high == 0 and x.numel():
         low, high = x.amin().item(), x.amax().item()
     if low == high:
         low, high = low - 1, high + 1
-    counts = torch.histc(x._local_tensor, given["bins"], low, high)
+    counts = torch.histc(x._local_tensor, arguments["bins"], low, high)
     for axis in sharding.cut_axes:
         counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, sharding.mesh.get_group(axis))
     return _wrap(counts, sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, counts.shape))
 
 
-def _logsumexp(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
+def _logsumexp(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:
     top = x.amax(dims or (), keepdim=True)
     top = torch.where(top.isinf(), 0.0, top)
-    total = (x - top).exp().sum(dims, keepdim=bool(given["keepdim"])).log()
+    total = (x - top).exp().sum(dims, keepdim=bool(arguments["keepdim"])).log()
     return total + top.view(total.shape)
 
 
-def _softmax(func: Op, x: Any, dims: list[int] | None, given: dict[str, Any]) -> Any:
-    if given["half_to_float"]:
+def _softmax(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:
+    if arguments["half_to_float"]:
         raise refusal(func, x._sharding)
     shifted = x - x.amax(dims or (), keepdim=True)
     total = shifted.exp().sum(dims, keepdim=True)
     return shifted.exp() / total if func._schema.name == "aten::_softmax" else shifted - total.log()
 
 
-def _mse(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
-    squares = (x - given["target"]).square()
-    return {_MEAN: squares.mean, _SUM: squares.sum}.get(given["reduction"], lambda: squares)()
+def _mse(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
+    squares = (x - arguments["target"]).square()
+    return {_MEAN: squares.mean, _SUM: squares.sum}.get(arguments["reduction"], lambda: squares)()
 
 
-def _product(func: Op, x: Any, dims: Any, given: dict[str, Any]) -> Any:
-    return _cast((x * given.get("other", given.get("tensor"))).sum(), x.dtype)
+def _product(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
+    return _cast((x * arguments.get("other", arguments.get("tensor"))).sum(), x.dtype)
 
 
 #: Of these narrow numbers are worked on in fp32, as torch does it.
@@ -182,11 +182,13 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("std", "var", "std_mean", "var_mean"), _deviation),
     **dict.fromkeys(("argmax", "max"), _extremes(largest=True)),
     **dict.fromkeys(("argmin", "min"), _extremes(largest=False)),
-    "aminmax": lambda func, x, dims, given: (
-        x.amin(dims or (), given["keepdim"]),
-        x.amax(dims or (), given["keepdim"]),
+    "aminmax": lambda func, x, dims, arguments: (
+        x.amin(dims or (), arguments["keepdim"]),
+        x.amax(dims or (), arguments["keepdim"]),
     ),
-    "dist": lambda func, x, dims, given: torch.linalg.vector_norm(x - given["other"], float(given["p"])),
+    "dist": lambda func, x, dims, arguments: torch.linalg.vector_norm(
+        x - arguments["other"], float(arguments["p"])
+    ),
     **dict.fromkeys(("dot", "vdot"), _product),
     "mse_loss": _mse,
     "histc": _histogram,
