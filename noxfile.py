@@ -39,9 +39,9 @@ OTHERS = {
     "verl": ["verl>=0.9.1", "uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec"],
 }  # fmt: skip
 INTEGRATIONS = [
-    "test_accelerate.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py", "test_transformers_trainer.py",
-    "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py", "parity/test_hf.py",
-    "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
+    "test_accelerate.py", "test_convert.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
+    "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py",
+    "parity/test_hf.py", "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
     "../../block-optim/tests/test_architectures.py",
 ]  # fmt: skip
 USUAL = "not gpu and not long"  # what `tests` runs

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train.train_helpers import TINY, newest, text_folder, tiny, train, with_changes
 
 from fsdp_runtime.checkpoint import read_safetensors
+from fsdp_runtime.checkpoint.dcp_files import Reader, _Unpickler
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.__main__ import main
-from fsdp_runtime.train.checkpoint import Reader, _Unpickler, check_same_run, find_damage, latest, read_about
+from fsdp_runtime.train.checkpoint import check_same_run, find_damage, latest, read_about
 from fsdp_runtime.train.config import RunConfig
 from fsdp_runtime.train.data import read_data
 from fsdp_runtime.train.report import read_metrics

@@ -1,6 +1,8 @@
 """Weights in and out: files into shards, full tensors out of them, copies and shards in CPU memory.
 
 files, rules            tensors in files, and how names and shapes differ          know: nothing of models
+byte_ranges, dcp_files  boxes of tensors in files, read without a model         know: files
+convert                 DCP folders to safetensors and back                      know: rules, dcp_files
 fp8_files               codes in files, and their scales                           knows: files
 targets                 a model's tensors, for loading and for gathering           know: units
 loading, full_state     into shards                                                know: files, targets
@@ -11,6 +13,7 @@ offloaded_optimizer     states in CPU memory, updates on the device             
 """
 
 from .changes import ChangedBlocks, ExportedParams
+from .convert import convert_checkpoint
 from .export import iter_full_params
 from .fp8_files import read_safetensors
 from .full_params import full_params
@@ -38,6 +41,7 @@ __all__ = [
     "Rename",
     "Snapshot",
     "Split",
+    "convert_checkpoint",
     "full_params",
     "get_full_optimizer_state_dict",
     "get_full_state_dict",

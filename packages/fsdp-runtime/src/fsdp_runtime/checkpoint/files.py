@@ -7,9 +7,10 @@ folder  ->  index or *.safetensors  ->  Stored: name, and the tensor in its file
 
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +140,41 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: weight_map names {name!r}, which is outside of the index's folder")
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
+
+
+def read_header(path: Path) -> dict[str, int]:
+    """The byte of a safetensors file at which each tensor begins. The file's header must have been checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + about["data_offsets"][0] for name, about in header.items()}
+
+
+def header_of(about: Mapping[str, tuple[torch.dtype, Ints]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file whose tensors follow one another in this order, for the bytes after it.
+
+    Raises:
+        ValueError: a dtype that files do not have; naming the tensor.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, (dtype, shape) in about.items():
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _code(name, dtype), "shape": shape, "data_offsets": (begin, end)}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _code(name: str, dtype: torch.dtype) -> str:
+    """A dtype as the library writes it."""
+    try:
+        saved = library().torch.save({"x": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
+    return str(json.loads(saved[8:])["x"]["dtype"])
 
 
 def check_is_file(path: Path) -> None:

@@ -10,7 +10,7 @@ In a pattern `{index}` stands for a number, the number of an expert, and any oth
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -61,6 +61,27 @@ class Fused:
     files: tuple[str, ...]
     dim: int = 0
 
+    def reversed(self) -> "Split":
+        """The rule from the model to the file."""
+        return Split(self.model, self.files, self.dim)
+
+    def shapes_from(self, source: Source) -> dict[str, Ints]:
+        """Names and shapes of the tensors that it makes of these, where no model says them."""
+        rows: dict[str, dict[int, dict[int, Stored]]] = {}
+        for part, pattern in enumerate(self.files):
+            for stored, words in _matches(pattern, source):
+                name = _fill(self.model, words)
+                rows.setdefault(name, {}).setdefault(int(words.get("index", 0)), {})[part] = stored
+        shapes: dict[str, Ints] = {}
+        stacked = any("{index}" in file for file in self.files)
+        for name, by_index in rows.items():
+            parts = list(by_index[min(by_index)].values())
+            shape = list(parts[0].shape)
+            if len(parts) > 1:
+                shape[self.dim] = sum(_size(part.name, part.shape, self.dim) for part in parts)
+            shapes[name] = (*((max(by_index) + 1,) if stacked else ()), *shape)
+        return shapes
+
     def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
         """The pieces of a tensor of the model. None: the rule does not say, or nothing that it names is there.
 
@@ -98,11 +119,35 @@ class Split:
         file: pattern of the file's tensor.
         models: patterns of the model's, in order. With `{index}`: of each matrix of a stacked tensor.
         dim: along which they follow one another; of the model's tensors.
+        sizes: of the model's tensors along `dim`, where no model says them and they are not equal.
     """
 
     file: str
     models: tuple[str, ...]
     dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def reversed(self) -> Fused:
+        """The rule from the model to the file."""
+        return Fused(self.file, self.models, self.dim)
+
+    def shapes_from(self, source: Source) -> dict[str, Ints]:
+        """As `Fused.shapes_from`. Raises ValueError if the tensor has no such parts; by name."""
+        shapes: dict[str, Ints] = {}
+        for stored, words in _matches(self.file, source):
+            stacked = "{index}" not in self.file and any("{index}" in model for model in self.models)
+            shape = stored.shape[1:] if stacked else stored.shape
+            total, count = _size(stored.name, shape, self.dim), len(self.models)
+            sizes = self.sizes or (total // count,) * count
+            if len(sizes) != count or sum(sizes) != total:
+                raise ValueError(
+                    f"{stored.name} has {total} along dimension {self.dim}; {self} cuts it into {count} of {sizes}"
+                )
+            for index in range(stored.shape[0]) if stacked else (None,):
+                more = words if index is None else {**words, "index": str(index)}
+                for model, size in zip(self.models, sizes, strict=True):
+                    shapes[_fill(model, more)] = (*shape[: self.dim], size, *shape[self.dim + 1 :])
+        return shapes
 
     def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
         """As `Fused.find`."""
@@ -188,6 +233,35 @@ def pieces_for(
     return None if stored is None else one_after_another(name, (), shapes[name], [stored], 0)
 
 
+def conversions_of(source: Source, rules: Sequence[Rule]) -> dict[str, list[Piece]]:
+    """The pieces of each converted tensor, where no model says what there is: of all rules that fit the first counts.
+
+    Tensors that no rule names keep name and shape.
+
+    Raises:
+        ValueError: some of what a rule names is missing, shapes that do not go together, or two tensors of one name.
+    """
+    made: dict[str, list[Piece]] = {}
+    left = dict(source)
+    for rule in rules:
+        shapes = rule.shapes_from(left)
+        used = set[str]()
+        for name in shapes:
+            found = rule.find(name, shapes, left)
+            if found is None or name in made:
+                raise ValueError(
+                    f"{name} is made twice: by {rule}, and by a rule before it or under its own name"
+                )
+            made[name] = found
+            used.update(piece.stored.name for piece in found)
+        left = {name: stored for name, stored in left.items() if name not in used}
+    for name, stored in left.items():
+        if name in made:
+            raise ValueError(f"{name} is made twice: by a rule, and under its own name; rename one of them")
+        made[name] = one_after_another(name, (), stored.shape, [stored], 0)
+    return made
+
+
 def one_after_another(name: str, lead: Ints, shape: Ints, parts: list[Stored], dim: int) -> list[Piece]:
     """Pieces that fill the element `lead` of a model's tensor (all of it where that is empty)."""
     if len(parts) == 1:
@@ -222,6 +296,13 @@ def _size(name: str, shape: Ints, dim: int) -> int:
 
 def _without(shape: Ints, dim: int) -> Ints:
     return shape[:dim] + shape[dim + 1 :]
+
+
+def _matches(pattern: str, source: Source) -> Iterator[tuple[Stored, dict[str, str]]]:
+    """Stored tensors whose names fit, with the words that the pattern's fields stand for."""
+    for name, stored in source.items():
+        if (match := _regex(pattern).fullmatch(name)) is not None:
+            yield stored, match.groupdict()
 
 
 @lru_cache(maxsize=1024)

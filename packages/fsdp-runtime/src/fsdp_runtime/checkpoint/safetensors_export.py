@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ragged_shard import CPU, gather_from_ranks
 from .._schedule.model import member_of
 from .conversions import FileForm
 from .export import Exporter
-from .files import atomic_write, library, read_json
+from .files import atomic_write, header_of, library, read_json
 from .fp8_files import CONFIG, SCALES
 from .targets import Entry
 
@@ -98,11 +98,8 @@ class _Files:
         self._groups = sorted(form.groups(list(place)), key=lambda group: place[group[-1]])
         self._group_of = {name: index for index, group in enumerate(self._groups) for name in group}
         self._sizes = [self._sizes_of(group) for group in self._groups]
-        bins = _split([sum(sizes.values()) for sizes in self._sizes], limit)
-        count, names = len(bins), ["model.safetensors"]
-        if count > 1:
-            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        self.paths = [folder / name for name in names]
+        bins = split_by_size([sum(sizes.values()) for sizes in self._sizes], limit)
+        self.paths = [folder / name for name in file_names(len(bins))]
         self._bins = list(zip(self.paths, bins, strict=True))
         self._last_of = {members[-1]: path for path, members in self._bins if members}
         self._waiting: dict[int, dict[str, torch.Tensor]] = {}
@@ -135,13 +132,8 @@ class _Files:
         """Make the folder. Raises ValueError for a dtype that files do not have."""
         for name, entry in self._entries.items():
             dtype = self._exporter.dtype_of(entry)
-            try:
-                if self._format_of(name) is None:
-                    library().torch.save({name: torch.empty(0, dtype=dtype)})
-            except KeyError:
-                raise ValueError(
-                    f"{name} is {dtype}, which safetensors files do not have; pass dtype"
-                ) from None
+            if self._format_of(name) is None:
+                header_of({name: (dtype, ())}, {})
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, full: torch.Tensor) -> None:
@@ -181,13 +173,30 @@ class _Files:
             for index in members
             for name in self._sizes[index]
         }
-        total = sum(sum(sizes.values()) for sizes in self._sizes)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-        with atomic_write(self.folder / INDEX) as unfinished:
-            unfinished.write_text(text + "\n")
+        write_index(self.folder, where, sum(sum(sizes.values()) for sizes in self._sizes))
 
 
-def _split(sizes: list[int], limit: int) -> list[list[int]]:
+def file_names(count: int) -> list[str]:
+    """Names of a checkpoint's files, as Hugging Face's loaders expect them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, where: Mapping[str, str], total: int) -> None:
+    """Write the index of several files.
+
+    Args:
+        where: the file of each tensor.
+        total: bytes of all tensors.
+    """
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    with atomic_write(folder / INDEX) as unfinished:
+        unfinished.write_text(text + "\n")
+
+
+def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in consecutive bins of at most `limit` bytes; a larger tensor has a bin to itself."""
     bins: list[list[int]] = [[]]
     filled = 0
     for index, size in enumerate(sizes):

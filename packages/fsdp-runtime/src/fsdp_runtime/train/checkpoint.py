@@ -10,13 +10,10 @@ A save that is killed leaves only a ``.part`` folder, which nothing loads and th
 hardware and files that were cut off or mixed up. They are of the bytes read back after writing.
 """
 
-import enum
 import hashlib
 import io
 import json
 import os
-import pathlib
-import pickle
 import re
 import shutil
 import socket
@@ -30,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -42,31 +39,13 @@ from torch.futures import Future as TorchFuture
 
 from ragged_shard import gather_from_ranks
 
+from ..checkpoint.dcp_files import METADATA, Reader
 from .errors import TrainError, agreed, causes, named, one_line
 
 SUMS = "sums.json"
-METADATA = ".metadata"  # DCP's
 RUN_FILE = "run.json"
 # What reading JSON of another shape raises.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-# The classes in torch's `.metadata`, by module; dtypes and paths are in addition.
-_CLASSES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "collections": {"OrderedDict"},
-}
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
 class SummingWriter(FileSystemWriter):
@@ -157,43 +136,6 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or "damaged"
 
 
-class Reader(FileSystemReader):
-    """DCP's reader; its metadata is unpickled with the classes of `_CLASSES` only."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``.
-
-        Raises:
-            OSError: it is missing.
-            ValueError: it is damaged, names other classes or files elsewhere, or a tensor larger than all files.
-        """
-        folder = Path(self.path)
-        try:
-            metadata: Metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            _check(folder, metadata)
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle raises anything
-            raise ValueError(f"{METADATA}: damaged: {type(error).__name__}: {error}") from error
-        return metadata
-
-
-def _check(folder: Path, metadata: Metadata) -> None:
-    for name in {info.relative_path for info in metadata.storage_data.values()}:
-        if Path(name).name != name:
-            raise ValueError(f"{name[:100]!r} is not a file of this folder")
-    stored = sum(path.stat().st_size for path in folder.iterdir())
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and (
-            min(entry.size, default=0) < 0 or entry.size.numel() * entry.properties.dtype.itemsize > stored
-        ):
-            raise ValueError(
-                f"{name} of shape {tuple(entry.size)} does not fit the {stored} bytes of the files"
-            )
-
-
 class Planner(DefaultLoadPlanner):
     """DCP's planner for loading, for values and tensors that `torch.load(weights_only=True)` takes."""
 
@@ -202,28 +144,6 @@ class Planner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return pathlib.PurePath  # where it was saved, on any system
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype):
-            return value
-        raise ValueError(f"it names {module}.{name}, which is not part of a checkpoint")
-
-
-def _enum_member(kind: Any, name: str) -> enum.Enum:
-    """A member of an enum of torch's, which Python before 3.11.4 pickles as `getattr(kind, name)`."""
-    if not isinstance(kind, enum.EnumMeta):
-        raise ValueError(f"it asks for {name!r} of {kind!r}, which is not part of a checkpoint")
-    member: enum.Enum = kind[name]
-    return member
 
 
 _PART = ".part"

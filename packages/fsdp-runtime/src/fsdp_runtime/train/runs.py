@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ragged_shard import gather_from_ranks
 
+from ..checkpoint.dcp_files import Reader
 from .checkpoint import (
     CHECKPOINTS,
     RUN_FILE,
     Planner,
-    Reader,
     checkpoints_of,
     find_damage,
     is_as_written,

@@ -1,0 +1,103 @@
+"""Tensors of a checkpoint folder, of which any box is read by byte range into ordinary memory: nothing stays mapped.
+
+Extent                one tensor, or one chunk of it, as raw bytes in a file
+StoredTensors         all tensors of a folder, each of one or more extents
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ragged_shard import Box
+
+from .files import Checkpoint, Ints, Stored, read_header, whole
+
+READ_BYTES = 1 << 24  # of a file at a time
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Raw bytes of a box of a tensor.
+
+    Attributes:
+        file: path of the file.
+        start: byte in the file at which the box's first element is.
+        box: elements of the tensor.
+        strides: of the box in the file, in elements.
+    """
+
+    file: Path
+    start: int
+    box: Box
+    strides: Ints
+
+    def read_into(self, out: torch.Tensor, part: Box) -> None:
+        """Read a box inside of this one into `out`, of its shape and the stored dtype. Raises ValueError at the end."""
+        wide = [dim for dim, size in enumerate(part.sizes) if size > 1]
+        span = 1 + sum((part.sizes[dim] - 1) * self.strides[dim] for dim in wide)
+        if span * out.element_size() > READ_BYTES and wide:
+            dim = max(wide, key=lambda dim: self.strides[dim])
+            offsets, sizes, half = list(part.offsets), list(part.sizes), part.sizes[dim] // 2
+            offsets[dim] += half
+            for at, size, begin in ((0, half, part.offsets), (half, sizes[dim] - half, tuple(offsets))):
+                sizes[dim] = size
+                self.read_into(out.narrow(dim, at, size), Box(begin, tuple(sizes)))
+            return
+        inside = zip(part.offsets, self.box.offsets, self.strides, strict=True)
+        first = sum((offset - begin) * stride for offset, begin, stride in inside)
+        buffer = bytearray(span * out.element_size())
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * out.element_size())
+            if file.readinto(buffer) != len(buffer):
+                raise ValueError(f"{self.file} is cut off: it ends before byte {file.tell() + 1}")
+        values = torch.frombuffer(buffer, dtype=torch.uint8).view(out.dtype)
+        out.copy_(values.as_strided(part.sizes, self.strides))
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors of a folder.
+
+    Attributes:
+        path: the folder or file.
+        tensors: by name. Only names, shapes and dtypes count; those of DCP are on meta.
+        left_out: how many tensors the folder has besides these, by the entry of the state dict that they belong to.
+    """
+
+    path: Path
+    tensors: dict[str, Stored]
+    extents_of: Callable[[str], list[Extent]] = field(repr=False)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor in ordinary memory. Raises ValueError if the files have not all of it, or have it twice."""
+        out = torch.empty(box.sizes, dtype=self.tensors[name].dtype)
+        covered = 0
+        for extent in self.extents_of(name):
+            common = extent.box.intersection(box)
+            if common is not None:
+                extent.read_into(out[common.slices(box.offsets)], common)
+                covered += common.numel
+        if covered != box.numel:
+            raise ValueError(
+                f"{self.path}: {name} has {covered} of the {box.numel} elements from {box.offsets} of size {box.sizes}"
+            )
+        return out
+
+
+def safetensors_tensors(path: str | os.PathLike[str]) -> StoredTensors:
+    """Tensors of a `.safetensors` file, an index, or a folder with either; see `Checkpoint` for errors."""
+    tensors = Checkpoint(path).tensors  # the library checks each header against its file
+    starts: dict[Path, dict[str, int]] = {}
+
+    def extents_of(name: str) -> list[Extent]:
+        stored = tensors[name]
+        if stored.file not in starts:
+            starts[stored.file] = read_header(stored.file)
+        strides = tuple(torch.empty(stored.shape, device="meta").stride())
+        return [Extent(stored.file, starts[stored.file][name], whole(stored.shape), strides)]
+
+    return StoredTensors(Path(path), tensors, extents_of)

@@ -1,0 +1,165 @@
+"""`fsdp-convert`: DCP folders to safetensors and back, compared with the tensors that were saved."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runtime_helpers import seeded, shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_runtime.checkpoint import STACKED_EXPERTS, Fused, Rename, Split, convert_checkpoint
+from fsdp_runtime.checkpoint.convert import main, parse_rules
+from ragged_shard.testing import run_ranks
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def save_model(folder, system):
+    model = seeded()
+    if system == "ours":
+        shard(model)
+    else:
+        torch_fully_shard(model)
+    dcp.save({**model.state_dict(), "optimizer": {"step": torch.ones(1)}}, checkpoint_id=folder)
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("system", ["ours", "FSDP2"])
+def test_a_folder_of_three_ranks_becomes_the_full_model(system, tmp_path):
+    run_ranks(3, save_model, str(tmp_path / "dcp"), system)
+    made = convert_checkpoint(tmp_path / "dcp", tmp_path / "files")
+    content, wanted = safetensors.load_file(tmp_path / "files" / "model.safetensors"), seeded().state_dict()
+    assert content.keys() == wanted.keys() == {tensor.name for tensor in made}
+    assert all(torch.equal(content[name], wanted[name]) for name in wanted)
+    assert made[0].source.left_out == {"optimizer": 1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def saved(folder, state):
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def tensors():
+    torch.manual_seed(0)
+    return {
+        "w": torch.randn(5, 3).T,  # saved with its strides
+        "half": torch.randn(4, 4).bfloat16(),
+        "number": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("entry", [None, "app.model"])
+def test_values_come_back_after_both_conversions(entry, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_runtime.checkpoint.byte_ranges.READ_BYTES", 16)
+    monkeypatch.setattr("fsdp_runtime.checkpoint.convert.READ_BYTES", 24)
+    source = saved(tmp_path / "a", {"app": {"model": tensors()}} if entry else tensors())
+    convert_checkpoint(source, tmp_path / "b", entry=entry)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", entry=entry)
+    again = {name: torch.full_like(tensor, 7) for name, tensor in tensors().items()}
+    dcp.load({"app": {"model": again}} if entry else again, checkpoint_id=tmp_path / "c", no_dist=True)
+    for name, tensor in tensors().items():
+        assert again[name].dtype == tensor.dtype, name
+        assert torch.equal(again[name], tensor), name
+
+
+def test_rules_and_their_reverse_give_the_files_that_there_were(tmp_path):
+    names = [f"l.mlp.experts.{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up", "down")]
+    content = {name: torch.randn(2, 4) for name in names} | {
+        "old.q": torch.randn(4, 2),
+        "old.k": torch.randn(1, 2),
+    }
+    safetensors.save_file(content, tmp_path / "a.safetensors")
+    rules = [*STACKED_EXPERTS, Fused("qk", ("old.q", "old.k"))]
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", rules=rules, to_dcp=False)
+    fused = safetensors.load_file(tmp_path / "b" / "model.safetensors")
+    gate_up = [torch.cat([content[names[3 * e]], content[names[3 * e + 1]]]) for e in range(3)]
+    assert torch.equal(fused["l.mlp.experts.gate_up_proj"], torch.stack(gate_up))
+    assert torch.equal(fused["qk"], torch.cat([content["old.q"], content["old.k"]]))
+    back = [*(rule.reversed() for rule in STACKED_EXPERTS), Split("qk", ("old.q", "old.k"), sizes=(4, 1))]
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", rules=back, to_dcp=False)
+    again = safetensors.load_file(tmp_path / "c" / "model.safetensors")
+    assert again.keys() == content.keys()
+    assert all(torch.equal(again[name], content[name]) for name in content)
+
+
+def test_rules_of_the_command_line_are_those_of_python():
+    texts = ["a.{x}=b.{x}", "{l}.g+{l}.u={l}.gu@1", "q:2+k:1=qk", "{l}.w={l}.{index}.w", "stacked-experts"]
+    assert parse_rules(texts) == [
+        Rename("a.{x}", "b.{x}"),
+        Split("{l}.gu", ("{l}.g", "{l}.u"), 1),
+        Split("qk", ("q", "k"), 0, (2, 1)),
+        Fused("{l}.w", ("{l}.{index}.w",)),
+        *STACKED_EXPERTS,
+    ]
+    for text in ("a", "a=", "a+b=c+d", "a:x+b=c", "a:1+b=c", "a:1=b", "a=b@x"):
+        with pytest.raises(ValueError, match="--rule"):
+            parse_rules([text])
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (["n=x+missing"], "n is made of 2 tensors, of which missing is missing"),
+        (["a+b=x"], "x has 3 along dimension 0"),
+        (["y=x"], "y is made twice"),
+    ],
+)
+def test_a_rule_that_does_not_fit_raises_before_anything_is_written(rules, message, tmp_path, capsys):
+    safetensors.save_file({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path / "a.safetensors")
+    options = [part for rule in rules for part in ("--rule", rule)]
+    assert main([str(tmp_path / "a.safetensors"), str(tmp_path / "b"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_file_that_is_cut_off_raises(tmp_path, capsys):
+    source = saved(tmp_path / "a", {"w": torch.randn(64, 64)})
+    (file,) = source.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-9000])
+    assert main([str(source), str(tmp_path / "b")]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
+    safetensors.save_file({"x": torch.ones(3)}, tmp_path / "a.safetensors")
+    assert main([str(tmp_path / "a.safetensors"), str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_writing_safetensors_takes_little_memory(tmp_path):
+    source = saved(
+        tmp_path / "a", {f"w.{number}": torch.zeros(32, 1 << 19).bfloat16() for number in range(40)}
+    )  # 1.25 GiB
+    code = (
+        "import resource, sys, torch, torch.distributed.checkpoint, safetensors.torch\n"
+        "from fsdp_runtime.checkpoint.convert import main\n"
+        "usage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = usage(); assert main(sys.argv[1:]) == 0; print(usage() - before)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "b")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(ran.stdout.split()[-1]) / 1024 < 200
+
+
+def test_transformers_loads_the_result(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "dcp", entry="model")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "files")
+    config.save_pretrained(tmp_path / "files")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "files").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
