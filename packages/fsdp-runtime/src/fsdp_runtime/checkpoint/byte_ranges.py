@@ -4,6 +4,8 @@ Extent                one tensor, or one chunk of it, as raw bytes in a file
 StoredTensors         all tensors of a folder, each of one or more extents
 """
 
+import math
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,20 @@ from ragged_shard import Box
 from .files import Checkpoint, Ints, Stored, read_header, whole
 
 READ_BYTES = 1 << 24  # of a file at a time
+_MAPPED = 1 << 18
+
+
+def scratch(sizes: Ints, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap | bytearray]:
+    """A contiguous tensor of zeros, and the memory that it is in, which goes back to the kernel when both are gone.
+
+    malloc would keep large blocks for good if small ones lie between them.
+    """
+    nbytes = math.prod(sizes) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping's pages would outlive MADV_DONTNEED
+    memory = mmap.mmap(-1, nbytes, flags=flags) if nbytes >= _MAPPED else bytearray(nbytes)
+    if not nbytes:
+        return torch.empty(sizes, dtype=dtype), memory
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes), memory
 
 
 @dataclass(frozen=True)
@@ -48,12 +64,11 @@ class Extent:
             return
         inside = zip(part.offsets, self.box.offsets, self.strides, strict=True)
         first = sum((offset - begin) * stride for offset, begin, stride in inside)
-        buffer = bytearray(span * out.element_size())
+        values, memory = scratch((span,), out.dtype)
         with self.file.open("rb") as file:
             file.seek(self.start + first * out.element_size())
-            if file.readinto(buffer) != len(buffer):
+            if file.readinto(memory) != len(memory):
                 raise ValueError(f"{self.file} is cut off: it ends before byte {file.tell() + 1}")
-        values = torch.frombuffer(buffer, dtype=torch.uint8).view(out.dtype)
         out.copy_(values.as_strided(part.sizes, self.strides))
 
 
@@ -74,7 +89,7 @@ class StoredTensors:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor in ordinary memory. Raises ValueError if the files have not all of it, or have it twice."""
-        out = torch.empty(box.sizes, dtype=self.tensors[name].dtype)
+        out = scratch(box.sizes, self.tensors[name].dtype)[0]
         covered = 0
         for extent in self.extents_of(name):
             common = extent.box.intersection(box)
