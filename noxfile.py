@@ -42,7 +42,7 @@ INTEGRATIONS = [
     "test_accelerate.py", "test_convert.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
     "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py",
     "parity/test_hf.py", "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
-    "../../block-optim/tests/test_architectures.py",
+    "../../block-optim/tests/test_architectures.py", "../../../tests/test_examples.py",
 ]  # fmt: skip
 USUAL = "not gpu and not long"  # what `tests` runs
 _RELIABILITY = "packages/fsdp-runtime/tests/reliability"
@@ -291,7 +291,7 @@ def typecheck(session: nox.Session) -> None:
     )
     for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
         session.run("mypy", str(folder))
-    session.run("mypy", *UNTYPED, "bench")
+    session.run("mypy", *UNTYPED, "bench", "examples")
     # Tests import helpers by name where a conftest.py puts their folder on the path, else relatively; mypy is told the
     # same, one folder at a time.
     for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
