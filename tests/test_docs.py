@@ -107,6 +107,11 @@ def test_every_page_is_in_the_navigation():
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= listed
 
 
+def test_a_page_has_a_line_for_language_models():
+    text = "# A title\n\n```sh\nrun\n```\n\nThe [first](a.md) sentence. The second.\n"
+    assert docs_hooks.line_of("a/b.html", text) == "- [A title](a/b.html): The first sentence.\n"
+
+
 def test_links_become_links_between_pages_and_sources_are_named_without_one():
     known = {"packages/dbuffer/docs/COSTS.md": "dbuffer/costs.md"}
     source = "docs/guides/costs.md"

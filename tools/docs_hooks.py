@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the packages join those of docs/, and links between files become links between pages.
 
 Links in all pages are those of the checkout, so that they work there too. What the site has no page for (sources,
-tests, folders) is named in the page without a link.
+tests, folders) is named in the page without a link. `llms.txt` lists all pages for language models.
 """
 
 import posixpath
@@ -21,6 +21,9 @@ _CODE_OR_LINK = re.compile(
     r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)",
     re.MULTILINE | re.DOTALL,
 )
+
+
+_listed: dict[str, str] = {}  # lines of llms.txt by path in the site
 
 
 def pages() -> dict[str, str]:
@@ -47,7 +50,24 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     known = pages()
     back = {target: source for source, target in known.items()}
     here = page.file.src_uri
+    _listed[here] = line_of(page.file.url, markdown)
     return relink(markdown, back.get(here, f"docs/{here}"), here, known)
+
+
+def on_post_build(config: Any) -> None:
+    """Write `llms.txt` into the site."""
+    head = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n"
+    (Path(config.site_dir) / "llms.txt").write_text(head + "".join(_listed[key] for key in sorted(_listed)))
+
+
+def line_of(url: str, markdown: str) -> str:
+    """A page's line in `llms.txt`: title, address in the site, and the first sentence of its text."""
+    prose = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    title = re.search(r"^# (.+)$", prose, re.MULTILINE)
+    text = re.search(r"^(?:[\w`*\"\[(]).+(?:\n\S.*)*", prose, re.MULTILINE)
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text[0].replace("\n", " ")) if text else ""
+    sentence = plain.split(". ")[0].rstrip(".:") + "."
+    return f"- [{title[1] if title else url}]({url}): {sentence}\n"
 
 
 def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
