@@ -35,7 +35,7 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<
 BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
 OTHERS = {
     "trainers": ["transformers>=5", "peft>=0.17", "accelerate>=1.15", "torchao>=0.18", "lightning-fabric>=2.6",
-                 "torchtitan>=0.3", "torchft>=0.2", "triton"],
+                 "torchtitan>=0.3", "torchft>=0.2", "triton", "ray[train]>=2.50"],
     "verl": ["verl>=0.9.1", "uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec"],
 }  # fmt: skip
 INTEGRATIONS = [

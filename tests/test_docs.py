@@ -4,10 +4,12 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from tools import docs_check, docs_hooks
 from torch.distributed import fsdp
 
@@ -50,6 +52,14 @@ def test_the_examples_of_a_page_run_one_after_another_as_one_script(page):
     for drawn in run_ranks(2, run_page, page.name, "\n".join(examples(page))):
         for name, picture in drawn.items():
             assert (DOCS / "assets" / f"{name}.svg").read_text() == picture, f"{name}.svg is out of date"
+
+
+def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_shell():
+    text = (DOCS / "guides/launch.md").read_text()
+    manifests = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len([yaml.safe_load(manifest) for manifest in manifests]) == 3
+    for script in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_the_page_on_fsdp2_has_every_argument_and_every_method():

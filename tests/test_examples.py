@@ -1,6 +1,7 @@
 """The scripts of `examples/`, launched by torchrun as their docstrings say."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -65,3 +66,19 @@ def test_the_examples_stay_as_short_as_they_promise():
     assert lines.keys() == {"train.py", "finetune_hf.py"}
     assert lines["train.py"] <= 200
     assert lines["finetune_hf.py"] <= 120
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_under_ray_one_worker_continues_with_the_losses_of_an_uninterrupted_run(tmp_path):
+    def last(storage: str, workers: int, steps: int) -> str:
+        command = [sys.executable, str(EXAMPLES / "ray_train.py"), "--storage", str(tmp_path / storage)]
+        options = ["--workers", str(workers), "--steps", str(steps)]
+        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    last("first", 2, 2)
+    assert last("first", 1, 4) == last("other", 1, 4)
