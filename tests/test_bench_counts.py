@@ -4,6 +4,7 @@ After a change that is meant to change them: `python -m bench counts --write-exp
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,11 +14,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.common import store
-from bench.common.ranks import fake_ranks
-from bench.counts import calls, counts, tally
-from bench.counts.step import outside
-from bench.times import wrap
+from bench import calls, counts, tally, wrap
+from bench.count_step import outside
+from bench.ranks import fake_ranks
 
 from dbuffer.transport import transport_of
 
@@ -236,12 +235,22 @@ def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_o
     )
 
 
-def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else():
-    with calls.Calls([Path(store.__file__).parent]) as here:
-        store.mib(0)
-        store.mib(1)
-        tally._kind_of("allreduce")
-    assert here.functions == {("common/store.py", "mib"): 2}
+def _file_of_act(path):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("def act(): pass")
+    return path
+
+
+def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else(tmp_path):
+    inside, outside_of_it = (
+        runpy.run_path(str(file))["act"]
+        for file in (_file_of_act(tmp_path / "inside" / "a.py"), _file_of_act(tmp_path / "b.py"))
+    )
+    with calls.Calls([tmp_path / "inside"]) as here:
+        inside()
+        inside()
+        outside_of_it()
+    assert here.functions == {("inside/a.py", "act"): 2}
     assert here.figures() == {"calls": 2, "functions": 1, "files": 1, "switches": 1}
 
 

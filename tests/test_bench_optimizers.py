@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.optimizers import muon, steps
+from bench import muon, steps
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.commands import COMMANDS
-from bench.common.history import recorded_as
+from bench.recorded import recorded_as
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("layout_planner", "ragged_shard", "dbuffer", "block_optim", "fsdp_runtime")
@@ -18,7 +18,7 @@ FILES = sorted((ROOT / "bench").rglob("*.py"))
 
 
 def module_of(path):
-    """`("bench", "counts", "tally")`; of a package's `__init__` the package."""
+    """`("bench", "tally")`; of a package's `__init__` the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 

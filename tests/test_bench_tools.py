@@ -8,13 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.common import machine, store
-from bench.common.ranks import answer, launch
-from bench.gpu import run as gpu
-from bench.report import page
-from bench.systems.adapters import SYSTEMS
-from bench.systems.workloads import WORKLOADS, batch_of, describe
-from bench.times import host, rounds, speed
+from bench import gpu, host, machine, rounds, speed, store
+from bench import report as page
+from bench.ranks import answer, launch
+from bench.systems import SYSTEMS
+from bench.workloads import WORKLOADS, batch_of, describe
 
 from ragged_shard.testing import RankError, run_ranks
 
@@ -132,7 +130,7 @@ def test_tokens_per_second_count_all_ranks():
 
 
 def test_history_tracks_what_falls_when_things_get_better_and_leaves_a_busy_machine_out():
-    from bench.times.history import Speed
+    from bench.history import Speed
 
     raw = raw_figures()
     raw["samples"]["ddp"] = [sample(0.5), sample(2.0)]
